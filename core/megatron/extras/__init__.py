@@ -1,4 +1,4 @@
-"""What lies beside the model in a checkpoint, and what becomes of it when the layout changes.
+"""The entries of a checkpoint besides its model, and what becomes of them when the layout changes.
 
 Start at ``common_state``, the table of entries; then ``random_states``, ``extra_states`` (Transformer Engine's) and
 ``nested_dicts`` (models of megatron.legacy).

@@ -1,11 +1,12 @@
-"""What stands beside the model in a Megatron checkpoint, and what becomes of it when the layout changes.
+"""The entries of a Megatron checkpoint other than the model, and what becomes of them when the layout changes.
 
 =====================================  =================================================================================
  entry                                  policy
 =====================================  =================================================================================
- ``args``                               copied, sizes updated (``core.megatron.model.args``); layout fields agree on all
- ranks ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order,
-                                        and it becomes 3.0 (``core.megatron.placement.qkv_order``)
+ ``args``                               copied, sizes updated (``core.megatron.model.args``); all ranks agree on the
+                                        fields of the layout
+ ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order, and it
+                                        becomes 3.0 (``core.megatron.placement.qkv_order``)
  ``iteration`` (older ``total_iters``)  kept
  ``opt_param_scheduler``                kept; equal on all ranks
  ``num_floating_point_operations…``     kept
@@ -26,8 +27,8 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Coords, PlannedArray
@@ -50,23 +51,23 @@ TOP_LEVEL = (
 """The usual entries of a rank file, in the order in which Megatron makes them."""
 
 OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
-"""Entries by which ranks tell that they are of one step."""
+"""Entries on which ranks of one step agree."""
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
 _SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
 
 
 def is_chunk(name: object) -> bool:
-    """Whether a top-level key is a model chunk: ``model``, ``model0``, ``model1`` …"""
+    """Return whether a top-level key names a model chunk: ``model``, ``model0``, ``model1`` …"""
     return isinstance(name, str) and _CHUNK.match(name) is not None
 
 
 def rng_key(tp_rank: int, pp_rank: int, *, tp: int, pp: int) -> str:
-    """Key of a rank's random state."""
+    """Return the key under which torch_dist keeps the random state of a rank."""
     return f"{RNG}/shard_{pp_rank}.{tp_rank}_{pp}.{tp}"
 
 
 def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """(name, offset, shape) of a ShardedObject's key, or None."""
+    """Split the key of a ShardedObject into name, offset and shape; None for other keys."""
     match = _SHARDED.match(key)
     if match is None:
         return None
@@ -74,15 +75,15 @@ def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | N
 
 
 def check_version(common: Mapping[object, object], *, has_old_names: bool = False) -> float:
-    """The ``checkpoint_version`` of a checkpoint.
+    """Return the ``checkpoint_version`` of a checkpoint, and raise if it is too old to be read.
 
     Args:
         has_old_names: the model has the names of ``megatron.legacy``; ``core.megatron.placement.qkv_order`` puts its
             rows in order.
 
     Raises:
-        UnsupportedError: below 2.0, or absent, which means 0, in another model.
-        CorruptError: it is no number.
+        UnsupportedError: the version is below 2.0, or absent, which means 0, and the names are not old ones.
+        CorruptError: the version is not a number.
     """
     version = common.get("checkpoint_version", 0)
     if isinstance(version, bool) or not isinstance(version, (int, float)):
@@ -97,7 +98,7 @@ def check_version(common: Mapping[object, object], *, has_old_names: bool = Fals
 
 
 def iteration_of(common: Mapping[object, object]) -> int | None:
-    """The training iteration, or None."""
+    """Return the training iteration, or None if the common state has none."""
     for name in ("iteration", "total_iters"):
         value = common.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -105,53 +106,67 @@ def iteration_of(common: Mapping[object, object]) -> int | None:
     return None
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two inert trees are equal.
+def same(first: object, second: object) -> bool:
+    """Return whether two inert trees are equal.
 
     Tensors are equal if their keys are, without the part before the first colon (the rank directory); their content is
     for the engine to compare. Shared and cyclic parts are safe.
     """
-    stack = [(one, other)]
-    seen: set[tuple[int, int]] = set()
-    while stack:
-        a, b = stack.pop()
+    pairs = [(first, second)]
+    compared: set[tuple[int, int]] = set()
+    while pairs:
+        a, b = pairs.pop()
         if a is b:
             continue
         if type(a) is not type(b):
             return False
-        if isinstance(a, (dict, list, tuple, Inert)):
-            if (id(a), id(b)) in seen:
-                continue
-            seen.add((id(a), id(b)))
-        if isinstance(a, dict):
-            assert isinstance(b, dict)
-            if len(a) != len(b):
+        if not isinstance(a, (dict, list, tuple, Inert)):
+            if not _are_same_leaves(a, b):
                 return False
-            for (key_a, value_a), (key_b, value_b) in zip(a.items(), b.items(), strict=True):
-                stack += ((key_a, key_b), (value_a, value_b))
-        elif isinstance(a, (list, tuple)):
-            assert isinstance(b, (list, tuple))
-            if len(a) != len(b):
+        elif (id(a), id(b)) not in compared:
+            compared.add((id(a), id(b)))
+            parts = _paired_parts(a, b)
+            if parts is None:
                 return False
-            stack += zip(a, b, strict=True)
-        elif isinstance(a, Inert):
-            assert isinstance(b, Inert)
-            if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
-                return False
-            stack += ((a.fn, b.fn), (a.args, b.args), (a.kwargs, b.kwargs), (a.items, b.items), (a.entries, b.entries))
-            if a.state is not NO_STATE:
-                stack.append((a.state, b.state))
-        elif isinstance(a, TensorLeaf):
-            assert isinstance(b, TensorLeaf)
-            if a.key.partition(":")[2] != b.key.partition(":")[2]:
-                return False
-        elif a != b and not (isinstance(a, float) and isinstance(b, float) and a != a and b != b):
-            return False
+            pairs += parts
     return True
 
 
+def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
+    """Return the parts of two containers of one type that must be equal; None if the containers differ already."""
+    if isinstance(a, Inert):
+        assert isinstance(b, Inert)
+        if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
+            return None
+
+        # An object is equal to another one of the same origin, arguments and content.
+        parts: list[tuple[object, object]] = [
+            (a.fn, b.fn),
+            (a.args, b.args),
+            (a.kwargs, b.kwargs),
+            (a.items, b.items),
+            (a.entries, b.entries),
+        ]
+        return parts if a.state is NO_STATE else [*parts, (a.state, b.state)]
+    assert isinstance(a, (dict, list, tuple)) and isinstance(b, (dict, list, tuple))
+    if len(a) != len(b):
+        return None
+    if isinstance(a, dict):
+        assert isinstance(b, dict)
+        return [*zip(a, b, strict=True), *zip(a.values(), b.values(), strict=True)]
+    return list(zip(a, b, strict=True))
+
+
+def _are_same_leaves(a: object, b: object) -> bool:
+    if isinstance(a, TensorLeaf):
+        assert isinstance(b, TensorLeaf)
+        return a.key.partition(":")[2] == b.key.partition(":")[2]
+    is_nan = isinstance(a, float) and isinstance(b, float) and a != a and b != b
+    return a == b or is_nan
+
+
 def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
-    """A copy of an entry's value whose tensors have other keys; what is shared stays shared.
+    """Return a copy of an entry's value whose tensors have other keys; what is shared stays shared.
 
     Args:
         value: an inert tree with ``TensorLeaf``s.
@@ -160,168 +175,196 @@ def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
     Raises:
         CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
     """
-    return _renamed(value, (), {}, new_key)
+    return _LeafRenamer(new_key).copy(value, ())
 
 
-def with_arrays(
-    catalog: Catalog,
-    value: object,
-    name: str,
-    coords: Coords,
-    beside: dict[str, list[PlannedArray]],
-    *,
-    weights: ValueCounter | None = None,
-) -> object:
-    """An entry of a rank's file whose tensors are arrays of that file.
+@dataclass(frozen=True, slots=True)
+class PlannedEntry:
+    """An entry of a rank's file that is to be written.
+
+    Args:
+        value: inert tree of the entry; every tensor in it names one of the arrays.
+        arrays: (key of the source, array that the tensor goes to), in the order of the tree.
+    """
+
+    value: object
+    arrays: Sequence[tuple[str, PlannedArray]]
+
+
+def plan_entry(
+    catalog: Catalog, value: object, name: str, coords: Coords, *, weights: ValueCounter | None = None
+) -> PlannedEntry:
+    """Plan an entry of a rank's file: its tensors become arrays of that file.
 
     Args:
         catalog: has the tensors.
         value: an inert tree with ``TensorLeaf``s.
         name: what the arrays' names begin with.
-        coords: the rank's.
-        beside: key of the source → its arrays; they are added here.
-        weights: of what several ranks' entries share: what holds no tensor is then not copied.
+        coords: coordinates of the rank.
+        weights: remembered sizes of what several ranks' entries share: a part without tensors is then not copied.
 
     Raises:
-        CorruptError: as ``renamed_leaves``.
+        CorruptError: as for ``renamed_leaves``.
     """
+    arrays: list[tuple[str, PlannedArray]] = []
 
     def new_key(path: str, old: str) -> str:
-        made = f"{name}.{path}" if path else name
+        array_name = f"{name}.{path}" if path else name
         meta = catalog.meta(old)
-        beside.setdefault(old, []).append(PlannedArray(made, meta.dtype, meta.shape, coords=coords))
-        return made
+        arrays.append((old, PlannedArray(array_name, meta.dtype, meta.shape, coords=coords)))
+        return array_name
 
-    return _renamed(value, (), {}, new_key, weights)
+    return PlannedEntry(_LeafRenamer(new_key, weights).copy(value, ()), arrays)
 
 
-def _renamed(
-    node: object,
-    path: tuple[object, ...],
-    made: dict[int, object],
-    new_key: Callable[[str, str], str],
-    weights: ValueCounter | None = None,
-) -> object:
-    if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)) or (weights is not None and weights.of(node)):
-        return node
-    if len(path) > MAX_DEPTH:
-        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
+@dataclass(slots=True)
+class _LeafRenamer:
+    """Copies inert trees, giving their tensors new keys.
 
-    def below(item: object, name: object) -> object:
-        return _renamed(item, (*path, name), made, new_key, weights)
+    Args:
+        new_key: (path, old key) → new key.
+        weights: what tells parts without tensors, which are not copied; None copies everything.
+        copies: id of a container → its copy, so that what is shared stays shared.
+    """
 
-    if isinstance(node, TensorLeaf):
-        return replace(node, key=new_key(join_path(path), node.key))
-    if id(node) not in made:
+    new_key: Callable[[str, str], str]
+    weights: ValueCounter | None = None
+    copies: dict[int, object] = field(default_factory=dict)
+
+    def copy(self, node: object, path: tuple[object, ...]) -> object:
+        """Return the copy of a node at a path of the tree."""
+        if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)):
+            return node
+        if self.weights is not None and self.weights.of(node):
+            return node
+        if len(path) > MAX_DEPTH:
+            raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
+        if isinstance(node, TensorLeaf):
+            return replace(node, key=self.new_key(join_path(path), node.key))
+        if id(node) not in self.copies:
+            self.copies[id(node)] = self._copy_container(node, path)
+        return self.copies[id(node)]
+
+    def _copy_container(self, node: object, path: tuple[object, ...]) -> object:
+        """Return a copy of a container whose tensors have new keys."""
         if isinstance(node, dict):
-            made[id(node)] = {key: below(item, key) for key, item in node.items()}
-        elif isinstance(node, list):
-            made[id(node)] = [below(item, index) for index, item in enumerate(node)]
-        elif isinstance(node, tuple):
-            made[id(node)] = tuple(below(item, index) for index, item in enumerate(node))
-        else:
-            copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
-            copy.args = tuple(below(item, f"args.{index}") for index, item in enumerate(node.args))
-            copy.state = below(node.state, "state")
-            copy.items = [below(item, index) for index, item in enumerate(node.items)]
-            copy.entries = [(key, below(item, key)) for key, item in node.entries]
-            made[id(node)] = copy
-    return made[id(node)]
+            return {key: self.copy(item, (*path, key)) for key, item in node.items()}
+        if isinstance(node, list):
+            return [self.copy(item, (*path, index)) for index, item in enumerate(node)]
+        if isinstance(node, tuple):
+            return tuple(self.copy(item, (*path, index)) for index, item in enumerate(node))
+        assert isinstance(node, Inert)
+        copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
+        copy.args = tuple(self.copy(item, (*path, f"args.{index}")) for index, item in enumerate(node.args))
+        copy.state = self.copy(node.state, (*path, "state"))
+        copy.items = [self.copy(item, (*path, index)) for index, item in enumerate(node.items)]
+        copy.entries = [(key, self.copy(item, (*path, key))) for key, item in node.entries]
+        return copy
 
 
 def is_ordered(container: object) -> bool:
-    """Whether a state dict is an OrderedDict."""
+    """Return whether a state dict is an OrderedDict."""
     return isinstance(container, Inert) and container.fn == Global("collections", "OrderedDict")
 
 
 def module_versions(container: object) -> dict[str, object]:
-    """The ``_metadata`` of a module's state dict (module name → what torch notes about it), or {}."""
-    found = as_mapping((attributes(container) or {}).get("_metadata"))
-    return {} if found is None else {name: value for name, value in found.items() if isinstance(name, str)}
+    """Return the ``_metadata`` of a state dict (module name → what torch notes about it); {} without one."""
+    metadata = as_mapping((attributes(container) or {}).get("_metadata")) or {}
+    return {name: value for name, value in metadata.items() if isinstance(name, str)}
 
 
-def refuse_or_drop_optimizer(kind: str, *, optim: str, dropped: list[str]) -> None:
-    """Leaves optimizer state out, saying so, or refuses.
+def note_dropped_optimizer(kind: str, *, optim: str) -> str:
+    """Return the note that optimizer state is left out.
 
     Args:
-        kind: what form it has, for people.
-        optim: ``refuse`` or ``drop``.
+        kind: the form of the state, in words for people.
+        optim: what the user asked for, ``refuse`` or ``drop``.
 
     Raises:
         UnsupportedError: ``optim`` is ``refuse``.
     """
     if optim == "refuse":
         raise UnsupportedError(
-            f"the destination has no place for optimizer state ({kind})",
+            f"the destination cannot store this optimizer state ({kind})",
             hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
         )
-    dropped.append(f"optimizer ({kind}; start Megatron with --no-load-optim)")
+    return f"optimizer ({kind}; start Megatron with --no-load-optim)"
 
 
 def common_of(catalog: Catalog) -> Mapping[object, object]:
-    """The entries beside the model."""
+    """Return the top-level entries of a checkpoint other than its model."""
     return catalog.common or {}
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What stands beside the model in rank files.
+class RankExtras:
+    """The content of rank files besides the model and the optimizer.
 
     Args:
         common: entries that all ranks share.
         objects: random states under torch_dist's keys: one for each (TP, PP).
-        rng_states: those of every rank.
+        rng_states: the random states of every rank.
+        dropped: entries that are left out, each with the reason.
     """
 
     common: dict[object, object]
     objects: dict[str, StoredObject]
     rng_states: dict[Rank, object]
+    dropped: tuple[str, ...]
 
 
-def beside(ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropped: list[str]) -> Beside:
-    """What stands beside the model in rank files.
+def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topology) -> RankExtras:
+    """Read what rank files hold besides the model and the optimizer.
 
     Args:
         ranks: coordinates → (directory, content of the file).
-        topology: their sizes.
-        dropped: what is left out is noted here.
+        topology: parallel sizes of these ranks.
 
     Raises:
         CorruptError: the ranks are not of one iteration.
     """
-    head_dir, head_root = next(iter(ranks.values()))
-    head = as_mapping(head_root) or {}
-    roots = [(rank, as_mapping(root) or {}) for rank, root in ranks.values()]
-    names = dict.fromkeys(name for _, root in roots for name in root)
+    # Keep the entries on which all ranks agree.
+    roots = [(folder, as_mapping(root) or {}) for folder, root in ranks.values()]
     common: dict[object, object] = {}
-    for name in names:
+    dropped: list[str] = []
+    for name in dict.fromkeys(name for _, root in roots for name in root):
         if is_chunk(name) or name in (OPTIMIZER, RNG):
             continue
-        if name == "args":
-            common[name] = head.get(name)
-            continue
-        differing = next(
-            (rank for rank, root in roots if name not in root or not same(root[name], head.get(name))), None
-        )
-        has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(head.get(name)))
-        if name not in head or differing is not None or (len(roots) > 1 and has_tensors):
-            if name in OF_THE_RUN and differing is not None:
-                raise CorruptError(
-                    f"{name} differs from that in {head_dir}",
-                    rank=differing,
-                    hint="the rank directories are not of one step",
-                )
-            why = "holds tensors, one set a rank" if differing is None else "not the same on all ranks"
-            dropped.append(f"{name} ({why})")
-            continue
-        common[name] = head[name]
+        reason = None if name == "args" else _reason_to_drop(name, roots)
+        if reason is None:
+            common[name] = roots[0][1].get(name)
+        else:
+            dropped.append(f"{name} ({reason})")
+
+    # torch_dist has one random state for each (PP, TP): that of the first rank.
     objects: dict[str, StoredObject] = {}
     states: dict[Rank, object] = {}
-    for coords, (_, rank_root) in ranks.items():
-        own = as_mapping(rank_root) or {}
-        if RNG in own:
+    for coords, (_, root) in zip(ranks, roots, strict=True):
+        if RNG in root:
             rank = topology.rank_at(coords)
-            states[rank] = own[RNG]
+            states[rank] = root[RNG]
             key = rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)
-            objects.setdefault(key, StoredObject(key, value=[own[RNG]], coords=coords))
-    return Beside(common, objects, states)
+            objects.setdefault(key, StoredObject(key, value=[root[RNG]], coords=coords))
+    return RankExtras(common, objects, states, tuple(dropped))
+
+
+def _reason_to_drop(name: object, roots: Sequence[tuple[str, Mapping[object, object]]]) -> str | None:
+    """Return why an entry cannot be kept for all ranks, or None if it can.
+
+    Raises:
+        CorruptError: the entry tells the step of the run, and ranks disagree about it.
+    """
+    first_folder, first_root = roots[0]
+    differing = next(
+        (folder for folder, root in roots if name not in root or not same(root[name], first_root.get(name))), None
+    )
+    if differing is not None:
+        if name in OF_THE_RUN:
+            raise CorruptError(
+                f"{name} differs from that in {first_folder}",
+                rank=differing,
+                hint="the rank directories are not of one step",
+            )
+        return "not the same on all ranks"
+    has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(first_root.get(name)))
+    return "holds tensors, one set a rank" if has_tensors and len(roots) > 1 else None

@@ -1,4 +1,4 @@
-"""Extra states: what modules keep beside their parameters, and what becomes of it when the layout changes.
+"""Extra states: what modules keep besides their parameters, and what becomes of it when the layout changes.
 
 The local implementation has none (``None``). Transformer Engine pickles its FP8 state into a uint8 tensor or a
 ``BytesIO``, of no bytes where FP8 is off. With delayed scaling it holds what was measured (``amax_history_fwd``,
@@ -23,7 +23,7 @@ Source: Megatron-LM d98e8a64 ``core/extensions/transformer_engine.py`` ``_fp8_ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -31,23 +31,23 @@ from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import EXTRA_STATE, same
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
 MAX_READ = 1 << 20
-"""Most bytes of a state that are read to compare it or to tell its kind."""
+"""Size of the largest state, in bytes, that is read to compare it or to tell its kind."""
 _MEASURED = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
 
 
 def disagreement(values: Sequence[object], arrays: Sequence[StoredArray], store: ReadStore | None) -> str | None:
-    """Why a state cannot be kept, in words for a note; None if all that hold it hold the same.
+    """Return why a state cannot be kept, in words for a note; None if all ranks that hold it hold the same.
 
     Args:
-        values: what ranks hold that is no tensor.
-        arrays: what the others hold.
-        store: the checkpoint's files, for states whose CRC no container states; None leaves those to the copying, which
+        values: states of ranks that are not a tensor.
+        arrays: states of the other ranks.
+        store: the checkpoint's files, to compare states without a stored CRC; None leaves those to the copying, which
             compares replicas.
     """
     if any(isinstance(leaf, TensorLeaf) for value in values for leaf in walk(value)):
@@ -56,13 +56,16 @@ def disagreement(values: Sequence[object], arrays: Sequence[StoredArray], store:
         return None
     if not values and _are_same(arrays, store):
         return None
-    held = [*_bytes_in(values), *(data for array in arrays[:1] if (data := _read(array, store)) is not None)]
-    if any(word in data for data in held for word in _MEASURED):
+
+    # Say why: states of delayed scaling hold measurements, whose keys are in the pickle.
+    contents = [*_bytes_in(values), *(data for array in arrays[:1] if (data := _read(array, store)) is not None)]
+    if any(word in data for data in contents for word in _MEASURED):
         return "delayed FP8 scaling, not the same on all ranks; Transformer Engine measures it anew"
     return "not the same on all ranks; Transformer Engine makes it anew"
 
 
 def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
+    """Return whether arrays hold the same bytes; True where that can be neither shown nor refuted."""
     first = arrays[0]
     if any((array.dtype, array.shape) != (first.dtype, first.shape) for array in arrays):
         return False
@@ -71,12 +74,12 @@ def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
         return True
     if None not in crcs:
         return False
-    found = {_read(array, store) for array in arrays}
-    return len(found) == 1 or None in found
+    contents = {_read(array, store) for array in arrays}
+    return len(contents) == 1 or None in contents
 
 
 def _read(array: StoredArray, store: ReadStore | None) -> bytes | None:
-    """The bytes of a small dense array; None if they are not at hand."""
+    """Read a small dense array; None if its bytes cannot be had cheaply."""
     extent = array.extent
     if store is None or extent.is_late or extent.encoding is not None:
         return None
@@ -89,53 +92,71 @@ def _bytes_in(values: Iterable[object]) -> list[bytes]:
     return [bytes(leaf) for value in values for leaf in walk(value) if isinstance(leaf, (bytes, bytearray))]
 
 
-def for_experts(
-    catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, dropped: list[str], *, names: str | None
+def adapt_expert_states(
+    catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, expert_names: str | None
 ) -> Catalog:
-    """The global form with the extra states of experts as the destination's rank files have them.
+    """Return the global form with the extra states of experts as the destination's rank files have them.
+
+    States that hold something and become ``None`` are added to the catalog's ``dropped``.
 
     Args:
-        names: how the destination names experts; legacy grouped ones have no states.
-        dropped: states that hold something and become ``None`` are noted here.
+        topology: sizes of the destination.
+        facts: facts about the source.
+        expert_names: how the destination names experts; legacy grouped ones have no states.
     """
-    gone: dict[str, str | None] = {}
-    for key in [*catalog.tensors, *catalog.objects]:
-        if not key.endswith(EXTRA_STATE):
-            continue
-        expert = rules.expert_of(key)
-        if expert is None:
-            continue
-        if names == "grouped":
-            gone[key] = None
-        elif expert.number is not None and names == "te_grouped":
-            gone[key] = f"{expert.before}{expert.rest}"
-        elif rules.is_packed_state(key) and topology.ep != facts.topology.ep and _holds(catalog, key):
-            gone[key] = key
-    if not gone:
+    new_keys = _new_state_keys(catalog, topology, facts, rules, expert_names=expert_names)
+    if not new_keys:
         return catalog
-    together = f"packed for the experts of EP {facts.topology.ep}"
-    dropped += [
-        f"{key} ({together if key == new else 'of one expert; files have those of all experts together'}; "
-        "Transformer Engine makes it anew)"
-        for key, new in gone.items()
-        if _holds(catalog, key)
+
+    # A state under its own key was packed for the experts of a rank; any other is that of one expert.
+    packed = f"packed for the experts of EP {facts.topology.ep}"
+    single = "of one expert; files have those of all experts together"
+    dropped = [
+        f"{key} ({packed if key == new else single}; Transformer Engine makes it anew)"
+        for key, new in new_keys.items()
+        if _holds_something(catalog, key)
     ]
-    empty = {new: StoredObject(new) for new in gone.values() if new is not None}
+
+    # Each removed state is replaced by an empty one, at the same place in the order of the files.
     model = catalog.facet(MegatronModel)
     if model is not None and model.order is not None:
-        renamed = (gone.get(name, name) for name in model.order)
-        order = tuple(dict.fromkeys(name for name in renamed if name is not None))
+        names = (new_keys.get(name, name) for name in model.order)
+        order = tuple(dict.fromkeys(name for name in names if name is not None))
         catalog = catalog.with_facet(replace(model, order=order))
+    empty_states = {new: StoredObject(new) for new in new_keys.values() if new is not None}
+    objects = {key: item for key, item in catalog.objects.items() if key not in new_keys}
     return replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in gone},
-        objects={**{key: item for key, item in catalog.objects.items() if key not in gone}, **empty},
+        tensors={key: meta for key, meta in catalog.tensors.items() if key not in new_keys},
+        objects={**objects, **empty_states},
+        dropped=(*catalog.dropped, *dropped),
     )
 
 
-def _holds(catalog: Catalog, key: str) -> bool:
-    """Whether a state holds something."""
+def _new_state_keys(
+    catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, expert_names: str | None
+) -> Mapping[str, str | None]:
+    """Return the key of every experts' state that cannot be kept → the key of the empty state in its place.
+
+    None stands for no state at all.
+    """
+    new_keys: dict[str, str | None] = {}
+    for key in [*catalog.tensors, *catalog.objects]:
+        expert = rules.expert_of(key) if key.endswith(EXTRA_STATE) else None
+        if expert is None:
+            continue
+        if expert_names == "grouped":
+            new_keys[key] = None
+        elif expert.number is not None and expert_names == "te_grouped":
+            new_keys[key] = f"{expert.before}{expert.rest}"
+        elif rules.is_packed_state(key) and topology.ep != facts.topology.ep and _holds_something(catalog, key):
+            new_keys[key] = key
+    return new_keys
+
+
+def _holds_something(catalog: Catalog, key: str) -> bool:
     if key in catalog.tensors:
         return catalog.tensors[key].n_elements > 0
     value = catalog.objects[key].value
-    return value is not None and (any(_bytes_in([value])) or not any(isinstance(one, bytes) for one in walk(value)))
+    has_bytes = any(isinstance(leaf, bytes) for leaf in walk(value))
+    return value is not None and (any(_bytes_in([value])) or not has_bytes)

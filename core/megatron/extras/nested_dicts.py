@@ -47,21 +47,21 @@ class FlatDict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Branch:
-    """A dict that is being made."""
+class _NestedDict:
+    """A dict under construction."""
 
     name: str
     entries: dict[object, object] = field(default_factory=dict)
 
 
 def flattened(container: object, *, rank: str) -> FlatDict:
-    """A model chunk's state dict by full names.
+    """Return the entries of a model chunk's state dict by full names.
 
     Args:
         rank: the rank's directory, for messages.
 
     Raises:
-        CorruptError: it is no dict, is nested too deeply, or has two entries of one name.
+        CorruptError: the state dict is not a dict, is nested too deeply, or has two entries of one name.
     """
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)
@@ -69,43 +69,48 @@ def flattened(container: object, *, rank: str) -> FlatDict:
 
 
 def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank: str) -> None:
+    """Add the entries of a state dict, and of the dicts within it, under their full names."""
     entries = as_mapping(container)
     if entries is None:
         raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)
     if depth > MAX_DEPTH:
         raise CorruptError(f"state dicts are nested deeper than {MAX_DEPTH} levels", key=prefix, rank=rank)
+
+    # Note what writing needs in order to give the same dicts.
     into.nesting[prefix] = is_ordered(container)
     for module, version in module_versions(container).items():
         into.versions[_joined(prefix, module) if module else prefix] = version
     for name, leaf in entries.items():
-        whole = _joined(prefix, str(name))
-        if as_mapping(leaf) is not None and not whole.endswith(EXTRA_STATE):
-            _flatten(leaf, whole, into, depth=depth + 1, rank=rank)
+        full_name = _joined(prefix, str(name))
+        if as_mapping(leaf) is not None and not full_name.endswith(EXTRA_STATE):
+            _flatten(leaf, full_name, into, depth=depth + 1, rank=rank)
             continue
-        if whole in into.entries:
-            raise CorruptError("two entries of the model have this name", key=whole, rank=rank)
-        into.entries[whole] = leaf
+        if full_name in into.entries:
+            raise CorruptError("two entries of the model have this name", key=full_name, rank=rank)
+        into.entries[full_name] = leaf
 
 
 def nested(entries: Mapping[object, object], versions: Mapping[str, object], nesting: Nesting) -> object:
-    """The state dict of a chunk, nested as others of the model are; dicts that would be empty are left out.
+    """Return the state dict of a chunk, nested as others of the model are, without empty dicts.
 
     Args:
         entries: full name → tensor or object, in order.
         versions: module → what torch notes about it, of the modules of this chunk.
     """
-    branches = {"": _Branch("")}
+    branches = {"": _NestedDict("")}
 
-    def branch(name: str) -> _Branch:
+    def branch(name: str) -> _NestedDict:
         if name not in branches:
-            branches[name] = made = _Branch(name)
+            branches[name] = new = _NestedDict(name)
             above = branch(_around(name, nesting))
-            above.entries[name.removeprefix(_joined(above.name, ""))] = made
+            above.entries[name.removeprefix(_joined(above.name, ""))] = new
         return branches[name]
 
     for name, leaf in entries.items():
         into = branch(_around(str(name), nesting))
         into.entries[str(name).removeprefix(_joined(into.name, ""))] = leaf
+
+    # The versions of modules go to the dict in which each module lies.
     inside: dict[str, dict[object, object]] = {}
     for module, version in versions.items():
         owner = module if module in nesting else _around(module, nesting)
@@ -113,17 +118,17 @@ def nested(entries: Mapping[object, object], versions: Mapping[str, object], nes
     return _finished(branches[""], inside, nesting)
 
 
-def _finished(branch: _Branch, versions: Mapping[str, dict[object, object]], nesting: Nesting) -> object:
+def _finished(branch: _NestedDict, versions: Mapping[str, dict[object, object]], nesting: Nesting) -> object:
     entries = {
-        name: _finished(leaf, versions, nesting) if isinstance(leaf, _Branch) else leaf
+        name: _finished(leaf, versions, nesting) if isinstance(leaf, _NestedDict) else leaf
         for name, leaf in branch.entries.items()
     }
     if not nesting.get(branch.name):
         return entries
-    made = make_ordered_dict(entries)
+    container = make_ordered_dict(entries)
     if branch.name in versions:
-        made.state = {"_metadata": make_ordered_dict(versions[branch.name])}
-    return made
+        container.state = {"_metadata": make_ordered_dict(versions[branch.name])}
+    return container
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -131,7 +136,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _around(name: str, nesting: Nesting) -> str:
-    """The innermost dict that an entry, or another dict, lies in."""
+    """Return the name of the innermost dict that an entry, or another dict, lies in."""
     while name:
         name = name.rpartition(".")[0]
         if name in nesting:

@@ -19,12 +19,14 @@ Place = tuple[int, int, int, int, int, str, int]
 
 
 def by_place(rules: Rules) -> Callable[[str], Place]:
-    """A key for ``sorted`` over global names."""
+    """Return a key function that sorts global names into the order of a rank file."""
     return lambda name: place_of(name, rules)
 
 
 def place_of(name: str, rules: Rules) -> Place:
-    """Sorts global names: embedding, every stack of layers with its last norm, the rest.
+    """Return a sort key that puts a global name at its place in a rank file.
+
+    The embedding comes first, then every stack of layers with its last norm, then the rest.
 
     Experts come one after the other, parameters before extra states.
     """

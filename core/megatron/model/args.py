@@ -11,10 +11,11 @@ Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; argument
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.facts import PREDICTION_STACK, Facts
-from core.megatron.model.hybrid import Pattern, pattern_of
+from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
+from core.megatron.model.hybrid import LayerPattern, pattern_of
 from core.megatron.model.pipeline_args import LAYOUT, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
@@ -31,26 +32,26 @@ _REFUSED = {
 
 
 def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
-    """The arguments by name.
+    """Return the training arguments by name.
 
     Raises:
-        UnsupportedError: there are none, or they are not a namespace.
+        UnsupportedError: the checkpoint has no arguments, or they are not a namespace.
     """
-    found = attributes(args)
-    if found is None:
+    fields = attributes(args)
+    if fields is None:
         mapping = as_mapping(args)
-        found = None if mapping is None else {str(name): value for name, value in mapping.items()}
-    if not found:
+        fields = None if mapping is None else {str(name): value for name, value in mapping.items()}
+    if not fields:
         raise UnsupportedError(
             "the checkpoint holds no training arguments (args), so its parallel layout is not known",
             file=file,
             hint="use a checkpoint that Megatron's training script saved",
         )
-    return found
+    return fields
 
 
 def topology_of(args: object, *, file: str | None = None) -> Topology:
-    """The parallel sizes of the run that saved.
+    """Return the parallel sizes of the run that saved.
 
     Raises:
         UnsupportedError: no arguments, or no tensor parallel size in them.
@@ -65,6 +66,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
             hint="checkpoints from before Megatron-LM 2.0 are not read",
         )
     ep = size_in(fields, "expert_model_parallel_size", file=file) or 1
+
+    # An ETP that equals TP, or that no experts use, means the same as none.
     etp = size_in(fields, "expert_tensor_parallel_size", file=file)
     pp = size_in(fields, "pipeline_model_parallel_size", file=file) or 1
     return Topology(
@@ -77,10 +80,10 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
 
 
 def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
-    """Model chunks a stage: what the arguments say, else what their pipeline layout has.
+    """Return the model chunks of a stage: as the arguments say, else as their pipeline layout has.
 
     Raises:
-        CorruptError: they contradict each other.
+        CorruptError: the two contradict each other.
     """
     vpp = size_in(fields, "virtual_pipeline_model_parallel_size", file=file)
     layout = pipeline_of(fields, file=file).layout
@@ -94,26 +97,23 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     return n_chunks
 
 
-def facts_of(args: object, *, names: ModelNames | None = None) -> Facts:
-    """Everything that resharding needs to know.
+def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
+    """Read everything that resharding needs to know from the training arguments.
 
     Args:
         names: what the tensors' names tell (``Rules.model_of``), which the arguments do not: GPT, BERT and T5 have the
             same ones. None for a GPT model.
 
     Raises:
-        UnsupportedError: an argument is absent, or says that the model is of a kind that is not resharded.
+        UnsupportedError: an argument is missing, or says that the model is of a kind that is not resharded.
         CorruptError: an argument makes no sense.
     """
     fields = fields_of(args)
-    for name, what in _REFUSED.items():
-        if fields.get(name) not in (None, False, 0, ""):
-            raise UnsupportedError(
-                f"{what} cannot be resharded (argument {name} is set)",
-                hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
-            )
+    _check_supported(fields)
     topology = topology_of(args)
     kind = GPT if names is None else names.kind
+
+    # The layers: how many in every stack, and of which kinds.
     hybrid = pattern_of(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
@@ -122,31 +122,26 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> Facts:
     n_predictions = _n_predictions(fields, hybrid)
     if n_predictions:
         stacks[PREDICTION_STACK] = n_predictions
-    n_heads = _needed(fields, "num_attention_heads")
-    is_mla = bool(fields.get("multi_latent_attention"))
-    has_groups = fields.get("group_query_attention") and not is_mla
-    n_groups = size_in(fields, "num_query_groups") if has_groups else n_heads
-    hidden_size = size_in(fields, "hidden_size")
-    head_dim = size_in(fields, "kv_channels")
-    if head_dim is None and hidden_size is not None:
-        head_dim = hidden_size // n_heads
+    attention = _attention_of(fields)
     n_experts = _n_experts(fields, topology)
     moe = _numbers(_moe_pattern(fields, n_layers)) if hybrid is None else hybrid.moe_layers
     linear = _linear_layers(fields, n_layers)
-    shares = [value for name in _SHARES if isinstance(value := fields.get(name), (int, float)) and value > 0]
-    return Facts(
+    is_allotted = any(isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES))
+    is_alike = fields.get("moe_layer_freq", 1) in (None, 1) and not linear and not is_allotted and hybrid is None
+
+    return ModelFacts(
         topology=topology,
         world_size=size_in(fields, "world_size"),
         cp=size_in(fields, "context_parallel_size") or 1,
         n_layers=n_layers,
-        n_heads=n_heads,
-        n_groups=n_groups or n_heads,
-        head_dim=head_dim,
-        hidden_size=hidden_size,
+        n_heads=attention.n_heads,
+        n_groups=attention.n_groups,
+        head_dim=attention.head_dim,
+        hidden_size=attention.hidden_size,
         is_gated=any(bool(fields.get(name)) for name in _GATED),
         is_tied=not fields.get("untie_embeddings_and_output_weights"),
         is_local=fields.get("transformer_impl") == "local",
-        is_mla=is_mla,
+        is_mla=attention.is_mla,
         vocab_size=_vocab_size(fields),
         divisible_by=(
             None if fields.get("pad_vocab_size") is False else size_in(fields, "make_vocab_size_divisible_by") or 128
@@ -154,114 +149,157 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> Facts:
         pipeline=pipeline_of(fields),
         n_experts=n_experts,
         moe_layers=frozenset() if n_experts is None else moe,
-        is_stacked=fields.get("moe_layer_freq", 1) in (None, 1) and not linear and not shares and hybrid is None,
+        is_stacked=is_alike,
         expert_names=None if n_experts is None else _expert_names(fields),
         linear_layers=linear,
-        is_allotted=bool(shares),
+        is_allotted=is_allotted,
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         n_predictions=n_predictions,
-        sizes={
-            **{name: value for name, value in fields.items() if type(value) is int and value > 0},
-            **{name: size for name in _SIZES if is_mla and (size := size_in(fields, name)) is not None},
-        },
+        sizes=_named_sizes(fields, is_mla=attention.is_mla),
         kind=kind,
         stacks=stacks,
     )
+
+
+def _check_supported(fields: Mapping[str, object]) -> None:
+    """Raise if an argument says that the model is of a kind that is not resharded."""
+    for name, kind in _REFUSED.items():
+        if fields.get(name) not in (None, False, 0, ""):
+            raise UnsupportedError(
+                f"{kind} cannot be resharded (argument {name} is set)",
+                hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionSizes:
+    """The sizes of attention, as ``ModelFacts`` explains them."""
+
+    n_heads: int
+    n_groups: int
+    head_dim: int | None
+    hidden_size: int | None
+    is_mla: bool
+
+
+def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
+    n_heads = _required_size(fields, "num_attention_heads")
+    is_mla = bool(fields.get("multi_latent_attention"))
+    has_groups = fields.get("group_query_attention") and not is_mla
+    n_groups = size_in(fields, "num_query_groups") if has_groups else n_heads
+    hidden_size = size_in(fields, "hidden_size")
+    head_dim = size_in(fields, "kv_channels")
+    if head_dim is None and hidden_size is not None:
+        head_dim = hidden_size // n_heads
+    return _AttentionSizes(n_heads, n_groups or n_heads, head_dim, hidden_size, is_mla)
+
+
+def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
+    """Return the arguments that are positive numbers, which rules may name."""
+    sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
+    if is_mla:
+        checked = {name: size_in(fields, name) for name in _SIZES}
+        sizes |= {name: size for name, size in checked.items() if size is not None}
+    return sizes
 
 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def _stacks(fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int]) -> dict[str, int]:
-    """Layers of every stack, that of the main one first.
+    """Return the number of layers of every stack, the main one first.
 
     Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has ``num_layers`` of them,
     whatever ``decoder_num_layers`` says. So where there are two stacks, a count that is there decides among the two.
     """
-    n_layers = _needed(fields, "num_layers")
+    n_layers = _required_size(fields, "num_layers")
     if len(kind.stacks) == 1:
         return {kind.stacks[0]: n_layers}
-    found = {}
+    counts = {}
     for stack in kind.stacks:
         own = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers")
-        found[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
-    return found
+        counts[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
+    return counts
 
 
 def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
-    """Experts of a layer, or None.
+    """Return the number of experts of a layer, or None for a model without experts.
 
     Raises:
-        UnsupportedError: there is expert parallelism, but no experts.
+        UnsupportedError: the arguments have expert parallelism, but no experts.
         CorruptError: the experts do not divide over the expert parallel ranks.
     """
-    found = size_in(fields, "num_experts")
-    if found is None and topology.ep > 1:
+    n_experts = size_in(fields, "num_experts")
+    if n_experts is None and topology.ep > 1:
         raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)")
-    if found is not None and found % topology.ep:
-        raise CorruptError(f"{found} experts (num_experts) do not divide over EP {topology.ep}")
-    return found
+    if n_experts is not None and n_experts % topology.ep:
+        raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
+    return n_experts
 
 
 def _moe_pattern(fields: Mapping[str, object], n_layers: int) -> list[bool]:
-    """Which layers have experts, where the model has any: every n-th, or those of a list.
+    """Return for every layer whether it has experts: every n-th one, or those of a list.
 
     Raises:
         CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
     """
-    found = _pattern(fields, "moe_layer_freq", n_layers)
-    if found is not None:
-        return found
+    pattern = _pattern(fields, "moe_layer_freq", n_layers)
+    if pattern is not None:
+        return pattern
     step = size_in(fields, "moe_layer_freq") or 1
     return [layer % step == 0 for layer in range(n_layers)]
 
 
 def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
-    """Numbers of the layers with linear attention: all but every n-th, or those of a list.
+    """Return the numbers of the layers with linear attention.
+
+    Those are all but every n-th one, or those of a list.
 
     Raises:
         CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
 
     Source: megatron-core 0.16.1 ``models/gpt/experimental_attention_variant_module_specs.py``.
     """
-    found = _pattern(fields, "linear_attention_freq", n_layers)
-    if found is not None:
-        return _numbers(found)
+    pattern = _pattern(fields, "linear_attention_freq", n_layers)
+    if pattern is not None:
+        return _numbers(pattern)
     step = size_in(fields, "linear_attention_freq")
     return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
 
 
 def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[bool] | None:
-    """An argument that is a list of 0 and 1, one a layer; None where it is no list.
+    """Return an argument that is a list with 0 or 1 for each layer; None if it is not a list.
 
     Raises:
-        CorruptError: it is another list.
+        CorruptError: the list has other items, or another length.
     """
-    found = fields.get(name)
-    if not isinstance(found, list):
+    items = fields.get(name)
+    if not isinstance(items, list):
         return None
-    if len(found) != n_layers or not all(item in (0, 1) for item in found):
-        raise CorruptError(f"argument {name} is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers")
-    return [bool(item) for item in found]
+    if len(items) != n_layers or not all(item in (0, 1) for item in items):
+        raise CorruptError(f"argument {name} is a list of {len(items)}, not of 0 or 1 for each of {n_layers} layers")
+    return [bool(item) for item in items]
 
 
 def _numbers(pattern: list[bool]) -> frozenset[int]:
     return frozenset(layer for layer, is_one in enumerate(pattern) if is_one)
 
 
-def _n_predictions(fields: Mapping[str, object], hybrid: Pattern | None) -> int:
-    """Layers of multi-token prediction; one where all predictions share it.
+def _n_predictions(fields: Mapping[str, object], hybrid: LayerPattern | None) -> int:
+    """Return the layers of multi-token prediction; one where all predictions share it.
 
     Raises:
         CorruptError: the pattern and ``mtp_num_layers`` contradict each other.
     """
-    said = fields.get("mtp_num_layers")
-    found = None if said in (None, 0) else size_in(fields, "mtp_num_layers")
-    drawn = 0 if hybrid is None else hybrid.n_predictions
-    if found is not None and drawn not in (0, found):
-        raise CorruptError(f"argument mtp_num_layers is {found}, but the pattern has {drawn} multi-token predictions")
-    n = found or drawn
+    value = fields.get("mtp_num_layers")
+    stated = None if value in (None, 0) else size_in(fields, "mtp_num_layers")
+    in_pattern = 0 if hybrid is None else hybrid.n_predictions
+    if stated is not None and in_pattern not in (0, stated):
+        raise CorruptError(
+            f"argument mtp_num_layers is {stated}, but the pattern has {in_pattern} multi-token predictions"
+        )
+    n = stated or in_pattern
     return 1 if n and fields.get("mtp_use_repeated_layer") else n
 
 
@@ -269,7 +307,7 @@ _SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 
 def _expert_names(fields: Mapping[str, object]) -> str:
-    """How the rank files of the run name experts.
+    """Return how the rank files of the run name experts.
 
     Source: Megatron-LM d98e8a64 and megatron-core 0.12.1 ``core/models/gpt/moe_module_specs.py``.
     """
@@ -280,27 +318,28 @@ def _expert_names(fields: Mapping[str, object]) -> str:
 
 
 def _vocab_size(fields: Mapping[str, object]) -> int | None:
-    """True rows of the vocabulary, or None.
+    """Return the rows of the true vocabulary, or None if the arguments do not say.
 
     The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says: the end of a document.
     """
-    found = size_in(fields, "vocab_size")
+    size = size_in(fields, "vocab_size")
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")
-    return found + 1 if found is not None and is_null and "null_tokenizer_eod_id" not in fields else found
+    return size + 1 if size is not None and is_null and "null_tokenizer_eod_id" not in fields else size
 
 
-def _needed(fields: Mapping[str, object], name: str) -> int:
-    found = size_in(fields, name)
-    if found is None:
+def _required_size(fields: Mapping[str, object], name: str) -> int:
+    """Return a positive integer argument that resharding cannot do without."""
+    size = size_in(fields, name)
+    if size is None:
         raise UnsupportedError(f"the training arguments do not say {name}")
-    return found
+    return size
 
 
 def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None) -> int | None:
-    """A positive integer argument, or None if it is absent or None.
+    """Return a positive integer argument; None if it is absent or None.
 
     Raises:
-        CorruptError: it is something else.
+        CorruptError: the argument is something else.
     """
     value = fields.get(name)
     if value is None:
@@ -323,16 +362,16 @@ LAYOUT_FIELDS = (
 
 
 def disagreements(args: object, other: object, *, rank: str, other_rank: str) -> Iterator[CorruptError]:
-    """What the layout arguments of two ranks differ in: names the argument and both values."""
-    mine, theirs = fields_of(args), fields_of(other)
+    """Yield an error for every layout argument in which two ranks differ, with both values."""
+    fields, other_fields = fields_of(args), fields_of(other)
     for name in LAYOUT_FIELDS:
-        if mine.get(name) != theirs.get(name):
+        if fields.get(name) != other_fields.get(name):
             yield CorruptError(
-                f"argument {name} is {mine.get(name)!r} here and {theirs.get(name)!r} in {other_rank}",
+                f"argument {name} is {fields.get(name)!r} here and {other_fields.get(name)!r} in {other_rank}",
                 rank=rank,
                 hint="the rank directories are not of one checkpoint",
             )
-    if pipeline_of(mine, file=rank) != pipeline_of(theirs, file=other_rank):
+    if pipeline_of(fields, file=rank) != pipeline_of(other_fields, file=other_rank):
         yield CorruptError(
             f"the arguments distribute layers over pipeline stages otherwise than in {other_rank}",
             rank=rank,
@@ -341,18 +380,21 @@ def disagreements(args: object, other: object, *, rank: str, other_rank: str) ->
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:
-    """A copy of the arguments that states the true vocabulary size, whether they did so before or not."""
-    made = replaced(args, {})
-    fields_of(made)["vocab_size"] = n_rows
-    return made
+    """Return a copy of the arguments that states the true vocabulary size."""
+    copy = replaced(args, {})
+    fields_of(copy)["vocab_size"] = n_rows
+    return copy
 
 
 def replaced(args: object, changes: Mapping[str, object], *, added: Mapping[str, object] | None = None) -> object:
-    """A copy of a namespace in which those of the ``changes`` are made whose names it has, and ``added`` set."""
+    """Return a copy of the arguments with other values.
+
+    Arguments in ``changes`` are changed where they exist, those in ``added`` are set in any case.
+    """
     fields = fields_of(args)
-    made = {name: changes.get(name, value) for name, value in fields.items()} | dict(added or {})
+    values = {name: changes.get(name, value) for name, value in fields.items()} | dict(added or {})
     if not isinstance(args, Inert):
-        return made
-    copy = Inert(args.how, args.fn, args.args, kwargs=args.kwargs, state=made)
+        return values
+    copy = Inert(args.how, args.fn, args.args, kwargs=args.kwargs, state=values)
     copy.items, copy.entries = list(args.items), list(args.entries)
     return copy

@@ -8,7 +8,7 @@ from math import prod
 
 from core.arrays.box import Shape
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError, raising
-from core.megatron.model.facts import PREDICTION_STACK, Facts
+from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import Layer, Rule, Rules
@@ -16,18 +16,21 @@ from core.megatron.rules.rules import Layer, Rule, Rules
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _SHOWN = 6
 ADAPTER = ".adapter."
-"""What is in the names of parameters that adapt others."""
+"""Part of the names of parameters that adapt others."""
 
 
-def check_complete(names: Iterable[str], facts: Facts, rules: Rules, *, report: Report = raising) -> None:
-    """A model has its embeddings, all its layers, all their experts, and the same parameters in layers of one kind.
+def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising) -> None:
+    """Raise unless a model is complete.
+
+    It must have its embeddings, all its layers, all their experts, and the same parameters in
+    layers of one kind.
 
     Args:
-        report: takes what is wrong (rules ``layout.tensor``, ``.layers``, ``.experts``); raises it, if none is given.
+        report: takes the problems (rules ``layout.tensor``, ``.layers``, ``.experts``); raises them, if none is given.
 
     Raises:
-        MissingShardError: something is absent; names it.
-        CorruptError: there is more than the arguments say.
+        MissingShardError: something is missing; the error names it.
+        CorruptError: the checkpoint has more layers or experts than the arguments say.
     """
     present = set(names)
     if all(ADAPTER in name for name in present):
@@ -37,15 +40,15 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules, *, report: 
             report(MissingShardError("the tensor is not in the checkpoint", key=name, rule="layout.tensor"))
     subs: dict[str, dict[int, set[str]]] = {stack: {} for stack in rules.stacks}
     for name in present:
-        found = rules.layer_of(name)
-        if found is not None and not _is_optional(name, rules):
-            subs[found.stack].setdefault(found.number, set()).add(found.sub)
+        layer = rules.layer_of(name)
+        if layer is not None and not _is_optional(name, rules):
+            subs[layer.stack].setdefault(layer.number, set()).add(layer.sub)
     for stack, subs_of in subs.items():
         _check_stack(stack, subs_of, facts, rules, report)
 
 
-def check_predictions(facts: Facts, topology: Topology) -> None:
-    """Refuses rank files of a model that Megatron cannot keep properly.
+def check_predictions(facts: ModelFacts, topology: Topology) -> None:
+    """Raise for rank files with multi-token prediction that Megatron cannot keep properly.
 
     Raises:
         UnsupportedError: multi-token prediction, shared embeddings and several pipeline stages: the last stage has an
@@ -60,22 +63,25 @@ def check_predictions(facts: Facts, topology: Topology) -> None:
         )
 
 
-def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rules: Rules, report: Report) -> None:
-    """A stack has all its layers, and layers of one kind have the same parameters.
+def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts, rules: Rules, report: Report) -> None:
+    """Report missing and surplus layers of a stack, and parameters that some layers lack.
 
     Args:
         subs_of: layer → what is in it, but for what is optional.
     """
+    # Every layer of the stack must be there, and none beyond.
     n_layers = facts.stacks.get(stack, 0)
     missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
-        what = f"layers {listed(missing)} of {n_layers} are not in the checkpoint"
-        report(MissingShardError(what, key=stack.rstrip("."), rule="layout.layers"))
+        problem = f"layers {listed(missing)} of {n_layers} are not in the checkpoint"
+        report(MissingShardError(problem, key=stack.rstrip("."), rule="layout.layers"))
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        what = f"there are layers {listed(extra)}, but the model has {n_layers}"
-        report(CorruptError(what, key=stack.rstrip("."), rule="layout.layers"))
-    every: dict[object, set[str]] = {}
+        problem = f"there are layers {listed(extra)}, but the model has {n_layers}"
+        report(CorruptError(problem, key=stack.rstrip("."), rule="layout.layers"))
+
+    # Layers of one kind must have the same parameters, and all of their experts.
+    subs_of_kind: dict[object, set[str]] = {}
     kinds: dict[int, object] = {}
     for layer, subs in sorted(subs_of.items()):
         if layer >= n_layers:
@@ -85,20 +91,20 @@ def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rule
         except CheckpointingException as err:
             report(err.breaking("layout.layers"))
     for layer, kind in kinds.items():
-        every.setdefault(kind, set()).update(subs_of[layer])
+        subs_of_kind.setdefault(kind, set()).update(subs_of[layer])
     for layer, kind in kinds.items():
         subs = subs_of[layer]
         _check_experts(stack, layer, subs, facts, rules, report=report)
-        held = _experts_in(subs, rules)
-        for absent in sorted(every[kind] - subs):
+        numbers = _experts_in(subs, rules)
+        for absent in sorted(subs_of_kind[kind] - subs):
             expert = rules.expert_of(absent)
-            if expert is None or expert.number in held:
-                what = "other layers have this tensor"
-                report(MissingShardError(what, key=str(Layer(stack, layer, absent)), rule="layout.tensor"))
+            if expert is None or expert.number in numbers:
+                problem = "other layers have this tensor"
+                report(MissingShardError(problem, key=str(Layer(stack, layer, absent)), rule="layout.tensor"))
 
 
-def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
-    """What kind of layer it is, as the arguments say, else by its parameters.
+def _kind(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> object:
+    """Return the kind of a layer, by the arguments, else by its parameters.
 
     Raises:
         CorruptError: the pattern of a hybrid model says another kind.
@@ -117,43 +123,50 @@ def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
 
 
 def _is_optional(name: str, rules: Rules) -> bool:
-    """Whether some layers may have it and others not: extra states, what quantizing notes, and what nobody knows."""
+    """Return whether some layers may have a tensor and others not.
+
+    Those are extra states, tensors of quantization, and tensors without a rule of their own.
+    """
     rule = rules.rule_of(name)
     return rule.kind == "opaque" or rule.single is not None or rules.is_unknown(name)
 
 
-def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules, *, report: Report) -> None:
-    """A layer has the experts that the arguments say, and none beyond."""
+def _check_experts(
+    stack: str, layer: int, subs: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report
+) -> None:
+    """Report experts that a layer lacks, and experts beyond those of the arguments."""
     numbers = _experts_in(subs, rules)
     wanted = set(range(facts.n_experts or 0)) if facts.has_experts(stack, layer) else set()
     name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
-        what = f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
-        report(MissingShardError(what, key=name, rule="layout.experts"))
+        problem = f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
+        report(MissingShardError(problem, key=name, rule="layout.experts"))
     if numbers - wanted:
-        what = f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)}"
-        report(CorruptError(f"{what} (num_experts, moe_layer_freq)", key=name, rule="layout.experts"))
+        problem = (
+            f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)}"
+        )
+        report(CorruptError(f"{problem} (num_experts, moe_layer_freq)", key=name, rule="layout.experts"))
 
 
 def _experts_in(subs: Iterable[str], rules: Rules) -> set[int]:
-    """The experts of which a layer has a parameter."""
+    """Return the experts of which a layer has a parameter."""
     experts = (rules.expert_of(sub) for sub in subs)
     return {expert.number for expert in experts if expert is not None and expert.number is not None}
 
 
 def fc2_of(name: str) -> str:
-    """The name of the second linear of the MLP whose first one this is."""
+    """Return the name of the second linear of an MLP, given the name of the first."""
     return name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
 
 
-def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: Facts) -> None:
-    """Compares a tensor's global shape with what the arguments say.
+def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: ModelFacts) -> None:
+    """Raise unless a tensor's global shape fits its rule and the arguments.
 
     Args:
         partner: the shape of the fc2 of the same MLP, or None.
 
     Raises:
-        CorruptError: they contradict each other.
+        CorruptError: shape and arguments contradict each other.
         UnsupportedError: the rule is for tensors of one element, and there are more.
     """
     if rule.single is not None and prod(shape) != 1:
@@ -172,15 +185,17 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
         )
 
 
-def extent_of(rule: Rule, facts: Facts) -> int | None:
-    """The extent of axis 0 that the arguments give, or None where they do not say."""
+def extent_of(rule: Rule, facts: ModelFacts) -> int | None:
+    """Return the extent of axis 0 that the arguments give, or None where they do not say."""
     if not rule.extent or not all(name in facts.sizes for name in rule.extent):
         return None
     return sum(facts.sizes[name] for name in rule.extent) * (facts.n_heads if rule.unit == "heads" else 1)
 
 
-def with_gate(facts: Facts, shapes: Mapping[str, Shape]) -> Facts:
-    """The facts with what shapes tell about gates: an fc1 with twice the rows of fc2's columns has one.
+def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
+    """Return the facts with ``is_gated`` set if a shape shows it.
+
+    An fc1 with twice the rows of fc2's columns has a gate.
 
     The arguments name only some of the gated activations (``--swiglu``); a plain MLP never has such shapes.
 
@@ -197,15 +212,15 @@ def with_gate(facts: Facts, shapes: Mapping[str, Shape]) -> Facts:
     return facts
 
 
-def gate_notes(said: Facts, found: Facts) -> list[str]:
-    """What the user should know where shapes say that MLPs are gated, and the arguments do not."""
-    if said.is_gated == found.is_gated:
+def gate_notes(from_args: ModelFacts, from_shapes: ModelFacts) -> list[str]:
+    """Return the note that shapes say that MLPs are gated where the arguments do not; [] otherwise."""
+    if from_args.is_gated == from_shapes.is_gated:
         return []
     return ["MLPs are gated, as the shapes of fc1 and fc2 say; the arguments (swiglu) do not"]
 
 
 def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
-    """Compares the rows of fc1 with the columns of fc2.
+    """Raise unless the rows of fc1 fit the columns of fc2.
 
     Raises:
         CorruptError: the rows are not the columns, or twice as many in a gated MLP.
@@ -220,11 +235,11 @@ def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
         )
 
 
-def check_qkv_rows(name: str, rows: int, facts: Facts) -> None:
-    """Compares the rows of the fused QKV weight with the heads of the arguments.
+def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
+    """Raise unless the rows of the fused QKV weight fit the heads of the arguments.
 
     Raises:
-        CorruptError: they are not heads and groups of that many channels (nor with an output gate beside the queries).
+        CorruptError: the rows are not those of the heads and groups, with or without an output gate.
     """
     if facts.head_dim is None:
         return
@@ -239,6 +254,6 @@ def check_qkv_rows(name: str, rows: int, facts: Facts) -> None:
 
 
 def listed(items: Sequence[object]) -> str:
-    """A few items for a message."""
+    """Return the first few items as text for a message."""
     text = ", ".join(map(str, items[:_SHOWN]))
     return text + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

@@ -22,7 +22,7 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_units, parts_of, with_sizes
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.vocabulary import padded_rows
@@ -32,7 +32,7 @@ from core.megatron.rules.rules import Rule, Rules
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a global tensor is cut over the ranks of a group.
+    """The cut of a global tensor over the ranks of a group.
 
     Args:
         shape: global shape in the destination, padding included.
@@ -57,7 +57,7 @@ class Cut:
 
     @property
     def target_shape(self) -> Shape:
-        """Shape of the whole tensor with its axes as in files."""
+        """Shape of the complete tensor with its axes as in files."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
     @property
@@ -66,13 +66,13 @@ class Cut:
         return self.shard_shape[::-1] if self.is_transposed else self.shard_shape
 
     def pieces(self, rank: Rank) -> list[ShardPiece]:
-        """The pieces of one rank's shard."""
+        """Return the pieces of one rank's shard."""
         if self.axis is None:
             return replicated_pieces(self.shape)
         return split_axis(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
 
     def fragments(self, key: str, rank: Rank, array: PlannedArray) -> list[TargetFragment]:
-        """The fragments of a tensor that lie in an array, which is one rank's shard."""
+        """Return the fragments of a tensor that lie in an array, which is one rank's shard."""
         pieces = (
             replicated_pieces(self.shape) if self.n == 1 else self.pieces(rank)
         )  # parts follow each other on both sides
@@ -82,8 +82,12 @@ class Cut:
         return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
 
 
-def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *, n_rows: int | None) -> dict[str, Cut]:
-    """How every tensor of the global per-layer form is cut; an optimizer's states as their parameters are.
+def cuts_of(
+    catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, n_rows: int | None
+) -> dict[str, Cut]:
+    """Return how every tensor of the global per-layer form is cut.
+
+    An optimizer's states are cut as their parameters are.
 
     Args:
         n_rows: rows of the true vocabulary, or None where nothing says.
@@ -94,22 +98,22 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
     """
     facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
     model = catalog.facet(MegatronModel) or MegatronModel()
-    found = {}
-    known: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
+    cuts = {}
+    cut_of_kind: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
     for key, meta in catalog.tensors.items():
         rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
         kind = (id(rule), meta.shape)
-        cut = known.get(kind)
+        cut = cut_of_kind.get(kind)
         if cut is None:
             if rule.extent and rule.cut_axis is None and model.is_down_proj_cut:
                 rule = rule.as_cut()
-            cut = known[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
-        found[key] = cut
-    return found
+            cut = cut_of_kind[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+        cuts[key] = cut
+    return cuts
 
 
-def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, topology: Topology, n_rows: int | None) -> Cut:
-    """How a tensor is cut, or why it cannot be.
+def cut_of(meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None) -> Cut:
+    """Return how a tensor is cut.
 
     Args:
         n_rows: rows of the true vocabulary, or None where nothing says.
@@ -147,12 +151,12 @@ def param_array(
     """Return the array of a rank's parameter, or of one of its states, before it has a place.
 
     Args:
-        name: of the array.
+        name: name of the array.
         keys: the tensors that it holds: one, or those of all experts of the rank, in order.
         tensors: their metadata.
         cuts: how they are cut.
         rules: the layout's table.
-        coords: of the rank.
+        coords: coordinates of the rank.
     """
     if not cuts[keys[0]].is_transposed:
         (key,) = keys
@@ -167,15 +171,15 @@ def param_array(
 
 
 def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
-    """Boxes of the destination's tensor that the source does not have."""
+    """Return the boxes of the destination's tensor that the source does not have (padding)."""
     if cut.shape == meta.shape:
         return []
     rows = meta.shape[0]
     return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
 
 
-def check_target(topology: Topology, facts: Facts) -> None:
-    """Refuses sizes that Megatron or the model's experts cannot have.
+def check_target(topology: Topology, facts: ModelFacts) -> None:
+    """Raise for sizes that Megatron or the model's experts cannot have.
 
     Raises:
         UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not divide.
@@ -184,9 +188,9 @@ def check_target(topology: Topology, facts: Facts) -> None:
         layout = None if topology.pipeline is None else topology.pipeline.layout
         raise UnsupportedError(
             f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
-            hint="say --vpp-new 1, or a larger --pp-new"
+            hint="use --vpp-new 1, or a larger --pp-new"
             if layout is None
-            else f"the pipeline layout has {len(layout)} parts: say --pp-new {len(layout)}, or a size that divides it",
+            else f"the pipeline layout has {len(layout)} parts: use --pp-new {len(layout)}, or a size that divides it",
         )
     if facts.n_experts is None:
         if topology.ep > 1 or topology.expert_tp != topology.tp:

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.megatron.model.hybrid import Pattern
+from core.megatron.model.hybrid import LayerPattern
 from core.megatron.model.pipeline import LayerSplit, Pipeline, split_layers
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind
 
 PREDICTION_STACK = "mtp.layers."
-"""What stands before the numbers of the layers of multi-token prediction."""
+"""Beginning of the names of layers of multi-token prediction, before their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the training arguments say about the model and its layout.
+class ModelFacts:
+    """Facts from the training arguments about the model and its layout.
 
     Args:
         topology: parallel sizes of the run that saved.
-        world_size: its ranks, or None.
-        cp: its context parallel size.
+        world_size: number of ranks of that run, or None.
+        cp: context parallel size of that run.
         n_layers: layers of the main stack.
         n_heads, n_groups: attention heads, and groups of them that share keys and values.
         head_dim: channels of one head, or None.
@@ -53,7 +53,7 @@ class Facts:
         n_predictions: layers of multi-token prediction.
         sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
         kind: what kind of model it is.
-        stacks: what stands before the layers' numbers → layers, for every stack that the model has.
+        stacks: beginning of the names of layers → number of layers, for every stack that the model has.
     """
 
     topology: Topology
@@ -78,7 +78,7 @@ class Facts:
     linear_layers: frozenset[int] = frozenset()
     is_allotted: bool = False
     is_prediction_renamed: bool = False
-    pattern: Pattern | None = None
+    pattern: LayerPattern | None = None
     n_predictions: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: ModelKind = GPT
@@ -86,21 +86,27 @@ class Facts:
 
     @property
     def fuses_names(self) -> bool:
-        """Whether torch_dist has other names than rank files: the local implementation's norms, but not with MLA."""
+        """True if torch_dist has other names for norms than rank files.
+
+        So it is in the local implementation, except for multi-latent attention.
+        """
         return self.is_local and not self.is_mla
 
     def padded_rows(self, n_rows: int, *, tp: int) -> int:
-        """Rows that a vocabulary of ``n_rows`` has at a TP size."""
+        """Return the rows that a vocabulary of ``n_rows`` has at a TP size, padding included."""
         return n_rows if self.divisible_by is None else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
 
     def pipeline_at(self, pp: int, vpp: int = 1) -> Pipeline:
-        """How layers are distributed over so many stages and chunks, where nobody says it: what of the run's own way
-        still means something there, and evenly for the rest."""
+        """Return the default distribution of layers over so many stages and chunks.
+
+        The parts of the run's own distribution that still mean something at these sizes are kept;
+        the rest is even.
+        """
         own = self.topology
         return self.pipeline.at(has_pp=pp == own.pp and pp > 1, has_vpp=vpp == own.vpp)
 
     def stages(self, pp: int, vpp: int = 1, *, pipeline: Pipeline | None = None) -> Stages:
-        """Where the model lives in ``pp`` stages of ``vpp`` chunks.
+        """Return which of ``pp`` stages of ``vpp`` chunks holds which part of the model.
 
         Args:
             pipeline: how layers are distributed; None for ``pipeline_at``.
@@ -115,6 +121,8 @@ class Facts:
                 f"{self.kind.kind} models cannot be cut into {pp} pipeline stages: Megatron-LM refuses it",
                 hint="use --pp-new 1",
             )
+
+        # The pattern of a hybrid model wins over an even distribution.
         how = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
         n_mtp = self.n_predictions
         try:
@@ -127,22 +135,27 @@ class Facts:
                 raise
             hint = "the training arguments of this checkpoint contradict each other"
             raise CorruptError(err.message, hint=hint) from err
+
+        # Only a layout string places multi-token prediction; else it is in the last chunk.
         mtp = next((divmod(n, pp) for n, part in enumerate(how.layout or ()) if "m" in part), None)
         main = self.kind.stacks[0]
         stages = Stages(pp, vpp, {main: split}, mtp)
-        others = {
+        other_stacks = {
             stack: split_layers(n, pp=1, vpp=1) for stack, n in self.stacks.items() if stack in self.kind.stacks[1:]
         }
         predictions = {PREDICTION_STACK: stages.in_one_chunk(n_mtp, stages.chunk_at("mtp"))} if n_mtp else {}
-        return replace(stages, splits={main: split, **others, **predictions})
+        return replace(stages, splits={main: split, **other_stacks, **predictions})
 
     def is_cut_by_pattern(self, pp: int, vpp: int = 1) -> bool:
-        """Whether the pattern of a hybrid model says which layers so many chunks have."""
+        """Return whether the pattern of a hybrid model gives the layers of so many chunks."""
         is_own = (pp, vpp) == (self.topology.pp, self.topology.vpp)
         return is_own and pp > 1 and self.pattern is not None and bool(self.pattern.cuts)
 
     def has_experts(self, stack: str, layer: int) -> bool:
-        """Whether a layer has experts: predictions are like the last layer, or as the pattern says."""
+        """Return whether a layer has experts.
+
+        Predictions are like the last layer, or as the pattern says.
+        """
         if stack != PREDICTION_STACK:
             return layer in self.moe_layers
         if self.pattern is not None:
@@ -150,7 +163,7 @@ class Facts:
         return self.n_layers - 1 in self.moe_layers
 
     def kind_of(self, stack: str, layer: int) -> object:
-        """What kind of layer it is, for comparison; None where the arguments do not say."""
+        """Return the kind of a layer, for comparison; None where the arguments do not say."""
         if stack == PREDICTION_STACK:
             return stack
         if self.pattern is not None:
@@ -158,8 +171,8 @@ class Facts:
         return None if self.is_allotted else (stack, layer in self.moe_layers, layer in self.linear_layers)
 
 
-def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
-    """What the user should know about a new distribution of layers: that the run's own way has gone."""
+def pipeline_notes(facts: ModelFacts, pipeline: Pipeline) -> list[str]:
+    """Return the note that layers are no longer distributed in the run's own way; [] if they are."""
     if facts.pipeline.is_even or pipeline == facts.pipeline:
         return []
     now = "evenly" if pipeline.is_even else str(pipeline)
@@ -167,10 +180,10 @@ def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
 
 
 def _cut_layers(cuts: tuple[int, ...], pp: int, vpp: int) -> LayerSplit:
-    """The layers of chunks in order, virtual stages outermost.
+    """Return the layers of chunks in order, virtual stages outermost.
 
     Raises:
-        CorruptError: there are not as many chunks.
+        CorruptError: the pattern does not have as many chunks.
     """
     if len(cuts) != pp * vpp:
         raise CorruptError(f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of {vpp} chunks")

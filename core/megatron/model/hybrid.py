@@ -40,7 +40,7 @@ SYMBOLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class LayerPattern:
     """The layers of a hybrid model.
 
     Args:
@@ -61,11 +61,11 @@ class Pattern:
         return frozenset(number for number, symbol in enumerate(self.layers) if symbol == "E")
 
 
-def pattern_of(fields: Mapping[str, object]) -> Pattern | None:
-    """The pattern in the training arguments, or None.
+def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
+    """Return the pattern in the training arguments, or None.
 
     Raises:
-        CorruptError: it is not text, or has not as many symbols as there are layers.
+        CorruptError: the pattern is not text, or does not have as many symbols as there are layers.
         UnsupportedError: a symbol is not known.
     """
     name = next((name for name in NAMES if fields.get(name)), None)
@@ -75,6 +75,8 @@ def pattern_of(fields: Mapping[str, object]) -> Pattern | None:
     if not isinstance(text, str):
         raise CorruptError(f"argument {name} is {text!r}, not text")
     main, *predictions = text.split("/")
+
+    # An unknown kind of layer is reported before a wrong number of layers.
     for symbol in text:
         if symbol not in SYMBOLS and symbol not in "|/":
             raise UnsupportedError(
@@ -86,14 +88,19 @@ def pattern_of(fields: Mapping[str, object]) -> Pattern | None:
     n_layers = fields.get("num_layers")
     if n_layers not in (None, len(layers)):
         raise CorruptError(f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}")
+
+    # A pattern without cuts leaves the distribution of layers to other arguments.
     cuts = tuple(map(len, chunks)) if len(chunks) > 1 else ()
     own = fields.get("mtp_hybrid_override_pattern")
     prediction = own if isinstance(own, str) else "".join(predictions[:1])
-    return Pattern(layers, cuts, len(predictions), prediction)
+    return LayerPattern(layers, cuts, len(predictions), prediction)
 
 
 def recut(text: str, counts: Sequence[int]) -> str:
-    """A pattern for model chunks of ``counts`` layers, cut where it was before or where the chunks are uneven."""
+    """Return a pattern for model chunks of ``counts`` layers.
+
+    It has cuts if it had them before, or if the chunks are uneven.
+    """
     main, *predictions = text.split("/")
     symbols = iter(main.replace("|", ""))
     chunks = ["".join(islice(symbols, count)) for count in counts]

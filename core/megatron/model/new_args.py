@@ -20,7 +20,7 @@ from core.megatron.model.pipeline_args import changes_for
 from core.megatron.model.topology import Topology
 
 
-def updated(
+def update_args(
     args: object,
     *,
     topology: Topology,
@@ -30,10 +30,12 @@ def updated(
     is_grouped: bool | None = None,
     unset: Iterable[str] = (),
 ) -> object:
-    """A copy of the arguments for rank files with new sizes; see the module's docstring.
+    """Return a copy of the arguments for rank files with new sizes.
+
+    The module's docstring says which arguments change.
 
     Args:
-        args: those of the source.
+        args: training arguments of the source.
         topology: sizes to write.
         pipeline: how they distribute the layers.
         counts: layers of every model chunk, virtual stages outermost.
@@ -43,6 +45,8 @@ def updated(
     """
     fields = fields_of(args)
     own = topology_of(args)
+
+    # These change in any rank files.
     changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
     if padded_vocab_size is not None:
         changes["padded_vocab_size"] = padded_vocab_size
@@ -50,6 +54,8 @@ def updated(
         changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
     changes |= {name: False for name in unset if fields.get(name)}
     changes |= {name: recut(text, counts) for name in PATTERNS if isinstance(text := fields.get(name), str) and text}
+
+    # The distribution of layers.
     added = changes_for(fields, pipeline)
     has_sizes = _sizes(topology) != _sizes(own)
     if has_sizes or added:
@@ -59,6 +65,8 @@ def updated(
             "num_virtual_stages_per_pipeline_rank": n_chunks if pipeline.layout is None else None,
             "num_layers_per_virtual_pipeline_stage": None,
         }
+
+    # The parallel sizes, and the sizes of the run that follow from them.
     if has_sizes:
         n_stage, dp = _stage_and_dp(fields, own, topology)
         world_size = n_stage * topology.pp
@@ -86,7 +94,7 @@ def updated(
 
 
 def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
-    """Sizes for which the run had no argument, and which are not what their absence means."""
+    """Return the sizes that must be added because their absence would mean another size."""
     sizes = {
         "pipeline_model_parallel_size": (topology.pp, 1),
         "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
@@ -97,7 +105,10 @@ def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, ob
 
 
 def dp_at(args: object, topology: Topology) -> int | None:
-    """The data parallel size that rank files of new sizes state; None if the run did not state its own."""
+    """Return the data parallel size in the arguments of rank files of new sizes.
+
+    None if the run did not state its own.
+    """
     fields = fields_of(args)
     own = topology_of(args)
     stated = fields.get("data_parallel_size")
@@ -111,7 +122,7 @@ def _sizes(topology: Topology) -> tuple[int, ...]:
 
 
 def _stage_and_dp(fields: Mapping[str, object], own: Topology, topology: Topology) -> tuple[int, int]:
-    """(ranks of a pipeline stage, data parallel size) with new sizes.
+    """Return (ranks of a pipeline stage, data parallel size) with new sizes.
 
     There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP
     and EP could not co-vary otherwise.

@@ -22,7 +22,7 @@ from core.arrays.box import Shape
 from core.arrays.sharding import divisors, join_numbers
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.checks import with_gate
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.rules import Rule, Rules
 from core.megatron.rules.sizes import PartSize
 
@@ -36,11 +36,11 @@ class _Fit:
     total: int = 0
 
 
-def parts_of(rule: Rule, extent: int, facts: Facts, *, key: str) -> list[int]:
-    """Extents of the consecutive parts of an axis.
+def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[int]:
+    """Return the extents of the consecutive parts of an axis.
 
     Args:
-        extent: of the axis, over all ranks.
+        extent: extent of the axis, over all ranks.
 
     Raises:
         CorruptError: a gated extent is odd, or the parts do not add up to the extent.
@@ -56,6 +56,7 @@ def parts_of(rule: Rule, extent: int, facts: Facts, *, key: str) -> list[int]:
 
 
 def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str) -> list[int]:
+    """Return the extents of the parts that a rule names, from the first of its lists that fits."""
     fits = [_fit(parts, extent, sizes) for parts in rule.segments]
     for fit in fits:
         if fit.extents is not None:
@@ -63,7 +64,7 @@ def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str)
     unknown = sorted({name for fit in fits if len(fit.unknown) > 1 for name in fit.unknown})
     if unknown:
         raise UnsupportedError(
-            f"the arguments do not say how large {', '.join(unknown)} are, so neither how the {extent} rows are cut",
+            f"the arguments do not give the sizes {', '.join(unknown)}, so it is unknown how the {extent} rows are cut",
             key=key,
             hint="write a [[rule]] with the sizes as numbers, parts = [8, 8, 4], for --rules",
         )
@@ -75,20 +76,20 @@ def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str)
 
 
 def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _Fit:
-    """What a list of parts makes of an extent; one size that is not known is what the others leave."""
+    """Compare a list of parts with an extent; a single unknown size is the remainder."""
     values = [part.value(sizes) for part in parts]
     total = sum(value for value in values if value is not None)
     unknown = tuple(dict.fromkeys(part.text for part, value in zip(parts, values, strict=True) if value is None))
     if not unknown:
         return _Fit([value for value in values if value is not None] if total == extent else None, (), total)
-    left, rest = divmod(extent - total, values.count(None))
-    if len(unknown) > 1 or left < 1 or rest:
+    remainder, rest = divmod(extent - total, values.count(None))
+    if len(unknown) > 1 or remainder < 1 or rest:
         return _Fit(None, unknown, total)
-    return _Fit([left if value is None else value for value in values])
+    return _Fit([remainder if value is None else value for value in values])
 
 
-def check_parts(rule: Rule, shape: Shape, facts: Facts, *, key: str) -> None:
-    """Every rank of the source has an equal share of every part.
+def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> None:
+    """Raise unless every rank of the source has an equal share of every part.
 
     Args:
         shape: global.
@@ -109,27 +110,27 @@ def check_parts(rule: Rule, shape: Shape, facts: Facts, *, key: str) -> None:
         )
 
 
-def check_units(rule: Rule, n: int, facts: Facts, *, key: str) -> None:
-    """Refuses a size that does not divide what a rank holds whole, such as heads or groups.
+def check_units(rule: Rule, n: int, facts: ModelFacts, *, key: str) -> None:
+    """Raise if a number of shards does not divide units, such as heads, that ranks hold undivided.
 
     Args:
         n: the wanted number of shards.
 
     Raises:
-        UnsupportedError: names the tensor, what does not divide and the sizes that work.
+        UnsupportedError: a size does not divide; the error names the sizes that do.
     """
-    known = {name: facts.sizes[name] for name in rule.divides if name in facts.sizes}
-    for name, size in known.items():
+    sizes = {name: facts.sizes[name] for name in rule.divides if name in facts.sizes}
+    for name, size in sizes.items():
         if size % n:
             raise UnsupportedError(
                 f"{size} {name} do not divide over {rule.group.upper()} {n}",
                 key=key,
-                hint=f"{rule.group.upper()} sizes that do: {join_numbers(divisors(gcd(*known.values())))}",
+                hint=f"{rule.group.upper()} sizes that do: {join_numbers(divisors(gcd(*sizes.values())))}",
             )
 
 
-def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts:
-    """The facts with the sizes that shapes tell, and whether MLPs are gated.
+def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> ModelFacts:
+    """Return the facts with the sizes that shapes tell, and whether MLPs are gated.
 
     Args:
         shapes: global shapes by global name.
@@ -140,24 +141,28 @@ def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts
     facts = with_gate(facts, shapes)
     if not rules.sizes:
         return facts
-    some = re.compile("|".join(f"(?:{size.pattern.pattern})" for size in rules.sizes))
-    found: dict[str, tuple[int, str]] = {}
+
+    # Collect the sizes that shapes tell, which must agree among themselves …
+    any_size = re.compile("|".join(f"(?:{size.pattern.pattern})" for size in rules.sizes))
+    from_shapes: dict[str, tuple[int, str]] = {}
     for name, shape in shapes.items():
-        if some.search(name) is None:
+        if any_size.search(name) is None:
             continue
         for size in rules.sizes:
             if size.axis >= len(shape) or size.pattern.search(name) is None:
                 continue
-            value, other = found.setdefault(size.name, (shape[size.axis], name))
+            value, other = from_shapes.setdefault(size.name, (shape[size.axis], name))
             if shape[size.axis] != value:
                 raise CorruptError(f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name)
-    said = dict(facts.sizes)
+
+    # … and compare them with those that the arguments tell.
+    sizes = dict(facts.sizes)
     for size in rules.sizes:
-        drawn = None if size.args is None else size.args.value(said)
-        if drawn is not None:
-            said.setdefault(size.name, drawn)
-        if size.name in found:
-            extent, name = found[size.name]
-            if said.setdefault(size.name, extent) != extent:
-                raise CorruptError(f"{size.name} is {extent}, but {said[size.name]} by the arguments", key=name)
-    return replace(facts, sizes=said)
+        from_args = None if size.args is None else size.args.value(sizes)
+        if from_args is not None:
+            sizes.setdefault(size.name, from_args)
+        if size.name in from_shapes:
+            extent, name = from_shapes[size.name]
+            if sizes.setdefault(size.name, extent) != extent:
+                raise CorruptError(f"{size.name} is {extent}, but {sizes[size.name]} by the arguments", key=name)
+    return replace(facts, sizes=sizes)

@@ -38,7 +38,7 @@ _MAX_LETTERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a run says about the distribution of its layers; the default is evenly.
+    """A run's distribution of its layers; the default is evenly.
 
     Args:
         first, last: layers of the first and last stage, where they were set (uneven pipelines).
@@ -47,7 +47,7 @@ class Pipeline:
         has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older Megatron).
 
     Raises:
-        UsageError: two of them contradict each other.
+        UsageError: two of the options contradict each other.
     """
 
     first: int | None = None
@@ -64,9 +64,9 @@ class Pipeline:
             "a pipeline layout": self.layout is not None,
             "a pipeline stage for the embedding alone": self.has_embedding_stage,
         }
-        both = [what for what, is_given in given.items() if is_given]
-        if len(both) > 1:
-            raise UsageError(f"{both[0]} and {both[1]} exclude each other", hint="Megatron takes one of them")
+        options = [option for option, is_given in given.items() if is_given]
+        if len(options) > 1:
+            raise UsageError(f"{options[0]} and {options[1]} exclude each other", hint="Megatron takes one of them")
 
     def __str__(self) -> str:
         if self.layout is not None:
@@ -78,11 +78,11 @@ class Pipeline:
 
     @property
     def is_even(self) -> bool:
-        """Whether it says nothing."""
+        """True for the default, which says nothing."""
         return self == Pipeline()
 
     def at(self, *, has_pp: bool, has_vpp: bool) -> Pipeline:
-        """What of it still means something at other sizes.
+        """Return the part of the distribution that still means something at other sizes.
 
         Args:
             has_pp, has_vpp: whether the number of stages (of model chunks a stage) is still the same.
@@ -94,7 +94,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """How many layers every model chunk holds.
+    """The number of layers in every model chunk.
 
     Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum of all counts
     before it in (vp, pp) order.
@@ -107,19 +107,19 @@ class LayerSplit:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the whole model."""
+        """Layers of the entire model."""
         return sum(map(sum, self.counts))
 
     def offset(self, vp_rank: int, pp_rank: int) -> int:
-        """Global number of a chunk's first layer."""
+        """Return the global number of a chunk's first layer."""
         before = sum(map(sum, self.counts[:vp_rank]))
         return before + sum(self.counts[vp_rank][:pp_rank])
 
     def chunk_of(self, layer: int) -> tuple[int, int, int]:
-        """(vp_rank, pp_rank, local number) of a global layer.
+        """Return (vp_rank, pp_rank, local number) of a global layer.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: the model has no such layer.
         """
         places = _places(self.counts)
         if not 0 <= layer < len(places):
@@ -129,18 +129,18 @@ class LayerSplit:
 
 @lru_cache(maxsize=64)
 def _places(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, int, int], ...]:
-    """(vp_rank, pp_rank, local number) of every layer."""
+    """Return (vp_rank, pp_rank, local number) of every layer."""
     return tuple((v, p, n) for v, row in enumerate(counts) for p, count in enumerate(row) for n in range(count))
 
 
 def split_layers(
     n_layers: int, *, pp: int, vpp: int = 1, pipeline: Pipeline | None = None, n_mtp: int = 0
 ) -> LayerSplit:
-    """How Megatron distributes layers over pipeline stages and model chunks.
+    """Distribute layers over pipeline stages and model chunks as Megatron does.
 
     Args:
         n_layers: layers of the model.
-        n_mtp: its layers of multi-token prediction, which only a layout string distributes.
+        n_mtp: layers of multi-token prediction, which only a layout string distributes.
         pp, vpp: pipeline stages, and model chunks a stage.
         pipeline: how; None for evenly.
 
@@ -166,7 +166,7 @@ def split_layers(
 
 
 def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0, n_mtp: int = 0) -> list[int]:
-    """Layers, and what counts as such, per stage where all have as many.
+    """Return the layers, and units that count as layers, of each of several equal stages.
 
     Args:
         n_others: what counts as a layer and is none.
@@ -175,42 +175,44 @@ def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: in
     """
     n_units = n_layers + n_others
     if n_units % (n_stages * vpp):
-        what = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_others else "")
+        amount = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_others else "")
         chunks = f" of {vpp} model chunks" if vpp > 1 else ""
         sizes = [size + n_before for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0]
         works = f"PP sizes that do: {_numbers(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
         example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
         raise UnsupportedError(
-            f"{what} do not divide over {n_stages} pipeline stages{chunks}",
-            hint=f"{works}; for this one say {OPTIONS}, such as '{example}'",
+            f"{amount} do not divide over {n_stages} pipeline stages{chunks}",
+            hint=f"{works}; for this one use {OPTIONS}, such as '{example}'",
         )
     return [n_units // n_stages] * n_stages
 
 
 def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
-    """Layers per stage where the first or the last stage has a count of its own."""
+    """Return the layers of each stage where the first or the last stage has a count of its own."""
     first, last = how.first, how.last
     n_middle_stages = pp - (first is not None) - (last is not None)
     n_middle = n_layers - (first or 0) - (last or 0)
-    said = " and ".join(
+    given = " and ".join(
         f"{count} layers {place}" for place, count in (("first", first), ("last", last)) if count is not None
     )
     if pp == 1:
         raise UsageError(
-            f"{said} of {n_layers} layers in all: that needs more than one pipeline stage",
-            hint="say --pp-new 2 or more",
+            f"{given} of {n_layers} layers: this needs more than one pipeline stage",
+            hint="use --pp-new 2 or more",
         )
+
+    # The stages between must get layers, and equally many.
     if min(first or 1, last or 1) < 1 or n_middle_stages < 0 or n_middle < 0:
-        raise UsageError(f"{said} do not fit {n_layers} layers in {pp} pipeline stages")
+        raise UsageError(f"{given} do not fit {n_layers} layers in {pp} pipeline stages")
     if (n_middle == 0) != (n_middle_stages == 0):
         raise UsageError(
-            f"{said} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline stages",
+            f"{given} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline stages",
             hint="the layers of the first and last stage must leave some for every other one, and only for those",
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages beside the first or last",
-            hint=f"{said} were said; a remainder that is a multiple of {n_middle_stages} works, "
+            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other than the first or last",
+            hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
             "or --pipeline-model-parallel-layout",
         )
     middle = [n_middle // n_middle_stages] * n_middle_stages if n_middle_stages else []
@@ -218,18 +220,18 @@ def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
 
 
 def _by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
-    """Stages whose model chunks hold as many layers each."""
+    """Cut each stage into model chunks of equally many layers."""
     for stage, count in enumerate(per_stage):
         if count % vpp:
             raise UnsupportedError(
                 f"{count} layers of pipeline stage {stage} do not divide over {vpp} model chunks",
-                hint="choose another VPP, or say --pipeline-model-parallel-layout",
+                hint="choose another VPP, or use --pipeline-model-parallel-layout",
             )
     return LayerSplit((tuple(count // vpp for count in per_stage),) * vpp)
 
 
 def _without_ends(split: LayerSplit, how: Pipeline) -> LayerSplit:
-    """The counts without what counts as a layer and is none."""
+    """Return the split without the units that count as a layer: embedding and loss."""
     rows = [list(row) for row in split.counts]
     rows[0][0] -= how.counts_embedding
     rows[-1][-1] -= how.counts_loss
@@ -239,7 +241,7 @@ def _without_ends(split: LayerSplit, how: Pipeline) -> LayerSplit:
 
 
 def _by_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int) -> LayerSplit:
-    """The chunks of a layout.
+    """Return the split that a layout string describes.
 
     Raises:
         UsageError: as for ``split_layers``.
@@ -249,25 +251,31 @@ def _by_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp
             f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} are {pp * vpp} model chunks",
             hint="parts are what '|' separates: one for every model chunk",
         )
-    text = "".join(layout)
-    what = None
-    if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
-        what = "begins and ends with something else than one E (embedding) and one L (loss)"
-    elif text.count("t") != n_layers:
-        what = f"has {text.count('t')} layers (t), but the model has {n_layers}"
-    elif text.count("m") != n_mtp:
-        what = f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
-    elif "t" in text.partition("m")[2]:
-        what = "has layers (t) behind those of multi-token prediction (m)"
-    elif sum("m" in part for part in layout) > 1 or any("m" in part for part in layout[: pp * (vpp - 1)]):
-        what = "has multi-token prediction (m) in several model chunks, or not in its stage's last one"
-    if what is not None:
-        raise UsageError(f"the pipeline layout {layout_text(layout)} {what}")
+    problem = _problem_of_layout(n_layers, pp, vpp, layout, n_mtp=n_mtp)
+    if problem is not None:
+        raise UsageError(f"the pipeline layout {layout_text(layout)} {problem}")
     return LayerSplit(tuple(tuple(part.count("t") for part in layout[v * pp : (v + 1) * pp]) for v in range(vpp)))
 
 
+def _problem_of_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int) -> str | None:
+    """Return what is wrong with the letters of a layout, or None."""
+    text = "".join(layout)
+    if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
+        return "does not begin with its only E (embedding) and end with its only L (loss)"
+    if text.count("t") != n_layers:
+        return f"has {text.count('t')} layers (t), but the model has {n_layers}"
+    if text.count("m") != n_mtp:
+        return f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
+    if "t" in text.partition("m")[2]:
+        return "has layers (t) after those of multi-token prediction (m)"
+    with_mtp = [number for number, part in enumerate(layout) if "m" in part]
+    if len(with_mtp) > 1 or any(number < pp * (vpp - 1) for number in with_mtp):
+        return "has multi-token prediction (m) in several model chunks, or not in its stage's last one"
+    return None
+
+
 def parse_layout(text: str) -> tuple[str, ...]:
-    """The letters of every chunk of a layout string.
+    """Return the letters of every chunk of a layout string.
 
     Raises:
         UsageError: a character that means nothing, or too many of them.
@@ -288,26 +296,32 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 
 def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The letters of every chunk of a layout in words (``embedding``, ``decoder``, ``mtp``, ``loss``) or letters.
+    """Return the letters of every chunk of a layout in words or letters.
+
+    The words are ``embedding``, ``decoder``, ``mtp`` and ``loss``.
 
     Raises:
         UsageError: a word that means nothing.
     """
-    made = []
+    chunks = []
     for row in rows:
         wrong = next((word for word in row if word.strip().lower() not in _WORDS), None)
         if wrong is not None:
             raise UsageError(
                 f"the pipeline layout has {wrong!r}", hint="it is made of embedding, decoder, mtp and loss"
             )
-        made.append("".join(_WORDS[word.strip().lower()] for word in row))
-    return tuple(made)
+        chunks.append("".join(_WORDS[word.strip().lower()] for word in row))
+    return tuple(chunks)
 
 
 def layout_text(layout: Sequence[str]) -> str:
-    """A layout as a string, what repeats written short; ``parse_layout`` and Megatron make the same of it."""
+    """Return a layout as a string, abbreviating repetitions.
+
+    ``parse_layout`` and Megatron read the same layout from it.
+    """
     runs = [(part, len(list(same))) for part, same in groupby(layout[:-1])]
-    return "".join(_repeated(f"{_short(part)}|", n) for part, n in runs) + _short(layout[-1])
+    texts = (f"{_short(part)}|" if n == 1 else f"({_short(part)}|)*{n}" for part, n in runs)
+    return "".join(texts) + _short(layout[-1])
 
 
 def _short(part: str) -> str:
@@ -316,12 +330,8 @@ def _short(part: str) -> str:
     )
 
 
-def _repeated(text: str, n: int) -> str:
-    return text if n == 1 else f"({text})*{n}"
-
-
 def _spread(n_layers: int, n_chunks: int, n_mtp: int) -> list[str]:
-    """A layout that differs by at most one layer between chunks, the ends being the shorter ones."""
+    """Return a layout whose chunks differ by at most one layer; the ends are the shorter ones."""
     count, rest = divmod(n_layers, n_chunks)
     longer = range(1, rest + 1) if rest < n_chunks - 1 else range(rest)
     parts = ["t" * (count + (place in longer)) for place in range(n_chunks)]

@@ -34,7 +34,7 @@ _LAYER_TYPES = {1: "embedding", 2: "loss", 3: "encoder", 4: "decoder", 5: "mtp"}
 
 
 def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pipeline:
-    """What the arguments of a run say.
+    """Return the distribution of layers that the arguments of a run describe.
 
     Raises:
         CorruptError: an argument makes no sense, or two of them exclude each other.
@@ -53,10 +53,10 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
 
 
 def layout_of(value: object) -> tuple[str, ...] | None:
-    """The letters of every chunk of a layout argument, or None if it is None or empty.
+    """Return the letters of every chunk of a layout argument, or None if it is None or empty.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is not a layout.
     """
     if value is None or value == "" or value == []:
         return None
@@ -70,36 +70,41 @@ def layout_of(value: object) -> tuple[str, ...] | None:
 
 
 def _of_object(value: Inert) -> tuple[str, ...]:
-    """The layout of a pickled ``PipelineParallelLayerLayout``: what it was made of, or its stages' chunks.
+    """Return the layout of a pickled ``PipelineParallelLayerLayout``.
+
+    That is its constructor's argument, or the chunks of its stages.
 
     Raises:
-        UsageError: it has neither.
+        UsageError: the object has neither.
     """
-    found = attributes(value) or {}
-    if isinstance(found.get("input_data"), (str, list)):
-        return layout_of(found["input_data"]) or ()
-    stages = found.get("layout")
+    fields = attributes(value) or {}
+    if isinstance(fields.get("input_data"), (str, list)):
+        return layout_of(fields["input_data"]) or ()
+    stages = fields.get("layout")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, list) and stage for stage in stages):
         raise UsageError(f"{LAYOUT} is a {value.class_name} without a layout")
     return layout_of([stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)]) or ()
 
 
 def _word(item: object) -> str:
-    """The word for a layer of a layout's list: itself, or the name of a pickled ``LayerType``."""
+    """Return the word for a layer in a layout's list.
+
+    That is the item itself, or the name of a pickled ``LayerType``.
+    """
     if isinstance(item, Inert) and item.fn == _LAYER_TYPE and len(item.args) == 1:
         return _LAYER_TYPES.get(item.args[0], "") if isinstance(item.args[0], int) else ""
     return item if isinstance(item, str) else repr(item)[:40]
 
 
 def _count(fields: Mapping[str, object], names: tuple[str, ...]) -> int | None:
-    found = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-        raise UsageError(f"{names[0]} is {found!r}, not a positive integer")
-    return found if isinstance(found, int) else None
+    count = next((fields[name] for name in names if fields.get(name) is not None), None)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise UsageError(f"{names[0]} is {count!r}, not a positive integer")
+    return count if isinstance(count, int) else None
 
 
 def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, object]:
-    """The arguments that say ``pipeline`` and said something else before; those that a run must have are added.
+    """Return the arguments that must change, or be added, to describe ``pipeline``.
 
     Args:
         fields: the arguments that were.
@@ -108,10 +113,12 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     wanted: dict[str, object] = {}
     if pipeline.layout != own.layout:
         wanted[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
+
+    # Counts have two names; the ones that the arguments have are changed.
     for names, was, now in ((FIRST, own.first, pipeline.first), (LAST, own.last, pipeline.last)):
         if was != now:
-            known = [name for name in names if name in fields] or ([names[0]] if now is not None else [])
-            wanted |= dict.fromkeys(known, now)
+            existing = [name for name in names if name in fields] or ([names[0]] if now is not None else [])
+            wanted |= dict.fromkeys(existing, now)
     for name, was, now in (
         (COUNTS_EMBEDDING, own.counts_embedding, pipeline.counts_embedding),
         (COUNTS_LOSS, own.counts_loss, pipeline.counts_loss),

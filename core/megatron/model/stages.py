@@ -10,11 +10,11 @@ from core.megatron.model.pipeline import LayerSplit
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where a model's parts live.
+    """The pipeline stage and model chunk of each part of a model.
 
     Args:
         pp, vpp: pipeline stages, and model chunks a stage.
-        splits: what stands before the layers' numbers (``decoder.layers.``) → how they are distributed, the main stack
+        splits: beginning of the names of layers (``decoder.layers.``) → their distribution, the main stack
             first.
         mtp: (vp, pp) of the chunk of multi-token prediction; None for the last one.
     """
@@ -25,25 +25,25 @@ class Stages:
     mtp: tuple[int, int] | None = None
 
     def n_layers(self, stack: str) -> int:
-        """Layers of a stack; 0 for one that the model does not have."""
+        """Return the layers of a stack; 0 for one that the model does not have."""
         split = self.splits.get(stack)
         return 0 if split is None else split.n_layers
 
     def count(self, stack: str, vp: int, pp: int) -> int:
-        """Layers of a stack that a chunk holds."""
+        """Return the number of layers of a stack that a chunk holds."""
         split = self.splits.get(stack)
         return 0 if split is None else split.counts[vp][pp]
 
     def offset(self, stack: str, vp: int, pp: int) -> int:
-        """Global number of the first layer of a stack that a chunk holds."""
+        """Return the global number of the first layer of a stack that a chunk holds."""
         split = self.splits.get(stack)
         return 0 if split is None else split.offset(vp, pp)
 
     def chunk_of(self, stack: str, layer: int) -> tuple[int, int, int]:
-        """(vp, pp, local number) of a layer.
+        """Return (vp, pp, local number) of a layer.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: the model has no such layer.
         """
         split = self.splits.get(stack)
         if split is None:
@@ -51,7 +51,7 @@ class Stages:
         return split.chunk_of(layer)
 
     def chunk_at(self, place: str) -> tuple[int, int]:
-        """(vp, pp) of what lives in a place of the model.
+        """Return (vp, pp) of the chunk at a named place of the model.
 
         Args:
             place: ``first`` or ``last`` chunk, that of the ``last_layer`` of the main stack, or that of multi-token
@@ -67,5 +67,5 @@ class Stages:
         return (self.vpp - 1, self.pp - 1)
 
     def in_one_chunk(self, n_layers: int, where: tuple[int, int]) -> LayerSplit:
-        """The split of a stack whose layers are all in one chunk, (vp, pp)."""
+        """Return the split of a stack whose layers are all in one chunk, (vp, pp)."""
         return LayerSplit(tuple(tuple(n_layers * ((v, p) == where) for p in range(self.pp)) for v in range(self.vpp)))

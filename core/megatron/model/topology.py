@@ -31,8 +31,8 @@ class Rank:
     """Coordinates of one rank of a model replica.
 
     Args:
-        tp, pp, ep: its tensor, pipeline and expert parallel ranks.
-        etp: its rank among those that cut experts.
+        tp, pp, ep: tensor, pipeline and expert parallel ranks.
+        etp: rank among the ranks that cut experts.
     """
 
     tp: int
@@ -41,7 +41,7 @@ class Rank:
     etp: int = 0
 
     def within(self, group: str) -> int:
-        """Its rank in a group that cuts tensors, ``tp`` or ``etp``."""
+        """Return the rank's number in a group that cuts tensors, ``tp`` or ``etp``."""
         return self.tp if group == "tp" else self.etp
 
 
@@ -56,7 +56,7 @@ class Topology:
         ep: expert parallel size.
         etp: tensor parallel size of experts; None means the same as ``tp``.
         pipeline: how layers are distributed over the stages; None leaves that to the training arguments
-            (``core.megatron.model.facts.Facts.pipeline_at``).
+            (``core.megatron.model.facts.ModelFacts.pipeline_at``).
 
     Raises:
         UsageError: a size is not a positive integer.
@@ -95,26 +95,26 @@ class Topology:
         return text
 
     def size_of(self, group: str) -> int:
-        """Number of shards of what is cut over a group, ``tp`` or ``etp``."""
+        """Return the number of shards of a tensor that is cut over a group, ``tp`` or ``etp``."""
         return self.tp if group == "tp" else self.expert_tp
 
     def coords(self, rank: Rank) -> Coords:
-        """Coordinates of one rank, as stored arrays carry them."""
+        """Return the coordinates of one rank, as stored arrays carry them."""
         expert = (("ep", rank.ep),) if self.ep > 1 else ()
         return (("tp", rank.tp), ("pp", rank.pp), *expert)
 
     def rank_at(self, coords: Coords) -> Rank:
-        """The rank of a file, by the coordinates that its arrays carry."""
-        found = dict(coords)
-        return Rank(found["tp"], found["pp"], found.get("ep", 0), found["tp"] % self.expert_tp)
+        """Return the rank of a file, by the coordinates that its arrays carry."""
+        ranks = dict(coords)
+        return Rank(ranks["tp"], ranks["pp"], ranks.get("ep", 0), ranks["tp"] % self.expert_tp)
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage that hold something that no other does; more ranks repeat them."""
+        """Ranks of a pipeline stage that differ in what they hold; more ranks repeat them."""
         return lcm(self.tp, self.expert_tp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
-        """Every rank of one model replica, in the order of Megatron's global ranks.
+        """Yield every rank of one model replica, in the order of Megatron's global ranks.
 
         TP and EP ranks co-vary: with TP4 EP8 ETP1, TP rank 1 meets EP ranks 1 and 5 only.
         """
@@ -123,12 +123,12 @@ class Topology:
                 yield self.rank_of(q, pp_rank)
 
     def rank_of(self, q: int, pp_rank: int) -> Rank:
-        """Rank ``q`` of a pipeline stage."""
+        """Return rank ``q`` of a pipeline stage."""
         return Rank(q % self.tp, pp_rank, (q // self.expert_tp) % self.ep, q % self.expert_tp)
 
 
 def check_rank_files(topology: Topology) -> None:
-    """Refuses sizes at which two ranks that hold different experts have one file.
+    """Raise for sizes at which two ranks with different experts have one file.
 
     Raises:
         UnsupportedError: ETP does not divide TP.
@@ -142,7 +142,7 @@ def check_rank_files(topology: Topology) -> None:
 
 
 def rank_dir(topology: Topology, rank: Rank) -> str:
-    """The name of a rank's directory."""
+    """Return the name of a rank's directory."""
     name = f"mp_rank_{rank.tp:02d}"
     if topology.pp > 1:
         name += f"_{rank.pp:03d}"
@@ -152,7 +152,9 @@ def rank_dir(topology: Topology, rank: Rank) -> str:
 
 
 def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1) -> list[dict[str, Coords]]:
-    """The sets of directories that a training run may have written, each name with its rank's coordinates.
+    """Return the sets of directories that a training run may have written.
+
+    Each maps names of directories to the coordinates of their ranks.
 
     Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
     write changed over time: the newest rule comes first, and last what ``core.megatron.reshard.to_ranks`` writes, the
@@ -167,20 +169,20 @@ def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1)
         UnsupportedError: two ranks would write different experts to one file, or the sizes do not divide.
     """
     check_rank_files(topology)
-    every = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}
+    full_set = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}
     if topology.ep == 1:
-        return [every]
+        return [full_set]
     n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
     n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
-    found = []
+    candidates = []
     for n_writers in (max(n_dense, n_expert), n_expert):  # since core 0.19, and before
         ranks = [topology.rank_of(q, p) for p in range(topology.pp) for q in range(min(n_writers, n_stage))]
-        found.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
-    return [names for n, names in enumerate((*found, every)) if names not in (*found, every)[:n]]
+        candidates.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
+    return [names for n, names in enumerate((*candidates, full_set)) if names not in (*candidates, full_set)[:n]]
 
 
 def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
-    """Ranks of one pipeline stage."""
+    """Return the number of ranks of one pipeline stage."""
     dense, expert = topology.tp * cp, topology.expert_tp * topology.ep
     if world_size is None:
         return max(dense, expert)
@@ -190,11 +192,13 @@ def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
     return n_stage
 
 
-def matched_dirs(found: Iterable[str], expected: list[dict[str, Coords]], *, topology: Topology) -> dict[str, Coords]:
-    """The expected set that equals the directories that exist.
+def matched_dirs(
+    existing: Iterable[str], expected: list[dict[str, Coords]], *, topology: Topology
+) -> dict[str, Coords]:
+    """Return the expected set that equals the directories that exist.
 
     Args:
-        found: directory names.
+        existing: directory names.
         expected: what ``rank_dirs`` gives.
         topology: for the message.
 
@@ -202,7 +206,8 @@ def matched_dirs(found: Iterable[str], expected: list[dict[str, Coords]], *, top
         MissingShardError: a directory is absent; names the missing and the unexpected ones.
         CorruptError: there are more directories than the sizes allow.
     """
-    names = set(found)
+    # Compare with every set; the first one is the newest, which the message is about.
+    names = set(existing)
     for candidate in expected:
         if names == set(candidate):
             return candidate

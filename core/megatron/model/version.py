@@ -42,31 +42,31 @@ class MegatronVersion:
 
     @property
     def lists_empty_groups(self) -> bool:
-        """Whether a rank lists param groups of which it has no parameter."""
+        """True if a rank lists param groups of which it has no parameter."""
         return self >= MegatronVersion(0, 14)
 
     @property
     def sorts_groups(self) -> bool:
-        """Whether all ranks list their param groups in one order."""
+        """True if all ranks list their param groups in one order."""
         return self >= MegatronVersion(0, 16)
 
     @property
     def shares_query_groups(self) -> bool:
-        """Whether several TP ranks may have one query group."""
+        """True if several TP ranks may have one query group."""
         return self >= MegatronVersion(0, 16)
 
     @property
     def has_grouped_mlp(self) -> bool:
-        """Whether experts may be the legacy GroupedMLP, all of a rank in one parameter."""
+        """True if experts may be the legacy GroupedMLP, all of a rank in one parameter."""
         return self < MegatronVersion(0, 17)
 
     @property
     def has_layout_strings(self) -> bool:
-        """Whether a string may say how layers are distributed over pipeline stages."""
+        """True if a string may say how layers are distributed over pipeline stages."""
         return self > MegatronVersion(0, 12)
 
     def check_sizes(self, *, tp: int, n_groups: int, has_layout: bool) -> None:
-        """Refuses what this version cannot run.
+        """Raise for sizes that this version cannot run.
 
         Args:
             tp: tensor parallel size of the destination.
@@ -74,31 +74,31 @@ class MegatronVersion:
             has_layout: layers are distributed as a string says.
 
         Raises:
-            UnsupportedError: it needs a newer one.
+            UnsupportedError: the sizes need a newer version.
         """
         if tp > n_groups and not self.shares_query_groups:
             raise UnsupportedError(
                 f"megatron-core {self} cannot load TP {tp}, above the model's {n_groups} query groups; 0.16 and later "
                 "can",
-                hint=f"say --tp-new {n_groups} or less, or {OPTION} 0.16",
+                hint=f"use --tp-new {n_groups} or less, or {OPTION} 0.16",
             )
         if has_layout and not self.has_layout_strings:
             raise UnsupportedError(
-                f"megatron-core {self} knows no pipeline_model_parallel_layout",
-                hint="distribute the layers in another way (--pp-new), or say a newer version",
+                f"megatron-core {self} does not support pipeline_model_parallel_layout",
+                hint="distribute the layers in another way (--pp-new), or name a newer version",
             )
 
 
 def parse_version(text: str) -> MegatronVersion:
-    """The version that a text such as ``0.16`` or ``0.16.1`` names.
+    """Parse a version of megatron-core such as ``0.16`` or ``0.16.1``.
 
     Raises:
-        UsageError: it names none, or one before 0.12.
+        UsageError: the text is not a version, or the version is before 0.12.
     """
-    found = _TEXT.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{OPTION}: {text!r} is no version of megatron-core", hint="write it as 0.16")
-    version = MegatronVersion(int(found[1]), int(found[2]))
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{OPTION}: {text!r} is not a version of megatron-core", hint="write it as 0.16")
+    version = MegatronVersion(int(match[1]), int(match[2]))
     if version < MegatronVersion(0, 12):
-        raise UsageError(f"{OPTION}: megatron-core {version} is not known; 0.12 and later are")
+        raise UsageError(f"{OPTION}: megatron-core {version} is not supported; 0.12 and later are")
     return version

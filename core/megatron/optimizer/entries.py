@@ -1,4 +1,4 @@
-"""What a checkpoint says of its optimizer beside the tensors, as an entry of its common state or as an object.
+"""The description of an optimizer apart from its tensors: an entry of the common state, or an object.
 
 megatron-core's common state (torch_dist, zarr), the tensors being elsewhere::
 
@@ -11,7 +11,7 @@ megatron-core's common state (torch_dist, zarr), the tensors being elsewhere::
 
     optimizer: {0: …, 1: …}                chained ones: of what all share, and of experts
 
-Which parameters a group has is not said: Megatron tells by its own groups, which have the same ``wd_mult``,
+The parameters of a group are not listed: Megatron matches a group with its own one of the same ``wd_mult``,
 ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
 
 Formats without a layout (DCP, torch, safetensors …) get one of this project's::
@@ -29,7 +29,7 @@ pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
@@ -45,13 +45,13 @@ _OWN = frozenset(("kind", "common_step", "omits_empty", "param_groups", "state")
 
 @dataclass(frozen=True, slots=True)
 class ReadEntries:
-    """The optimizer of an entry.
+    """The optimizer that an entry describes.
 
     Args:
-        optimizer: what it is.
+        optimizer: kind, groups and other entries.
         steps: keys of the tensors that are the number of steps; all are equal.
-        sharding: how the distributed optimizer's states are kept, or None where it does not say.
-        dropped: what is left out, with the reason.
+        sharding: how the distributed optimizer's states are kept, or None where the entry does not say.
+        dropped: parts that are left out, with the reason.
     """
 
     optimizer: Optimizer
@@ -60,64 +60,9 @@ class ReadEntries:
     dropped: tuple[str, ...] = ()
 
 
-def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
-    """The optimizer that an entry describes.
-
-    Args:
-        entry: inert, as in the module's docstring.
-        states: names of the states that there are tensors of, in order; masters are called ``fp32_param``.
-
-    Raises:
-        UnsupportedError: the entry is of no known form.
-        CorruptError: chained optimizers are of different kinds.
-    """
-    found = as_mapping(entry)
-    names = tuple(states)
-    moments = tuple(name for name in names if name != MASTER)
-    if found is not None and found.get("kind") in KINDS:
-        return _own(found, moments)
-    members = _members(entry)
-    read = [_member(member, has_masters=MASTER in names) for member in members]
-    if len({(one.kind, one.sharding) for one in read}) > 1:
-        raise CorruptError("the chained optimizers are of different kinds", key="optimizer")
-    head = read[0]
-    dropped = [
-        f"optimizer {number}'s {name} (the first one's is kept)"
-        for number, one in enumerate(read[1:], start=1)
-        for name in one.entries
-    ]
-    groups = tuple(group for one in read for group in one.groups)
-    leaves = tuple(dict.fromkeys(key for one in read for key in one.steps))
-    if all("step" in group.settings for group in groups) and head.kind == "distributed":
-        leaves = ()  # that of the groups is what the distributed optimizer loads
-    step: object = TensorLeaf(STEP) if leaves else next((one.step for one in read if one.step is not None), None)
-    return ReadEntries(
-        Optimizer(head.kind, groups, moments or ("exp_avg", "exp_avg_sq"), step, head.entries),
-        leaves,
-        head.sharding,
-        tuple(dropped),
-    )
-
-
-def _members(entry: object) -> list[Mapping[object, object]]:
-    """The chained optimizers of an entry, or the only one."""
-    found = as_mapping(entry)
-    items: list[object] = [entry]
-    if found and all(isinstance(name, int) for name in found):
-        items = [found[name] for name in sorted(found)]  # type: ignore[type-var]
-    elif isinstance(entry, list) and entry:
-        items = entry
-    members: list[Mapping[object, object]] = [mapping for item in items if (mapping := as_mapping(item)) is not None]
-    if len(members) != len(items):
-        raise UnsupportedError(
-            "the optimizer's entry is in no form that is known", key="optimizer", hint="leave it out with --no-optim"
-        )
-    return members
-
-
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """One of chained optimizers; see ``Optimizer``."""
+class _ChainedOptimizer:
+    """One of chained optimizers, or the only one, with fields as ``Optimizer`` has them."""
 
     kind: str
     groups: tuple[ParamGroup, ...]
@@ -127,37 +72,105 @@ class _Member:
     sharding: str | None
 
 
-def _member(entry: Mapping[object, object], *, has_masters: bool) -> _Member:
+def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
+    """Read the optimizer that an entry describes.
+
+    Args:
+        entry: inert, as in the module's docstring.
+        states: names of the states that there are tensors of, in order; masters are called ``fp32_param``.
+
+    Raises:
+        UnsupportedError: the entry is of no known form.
+        CorruptError: chained optimizers are of different kinds.
+    """
+    mapping = as_mapping(entry)
+    names = tuple(states)
+    moments = tuple(name for name in names if name != MASTER) or ("exp_avg", "exp_avg_sq")
+    if mapping is not None and mapping.get("kind") in KINDS:
+        return _read_own_form(mapping, moments)
+    chain = [_read_member(member, has_masters=MASTER in names) for member in _members(entry)]
+    if len({(member.kind, member.sharding) for member in chain}) > 1:
+        raise CorruptError("the chained optimizers are of different kinds", key="optimizer")
+    first = chain[0]
+
+    # Entries of other members, such as a second loss scaler, have no place in the global form.
+    dropped = [
+        f"optimizer {number}'s {name} (the first one's is kept)"
+        for number, member in enumerate(chain[1:], start=1)
+        for name in member.entries
+    ]
+    groups = tuple(group for member in chain for group in member.groups)
+    step, steps = _step_of(chain, groups)
+    optimizer = Optimizer(first.kind, groups, moments, step, first.entries)
+    return ReadEntries(optimizer, steps, first.sharding, tuple(dropped))
+
+
+def _step_of(chain: Sequence[_ChainedOptimizer], groups: Sequence[ParamGroup]) -> tuple[object, tuple[str, ...]]:
+    """Return (number of steps of all members, keys of the tensors that hold it)."""
+    keys = tuple(dict.fromkeys(key for member in chain for key in member.steps))
+    if chain[0].kind == "distributed" and all("step" in group.settings for group in groups):
+        keys = ()  # the distributed optimizer loads that of the groups
+    if keys:
+        return TensorLeaf(STEP), keys
+    return next((member.step for member in chain if member.step is not None), None), ()
+
+
+def _members(entry: object) -> list[Mapping[object, object]]:
+    """Return the chained optimizers of an entry, or the only one.
+
+    Raises:
+        UnsupportedError: an optimizer is not a dict.
+    """
+    mapping = as_mapping(entry)
+    items: list[object] = [entry]
+    if mapping and all(isinstance(name, int) for name in mapping):
+        items = [mapping[name] for name in sorted(mapping)]  # type: ignore[type-var]
+    elif isinstance(entry, list) and entry:
+        items = entry
+    members: list[Mapping[object, object]] = [member for item in items if (member := as_mapping(item)) is not None]
+    if len(members) != len(items):
+        raise UnsupportedError(
+            "the form of the optimizer's entry is not known", key="optimizer", hint="leave it out with --no-optim"
+        )
+    return members
+
+
+def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _ChainedOptimizer:
+    """Return one member of the chain that an entry of megatron-core describes."""
     inner = as_mapping(entry.get("optimizer"))
-    is_wrapped = inner is not None
     sharding = entry.get(SHARDING)
-    kind = "distributed" if sharding is not None else "float16" if is_wrapped or has_masters else "fp32"
+    if sharding is not None:
+        kind = "distributed"
+    else:
+        kind = "float16" if inner is not None or has_masters else "fp32"
     settings = entry if inner is None else inner
     state = as_mapping(settings.get("state")) or {}
     step = state.get("common_step", entry.get("common_step"))
     per_param = as_mapping(entry.get("param_state")) or {}
     leaves = [leaf.key for leaf in walk([step, *per_param.values()]) if isinstance(leaf, TensorLeaf)]
-    left = {"optimizer", "param_groups", "common_step", SHARDING} | _TENSORS
-    return _Member(
+    read = {"optimizer", "param_groups", "common_step", SHARDING} | _TENSORS
+    return _ChainedOptimizer(
         kind,
         tuple(_groups(settings.get("param_groups"))),
         None if isinstance(step, TensorLeaf) else step,
         tuple(leaves),
-        {str(name): value for name, value in entry.items() if name not in left},
+        {str(name): value for name, value in entry.items() if name not in read},
         None if sharding is None else str(sharding),
     )
 
 
-def _groups(value: object) -> Iterable[ParamGroup]:
-    """The groups of a list of them.
+def _groups(value: object) -> Iterator[ParamGroup]:
+    """Yield the groups of a list of them; none for None.
 
     Raises:
-        CorruptError: it is no list of dicts.
+        CorruptError: the value is not a list of dicts.
     """
-    for item in value if isinstance(value, list) else ([] if value is None else [None]):
+    if value is None:
+        return
+    for item in value if isinstance(value, list) else [None]:
         group = as_mapping(item)
         if group is None:
-            raise CorruptError("a parameter group is no dict", key="optimizer.param_groups")
+            raise CorruptError("a parameter group is not a dict", key="optimizer.param_groups")
         params = group.get("params")
         is_named = isinstance(params, list) and all(isinstance(name, str) for name in params)
         yield ParamGroup(
@@ -166,21 +179,22 @@ def _groups(value: object) -> Iterable[ParamGroup]:
         )
 
 
-def _own(entry: Mapping[object, object], moments: tuple[str, ...]) -> ReadEntries:
-    step = entry.get("common_step")
+def _read_own_form(entry: Mapping[object, object], moments: tuple[str, ...]) -> ReadEntries:
+    """Read the entry that this project writes into formats without a layout."""
+    step, omits_empty = entry.get("common_step"), entry.get("omits_empty")
     optimizer = Optimizer(
         str(entry["kind"]),
         tuple(_groups(entry.get("param_groups"))),
-        moments or ("exp_avg", "exp_avg_sq"),
+        moments,
         TensorLeaf(STEP) if isinstance(step, TensorLeaf) else step,
         {str(name): value for name, value in entry.items() if name not in _OWN},
-        omits if isinstance(omits := entry.get("omits_empty"), bool) else None,
+        omits_empty if isinstance(omits_empty, bool) else None,
     )
     return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
 
 
 def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
-    """The entry of megatron-core's common state.
+    """Return the entry of megatron-core's common state.
 
     Args:
         sharding: how a distributed optimizer's states are kept.
@@ -188,11 +202,12 @@ def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
     dense = [group for group in optimizer.groups if not group.is_expert]
     expert = [group for group in optimizer.groups if group.is_expert]
     if dense and expert:
-        return {number: _common(optimizer, part, sharding) for number, part in enumerate((dense, expert))}
-    return _common(optimizer, optimizer.groups, sharding)
+        return {number: _member_entry(optimizer, part, sharding) for number, part in enumerate((dense, expert))}
+    return _member_entry(optimizer, optimizer.groups, sharding)
 
 
-def _common(optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str) -> dict[object, object]:
+def _member_entry(optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str) -> dict[object, object]:
+    """Return the entry of one member, in megatron-core's form."""
     inner: dict[object, object] = {}
     if optimizer.step is not None and optimizer.kind != "distributed":
         inner["state"] = {"common_step": optimizer.step}
@@ -200,24 +215,23 @@ def _common(optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str) -
     if optimizer.kind == "fp32":
         inner |= optimizer.entries.items()
         return inner
-    made: dict[object, object] = {"optimizer": inner}
-    made |= optimizer.entries.items()
+    entry: dict[object, object] = {"optimizer": inner}
+    entry |= optimizer.entries.items()
     if optimizer.kind == "distributed":
-        made[SHARDING] = sharding
-    return made
+        entry[SHARDING] = sharding
+    return entry
 
 
 def object_entry(optimizer: Optimizer) -> dict[object, object]:
-    """The entry of formats without a layout."""
-    groups = [
+    """Return the entry of formats without a layout."""
+    entry: dict[object, object] = {"kind": optimizer.kind}
+    if optimizer.step is not None:
+        entry["common_step"] = optimizer.step
+    if optimizer.omits_empty is not None:
+        entry["omits_empty"] = optimizer.omits_empty
+    entry["param_groups"] = [
         dict(group.settings) | ({} if group.params is None else {"params": list(group.params)})
         for group in optimizer.groups
     ]
-    made: dict[object, object] = {"kind": optimizer.kind}
-    if optimizer.step is not None:
-        made["common_step"] = optimizer.step
-    if optimizer.omits_empty is not None:
-        made["omits_empty"] = optimizer.omits_empty
-    made["param_groups"] = groups
-    made |= optimizer.entries.items()
-    return made
+    entry |= optimizer.entries.items()
+    return entry

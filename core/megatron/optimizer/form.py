@@ -22,7 +22,7 @@ docs/facts/reshard.md 7.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from core.catalog.optimizer_keys import MASTERS, MOMENTS
@@ -50,7 +50,7 @@ _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 
 @lru_cache(maxsize=1 << 16)
 def role_of(key: str) -> str:
-    """The group a tensor counts to: ``model``, ``moments``, ``masters`` or ``other``.
+    """Return the group that a tensor counts to: ``model``, ``moments``, ``masters`` or ``other``.
 
     Args:
         key: without the rank directory.
@@ -75,7 +75,9 @@ _NEITHER = frozenset({
 def optim_format_of(
     tensor_keys: Iterable[str], object_keys: Iterable[str], *, has_flattened: bool = False
 ) -> str | None:
-    """The name of the form in the module's table, or None if the checkpoint holds no optimizer state.
+    """Return the name of the optimizer's form in the module's table.
+
+    None if the checkpoint holds no optimizer state.
 
     Args:
         tensor_keys, object_keys: without rank directories.
@@ -83,22 +85,27 @@ def optim_format_of(
     """
     keys = [key for key in tensor_keys if key.startswith("distrib_optim") or is_optimizer_key(key)]
     states = [key for key in keys if role_of(key) != "other"]
-    if any(key.startswith("distrib_optim") for key in states):
-        return "megatron_distributed"
-    if any("fp32_from_fp16_params" in key for key in states):
-        return "megatron_float16"
-    if any(_BUCKETS.search(key) for key in states):
-        return "dp_reshardable"
-    of_parameters = {match["state"] for key in states if (match := _BY_STATE.match(key))}
-    if "param" in of_parameters:
-        return "fully_reshardable"
-    if of_parameters:
-        return "fully_sharded_model_space" if has_flattened else "per_parameter"
-    if any(_NUMBERED.search(key) for key in states):
-        return "torch_by_number"
     if states:
-        return "torch_by_name"
+        return _form_of_states(states, has_flattened=has_flattened)
     objects = [key for key in object_keys if _OPTIMIZER_OBJECT.search(key)]
     if any("distributed" in key and "/shard_" in key for key in objects):
         return "dp_zero_gather_scatter"
     return "other" if keys else None
+
+
+def _form_of_states(keys: Sequence[str], *, has_flattened: bool) -> str:
+    """Return the form of an optimizer whose states have these keys."""
+    # The names of rank files and buckets come first: nothing else has them.
+    if any(key.startswith("distrib_optim") for key in keys):
+        return "megatron_distributed"
+    if any("fp32_from_fp16_params" in key for key in keys):
+        return "megatron_float16"
+    if any(map(_BUCKETS.search, keys)):
+        return "dp_reshardable"
+    matches = map(_BY_STATE.match, keys)
+    of_parameters = {match["state"] for match in matches if match is not None}
+    if "param" in of_parameters:
+        return "fully_reshardable"
+    if of_parameters:
+        return "fully_sharded_model_space" if has_flattened else "per_parameter"
+    return "torch_by_number" if any(map(_NUMBERED.search, keys)) else "torch_by_name"

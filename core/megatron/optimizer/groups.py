@@ -39,12 +39,12 @@ _HINT = "leave the optimizer out with --no-optim; the weights are exact, and tra
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What decides a parameter's group.
+    """The properties of a parameter that decide its group.
 
     Args:
-        is_exempt: from weight decay.
-        is_expert: of an expert that expert parallelism distributes.
-        has_own_lr: its learning rate is not the usual one.
+        is_exempt: the parameter is exempt from weight decay.
+        is_expert: the parameter belongs to an expert that expert parallelism distributes.
+        has_own_lr: the learning rate of the parameter is not the usual one.
     """
 
     is_exempt: bool
@@ -54,7 +54,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a run sorts parameters into groups.
+    """The way in which a run sorts parameters into groups.
 
     Args:
         exempt: what weight decay leaves alone: ``vectors`` and biases, those but not ``qk_norms``, or those and
@@ -68,11 +68,11 @@ class Policy:
     trained: str = "all"
 
     def traits(self, name: str, n_axes: int, *, is_expert: bool) -> Traits | None:
-        """Those of a parameter; None if it is frozen.
+        """Return the traits of a parameter; None if it is frozen.
 
         Args:
             name: local or global.
-            n_axes: of its shape.
+            n_axes: number of axes of the parameter.
         """
         if self.trained == "adapters" and _ADAPTER.search(name) is None:
             return None
@@ -86,7 +86,7 @@ class Policy:
 
 
 def policies_of(args: Mapping[str, object]) -> Iterator[Policy]:
-    """All policies, that of the training arguments first."""
+    """Yield all policies, that of the training arguments first."""
     keeps_qk = args.get("apply_wd_to_qk_layernorm") or args.get("no_weight_decay_cond_type") in _QK_CONDITIONS
     exempt = "qk_norms" if keeps_qk else "embeddings" if args.get("embedding_init_method_std") else "vectors"
     own_lr = "matrices" if args.get("use_mup") and not args.get("decoupled_lr") else "ends"
@@ -100,23 +100,23 @@ _QK_CONDITIONS = ("apply_wd_to_qk_layernorm", "qwen3_next")
 
 
 def traits_of(settings: Mapping[str, object]) -> Traits:
-    """What a group's settings say about its parameters."""
+    """Return the traits of a group's parameters, by its settings."""
     decay = settings.get("wd_mult", settings.get("pre_wd_mult", settings.get("weight_decay")))
     has_own_lr = bool(settings.get("is_decoupled_lr")) or settings.get("default_config") is False
     return Traits(decay == 0, bool(settings.get(EXPERT)), has_own_lr)
 
 
 def identity(settings: Mapping[str, object], *, is_expert: bool | None = None) -> tuple[object, ...]:
-    """What tells a group from the others of an optimizer.
+    """Return the values that tell a group from the others of an optimizer.
 
     Args:
         is_expert: in place of what the settings say.
     """
     has_mult = "wd_mult" in settings or "pre_wd_mult" in settings
     names = (*_IDENTITY, *(() if has_mult else ("weight_decay",)))
-    found = [settings.get(name, settings.get(f"pre_{name}")) for name in names]
-    found[2] = bool(found[2]) if is_expert is None else is_expert
-    return tuple(found)
+    values = [settings.get(name, settings.get(f"pre_{name}")) for name in names]
+    values[2] = bool(values[2]) if is_expert is None else is_expert
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class Slots:
     """A group of a rank, before it is known whose its entries are.
 
     Args:
-        settings: as stored.
-        shapes: of the states of each entry; None where there are none.
+        settings: the stored settings.
+        shapes: shapes of the states of each entry; None where there are none.
         masters: shapes of the masters, which only fp16 and bf16 parameters have; None where the optimizer has none.
     """
 
@@ -147,7 +147,7 @@ class Slots:
 Assignment = tuple[tuple[int, ...], ...]
 """For every group, which parameters it has, in order."""
 Agrees = Callable[[int, int, int], bool]
-"""Whether a parameter is that of a master: (parameter, group, number of the master in it)."""
+"""Tells whether a master belongs to a parameter: (parameter, group, number of the master in the group)."""
 
 
 def assign(
@@ -158,7 +158,7 @@ def assign(
     agrees: Agrees | None,
     decides: Agrees | None = None,
 ) -> Assignment:
-    """The parameters of every group of a rank.
+    """Return the parameters of every group of a rank.
 
     Args:
         params: without buffers and extra states, in the order of the file.
@@ -167,23 +167,26 @@ def assign(
         decides: compares every one, where no policy fits; None takes ``agrees``.
 
     Raises:
-        UnsupportedError: none fits, or several do.
+        UnsupportedError: no assignment fits, or several do.
     """
+    # The first policy that fits numbers, shapes and masters decides …
     refused = None
     for policy in policies:
-        made = by_policy(params, groups, policy)
-        if made is None or not fits(made, params, groups):
+        assignment = by_policy(params, groups, policy)
+        if assignment is None or not fits(assignment, params, groups):
             continue
-        wrong = None if agrees is None else _disagreeing(made, params, groups, agrees)
+        wrong = None if agrees is None else _disagreeing(assignment, params, groups, agrees)
         if wrong is None:
-            return made
+            return assignment
         refused = refused or wrong
-    ways = _ways(params, groups, decides or agrees)
-    if len(ways) == 1:
-        return ways[0]
+
+    # … else a search that ignores the settings, which must have one result.
+    assignments = _ways(params, groups, decides or agrees)
+    if len(assignments) == 1:
+        return assignments[0]
     sizes = ", ".join(str(len(group.shapes)) for group in groups)
     facts = f"{len(params)} parameters in groups of {sizes or 'none'}"
-    if ways:
+    if assignments:
         raise UnsupportedError(f"several assignments to the optimizer's groups fit ({facts})", hint=_HINT)
     if refused is not None:
         raise UnsupportedError(f"no master rounds to it in any assignment ({facts})", key=refused, hint=_HINT)
@@ -191,35 +194,38 @@ def assign(
 
 
 def by_policy(params: Sequence[Trained], groups: Sequence[Slots], policy: Policy) -> Assignment | None:
-    """The assignment that a policy makes, whether it fits or not; None if it cannot tell the groups apart."""
+    """Return the assignment that a policy makes, whether it fits or not.
+
+    None if the policy cannot tell the groups apart.
+    """
     wanted = [traits_of(group.settings) for group in groups]
     if len(set(wanted)) < len(wanted):
         return None
-    found: list[list[int]] = [[] for _ in groups]
+    members: list[list[int]] = [[] for _ in groups]
     place = {traits: number for number, traits in enumerate(wanted)}
     for number, param in enumerate(params):
         traits = policy.traits(param.name, len(param.shape), is_expert=param.is_expert)
         if traits is None:
             continue
-        group = place.get(known(traits, wanted))
+        group = place.get(without_unused_traits(traits, wanted))
         if group is None:
             return None
-        found[group].append(number)
-    return tuple(map(tuple, found))
+        members[group].append(number)
+    return tuple(map(tuple, members))
 
 
-def known(traits: Traits, wanted: Sequence[Traits]) -> Traits:
-    """Traits without those that no group has."""
+def without_unused_traits(traits: Traits, wanted: Sequence[Traits]) -> Traits:
+    """Return the traits without those that no group has."""
     return Traits(
-        traits.is_exempt and any(one.is_exempt for one in wanted),
-        traits.is_expert and any(one.is_expert for one in wanted),
-        traits.has_own_lr and any(one.has_own_lr for one in wanted),
+        traits.is_exempt and any(of_group.is_exempt for of_group in wanted),
+        traits.is_expert and any(of_group.is_expert for of_group in wanted),
+        traits.has_own_lr and any(of_group.has_own_lr for of_group in wanted),
     )
 
 
-def fits(made: Assignment, params: Sequence[Trained], groups: Sequence[Slots]) -> bool:
-    """Whether numbers and shapes of an assignment are those of the groups."""
-    for members, group in zip(made, groups, strict=True):
+def fits(assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slots]) -> bool:
+    """Return whether the numbers and shapes of an assignment are those of the groups."""
+    for members, group in zip(assignment, groups, strict=True):
         if len(members) != len(group.shapes):
             return False
         if any(shape not in (None, params[i].shape) for i, shape in zip(members, group.shapes, strict=True)):
@@ -231,13 +237,15 @@ def fits(made: Assignment, params: Sequence[Trained], groups: Sequence[Slots]) -
 
 
 def masters_of(members: Sequence[int], params: Sequence[Trained]) -> list[int]:
-    """The parameters of a group that have masters."""
+    """Return the parameters of a group that have masters."""
     return [i for i in members if params[i].dtype in HALF]
 
 
-def _disagreeing(made: Assignment, params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees) -> str | None:
-    """The first parameter whose master is not its own, or None."""
-    for number, (members, group) in enumerate(zip(made, groups, strict=True)):
+def _disagreeing(
+    assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees
+) -> str | None:
+    """Return the first parameter whose master belongs to another one, or None."""
+    for number, (members, group) in enumerate(zip(assignment, groups, strict=True)):
         if group.masters is not None:
             for place, i in enumerate(masters_of(members, params)):
                 if not agrees(i, number, place):
@@ -246,11 +254,12 @@ def _disagreeing(made: Assignment, params: Sequence[Trained], groups: Sequence[S
 
 
 def _ways(params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | None) -> list[Assignment]:
-    """Up to two assignments that fit, whatever the settings say; parameters may be frozen.
+    """Return up to two assignments that fit, whatever the settings say; parameters may be frozen.
 
     Goes through the parameters once. A state is how many entries and masters of each group are taken; it keeps two of
     the ways that lead to it.
     """
+    # Two ways are enough to know that the assignment is not certain.
     frontier: dict[_State, list[_Way]] = {tuple((0, 0) for _ in groups): [None]}
     for i, param in enumerate(params):
         grown: dict[_State, list[_Way]] = {}
@@ -272,7 +281,7 @@ def _ways(params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | N
 
 
 def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, int] | None:
-    """How much of a group is taken with one more parameter; None if its shape does not fit."""
+    """Return how much of a group is taken with one more parameter; None if its shape does not fit."""
     entry, master = taken
     if entry == len(group.shapes) or group.shapes[entry] not in (None, param.shape):
         return None
@@ -286,17 +295,18 @@ def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, i
 def _extend(
     grown: dict[_State, list[_Way]], taken: _State, ways: Sequence[_Way], choice: tuple[int, int] | None
 ) -> None:
-    """Adds ways to a state; without a choice, the parameter is frozen."""
+    """Extend the ways that lead to a state; without a choice, the parameter is frozen."""
     have = grown.setdefault(taken, [])
     have += [way if choice is None else (way, choice) for way in ways[: 2 - len(have)]]
 
 
 def _unrolled(way: _Way, n_groups: int) -> Assignment:
-    found: list[list[int]] = [[] for _ in range(n_groups)]
+    """Return the assignment that a way of choices makes."""
+    members: list[list[int]] = [[] for _ in range(n_groups)]
     while way is not None:
         way, (param, group) = way
-        found[group].append(param)
-    return tuple(tuple(reversed(members)) for members in found)
+        members[group].append(param)
+    return tuple(tuple(reversed(members)) for members in members)
 
 
 _State = tuple[tuple[int, int], ...]

@@ -41,65 +41,72 @@ class MergedGroups:
         self._of_rank: list[dict[tuple[object, ...], bool]] = []
 
     def add(self, rank: str, groups: Iterable[tuple[Mapping[str, object], Iterable[str]]]) -> None:
-        """Takes a rank's groups: settings, and global names of parameters.
+        """Add a rank's groups: settings, and global names of parameters.
 
         Raises:
-            CorruptError: it contradicts another rank.
-            UnsupportedError: groups of one identity.
+            CorruptError: the rank contradicts another one.
+            UnsupportedError: two groups of the rank have one identity.
         """
-        mine: dict[tuple[object, ...], bool] = {}
+        own_groups: dict[tuple[object, ...], bool] = {}
         for stored, params in groups:
-            which = identity(stored)
-            number = list(self._groups).index(which) if which in self._groups else len(self._groups)
-            key = f"optimizer.groups.{number}"
-            settings = {name: self._renamed(value, f"{key}.{name}") for name, value in stored.items()}
+            group_id = identity(stored)
+            number = list(self._groups).index(group_id) if group_id in self._groups else len(self._groups)
+            prefix = f"optimizer.groups.{number}"
+            settings = {name: self._renamed(value, f"{prefix}.{name}") for name, value in stored.items()}
             names = dict.fromkeys(params)
-            if which in mine:
+            if group_id in own_groups:
                 raise UnsupportedError(
                     "two of the optimizer's param groups cannot be told apart by their settings",
                     rank=rank,
                     hint="leave the optimizer out with --no-optim",
                 )
-            mine[which] = not names
-            self._settle(which, settings, rank, is_empty=not names)
+            own_groups[group_id] = not names
+
+            # Ranks must agree on the settings, and on the group of each parameter.
+            self._settle(group_id, settings, rank, is_empty=not names)
             for name in names:
-                known = self._home.setdefault(name, (which, rank))
-                if known[0] != which:
-                    other = self._groups[known[0]]
-                    what = next((key for key, value in settings.items() if value != other.settings.get(key)), "")
+                home = self._home.setdefault(name, (group_id, rank))
+                if home[0] != group_id:
+                    other = self._groups[home[0]]
+                    differing = (key for key, value in settings.items() if value != other.settings.get(key))
+                    setting = next(differing, "")
                     raise CorruptError(
-                        f"its param group has {what} {settings.get(what)!r} here, {other.settings.get(what)!r} in "
-                        f"{known[1]}",
+                        f"its param group has {setting} {settings.get(setting)!r} here, "
+                        f"{other.settings.get(setting)!r} in {home[1]}",
                         key=name,
                         rank=rank,
                     )
-                self._groups[which].params[name] = None
-        self._of_rank.append(mine)
+                self._groups[group_id].params[name] = None
+        self._of_rank.append(own_groups)
 
     def _renamed(self, value: object, key: str) -> object:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
 
         def new_key(path: str, old: str) -> str:
-            made = f"{key}.{path}" if path else key
-            self._note(made, old)
-            return made
+            new = f"{key}.{path}" if path else key
+            self._note(new, old)
+            return new
 
         return renamed_leaves(value, new_key)
 
-    def _settle(self, which: tuple[object, ...], settings: Mapping[str, object], rank: str, *, is_empty: bool) -> None:
-        """Compares settings with those of other ranks."""
-        group = self._groups.get(which)
+    def _settle(
+        self, group_id: tuple[object, ...], settings: Mapping[str, object], rank: str, *, is_empty: bool
+    ) -> None:
+        """Compare the settings of a group with those of other ranks, or take them as the first."""
+        group = self._groups.get(group_id)
         if group is None:
-            self._groups[which] = _Group(settings, rank, is_empty)
+            self._groups[group_id] = _Group(settings, rank, is_empty)
             return
+
+        # A rank without parameters in the group did not count its steps.
         free = {"step"} if is_empty or group.is_empty else set()
         for name in dict.fromkeys([*group.settings, *settings]):
-            mine, theirs = (one.get(name, _ABSENT) for one in (settings, group.settings))
-            if name not in free and not same(mine, theirs):
-                number = list(self._groups).index(which)
+            own, other = (source.get(name, _ABSENT) for source in (settings, group.settings))
+            if name not in free and not same(own, other):
+                number = list(self._groups).index(group_id)
                 raise CorruptError(
-                    f"setting {name} of the optimizer's param group {number} is {_text(mine)} here, {_text(theirs)} in "
+                    f"setting {name} of the optimizer's param group {number} is {_text(own)} here, {_text(other)} in "
                     f"{group.rank}",
                     rank=rank,
                     hint="the ranks' files are not of one checkpoint, or one is damaged",
@@ -108,16 +115,19 @@ class MergedGroups:
             group.settings, group.rank, group.is_empty = settings, rank, False
 
     def groups(self) -> tuple[ParamGroup, ...]:
-        """The groups in order, dense ones first."""
-        made = [ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()]
-        return tuple(sorted(made, key=lambda group: group.is_expert))
+        """Return the groups in order, dense ones first."""
+        groups = [ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()]
+        return tuple(sorted(groups, key=lambda group: group.is_expert))
 
     @property
     def omits_empty(self) -> bool | None:
-        """Whether ranks lack groups of which they have no parameter; None where no rank shows it."""
-        if any(len(mine) < len(self._groups) for mine in self._of_rank):
+        """True if ranks leave out groups of which they have no parameter.
+
+        None where no rank shows it.
+        """
+        if any(len(of_rank) < len(self._groups) for of_rank in self._of_rank):
             return True
-        return False if any(is_empty for mine in self._of_rank for is_empty in mine.values()) else None
+        return False if any(is_empty for of_rank in self._of_rank for is_empty in of_rank.values()) else None
 
 
 _ABSENT = "absent"

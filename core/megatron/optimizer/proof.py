@@ -33,13 +33,13 @@ def is_master(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
-    """Whether the samples of a master and a weight agree.
+    """Return whether the samples of a master and a weight agree.
 
     Args:
         store: where both lie.
-        master: of a float dtype at least as wide as the weight's.
+        master: an array of a float dtype at least as wide as the weight's.
         weight: with as many elements; its shape may be another.
-        bind: of the catalog, for late-bound arrays.
+        bind: ``bind`` of the catalog, for late-bound arrays.
 
     Raises:
         UnsupportedError: the weight's dtype is not one that masters are rounded to.
@@ -55,7 +55,7 @@ def are_masters(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
-    """Whether ``is_master`` holds for every (master, weight); each file is read in one go.
+    """Return whether ``is_master`` holds for every (master, weight), reading each file in one go.
 
     Raises:
         UnsupportedError, MissingShardError: as for ``is_master``.
@@ -76,23 +76,25 @@ def are_masters(
 def _samples(
     store: ReadStore, arrays: Sequence[StoredArray], *, bind: Callable[[ReadStore, StoredArray], StoredArray]
 ) -> list[bytes]:
-    """``sample`` of every array."""
-    found = [b""] * len(arrays)
+    """Return ``sample`` of every array."""
+    samples = [b""] * len(arrays)
     spans: dict[str, list[tuple[int, int]]] = {}
     places: dict[str, list[int]] = {}
     for number, array in enumerate(arrays):
         extent = array.extent
         if extent.is_late or extent.encoding is not None or extent.strides is not None:
-            found[number] = sample(store, array, bind=bind)
+            samples[number] = sample(store, array, bind=bind)
             continue
         size, offset = itemsize(array.dtype), extent.offset
         for start, n in _runs(prod(array.shape)):
             spans.setdefault(extent.file, []).append((offset + start * size, n * size))
             places.setdefault(extent.file, []).append(number)
+
+    # Read each file once, in order of its samples.
     for file, wanted in spans.items():
         for number, run in zip(places[file], store.read_spans(file, wanted), strict=True):
-            found[number] += run
-    return found
+            samples[number] += run
+    return samples
 
 
 def sample(
@@ -101,7 +103,7 @@ def sample(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bytes:
-    """Some elements of an array, dense: the same ones for arrays of one size."""
+    """Read some elements of an array, dense: the same ones for arrays of one size."""
     if array.extent.is_late:
         array = bind(store, array)
     decoded = DecodedStore(store) if array.extent.encoding is not None else None
@@ -116,7 +118,7 @@ def sample(
 
 
 def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str) -> bool:
-    """Whether elements, rounded to another dtype, are the given ones; NaNs equal each other.
+    """Return whether elements, rounded to another dtype, are the given ones; NaNs equal each other.
 
     Raises:
         UnsupportedError: the cast is not made.
@@ -140,14 +142,14 @@ def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str
 
 @lru_cache(maxsize=1 << 12)
 def _runs(n: int) -> tuple[tuple[int, int], ...]:
-    """(first element, elements) of the runs of a sample."""
+    """Return (first element, elements) of the runs of a sample."""
     if n <= 3 * RUN:
         return ((0, n),) if n else ()
     return ((0, RUN), (n // 2, RUN), (n - RUN, RUN))
 
 
 def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements before one in storage, by its number in C order."""
+    """Return the elements in storage before one, given its number in C order."""
     place = 0
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         index, at = divmod(index, extent)
@@ -156,9 +158,9 @@ def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _is_nan(data: bytes, dtype: str) -> bool:
-    known = is_nan(data, dtype)
-    if known is not None:
-        return known
+    result = is_nan(data, dtype)
+    if result is not None:
+        return result
     wide = bytearray(8)
     cast_of(dtype, "float64")(memoryview(data), memoryview(wide))
     value: float = struct.unpack("<d", wide)[0]
@@ -177,7 +179,9 @@ _CODES = {"float16": "H", "bfloat16": "H", "float32": "I"}
 
 
 def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
-    """The function that rounds dense little-endian elements to nearest even; None where only numpy does.
+    """Return the function that rounds dense little-endian elements to nearest even.
+
+    None where only numpy does.
 
     NaNs stay NaNs, with bits of their own.
     """
@@ -185,7 +189,7 @@ def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
 
 
 def is_nan(data: bytes, dtype: str) -> bool | None:
-    """Whether one element is no number; None if the dtype is not known here."""
+    """Return whether one element is not a number; None if the dtype is not known here."""
     if dtype not in _INFINITIES:
         return None
     (bits,) = struct.unpack(f"<{_CODES[dtype]}", data)
@@ -219,7 +223,7 @@ MOST = 64
 
 
 def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
-    """Parameters whose masters do not round to their weights, among a few that are sampled.
+    """Return the parameters, among a sample, whose masters do not round to their weights.
 
     Names say what belongs to what, so that this is no proof of a mapping; but weights that were edited, or taken from
     another step than the optimizer, show themselves.
@@ -228,16 +232,19 @@ def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
         catalog: the global per-layer form, of a checkpoint that stores states by name.
     """
     named = [key for key in catalog.tensors if state_key(MASTER, key) in catalog.tensors]
-    found = []
+    strange = []
     for key in named[:: max(1, len(named) // MOST)]:
         pair = _same_part(catalog, key, state_key(MASTER, key))
         if pair is not None and not is_master(store, pair[1], pair[0], bind=catalog.bind):
-            found.append(key)
-    return found
+            strange.append(key)
+    return strange
 
 
 def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, StoredArray]]:
-    """(parameter, array of weights, array of masters) of arrays that hold the same part of their tensors."""
+    """Yield (parameter, array of weights, array of masters).
+
+    The two arrays hold the same part of their tensors.
+    """
     for key in catalog.tensors:
         if state_key(MASTER, key) in catalog.tensors:
             pair = _same_part(catalog, key, state_key(MASTER, key))
@@ -246,7 +253,10 @@ def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, Store
 
 
 def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, StoredArray] | None:
-    """A weight's array and a master's that hold the same box of their tensors, and nothing else."""
+    """Return a weight's array and a master's that hold the same box, and nothing else.
+
+    None if there are none.
+    """
     boxes = {
         piece.box: piece.array
         for piece in catalog.fragments(key)

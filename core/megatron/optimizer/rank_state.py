@@ -12,7 +12,7 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
 from core.catalog.stored import Coords, PlannedArray, StoredArray
 from core.megatron.model.topology import Rank
-from core.megatron.placement.chunk import Chunk
+from core.megatron.placement.chunk import ModelChunk
 
 
 @value(frozen=True, slots=True)
@@ -20,20 +20,20 @@ class Param:
     """A tensor in a rank's state dict.
 
     Args:
-        chunk: its model chunk; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and takes its
-            optimizer's states as well, whose shape is the same.
+        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and
+            takes its optimizer's states as well, whose shape is the same.
         name: in the chunk, without ``model.``; local numbers.
-        array: its weights.
+        array: weights of the tensor.
     """
 
-    chunk: Chunk
+    chunk: ModelChunk
     name: str
     array: StoredArray
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What a rank's model_optim_rng.pt holds.
+    """The content of a rank's model_optim_rng.pt.
 
     Args:
         folder: the rank's directory.
@@ -81,9 +81,9 @@ class HeldParam:
     """A tensor of a rank's state dict.
 
     Args:
-        key: its global name.
+        key: global name of the tensor.
         chunk: ``model``, ``model0`` …
-        name: its name there.
+        name: local name of the tensor in the chunk.
     """
 
     key: str
@@ -92,7 +92,7 @@ class HeldParam:
 
 
 class OptimizerFiles(Protocol):
-    """What the ranks' files hold of an optimizer; filled rank by rank.
+    """The optimizer in the files of all ranks, which is added rank by rank.
 
     Attributes:
         files: coordinates → distrib_optim.pt (``core.megatron.optimizer.flat.content.OptimFile``), where there is such
@@ -109,7 +109,7 @@ class OptimizerFiles(Protocol):
     dropped: list[str]
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """Takes the tensors that a rank's file holds, in order; returns its entry ``optimizer``."""
+        """Add the tensors of a rank's file, in order, and return the rank's entry ``optimizer``."""
 
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """The target's fragments of one state, when all ranks have been added."""
+        """Return the target's fragments of one state, once all ranks have been added."""

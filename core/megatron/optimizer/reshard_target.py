@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer
 from core.megatron.model.cut import Cut
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import MegatronVersion
 from core.megatron.rules.rules import Rules
@@ -22,7 +22,7 @@ class ReshardTarget:
         catalog: the model in the global per-layer form, with the optimizer's states among its tensors.
         optimizer: the catalog's, without its tensors.
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         rules: the layout's table.
         cuts: how the destination cuts every tensor, states included.
         version: the megatron-core that is to load the result; None for the one that wrote the source.
@@ -31,12 +31,12 @@ class ReshardTarget:
     catalog: Catalog
     optimizer: Optimizer
     topology: Topology
-    facts: Facts
+    facts: ModelFacts
     rules: Rules
     cuts: Mapping[str, Cut]
     version: MegatronVersion | None = None
 
     @property
     def args(self) -> object:
-        """The training arguments of the source."""
+        """The source's training arguments."""
         return self.catalog.args

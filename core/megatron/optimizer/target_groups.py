@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.catalog.optimizer_keys import Optimizer
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
 from core.megatron.model.version import OPTION, MegatronVersion
-from core.megatron.optimizer.groups import EXPERT, identity, known, policies_of, traits_of
+from core.megatron.optimizer.groups import EXPERT, Policy, identity, policies_of, traits_of, without_unused_traits
 from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
@@ -28,7 +27,7 @@ class TargetGroups:
     """The groups at a destination.
 
     Args:
-        settings: of each group, in order: dense ones first.
+        settings: settings of each group, in order: dense ones first.
         group_of: global parameter → number of its group.
         is_sorted: ranks have them in that order; otherwise as their parameters need them.
         omits_empty: ranks leave out those of which they have no parameter.
@@ -43,14 +42,16 @@ class TargetGroups:
         """Return the groups that a rank lists.
 
         Args:
-            params: those it holds, in order.
+            params: parameters that the rank holds, in order.
         """
         own = list(dict.fromkeys(self.group_of[name] for name in params))
         if self.is_sorted:
             own.sort()
         if not self.omits_empty:
-            every = range(len(self.settings))
-            own = list(every) if self.is_sorted else [*own, *(number for number in every if number not in own)]
+            all_groups = range(len(self.settings))
+            own = (
+                list(all_groups) if self.is_sorted else [*own, *(number for number in all_groups if number not in own)]
+            )
         return own
 
     def is_expert(self, number: int) -> bool:
@@ -80,11 +81,12 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
         if (number, is_expert) in place:
             return place[number, is_expert]
         group = optimizer.groups[number]
-        which = identity(group.settings, is_expert=is_expert)
-        settings = _as_expert(group.settings, is_expert)
-        _check_same(wanted.setdefault(which, settings), settings)
-        return place.setdefault((number, is_expert), which)
+        group_id = identity(group.settings, is_expert=is_expert)
+        settings = group.settings if EXPERT not in group.settings else {**group.settings, EXPERT: is_expert}
+        _check_same(wanted.setdefault(group_id, settings), settings)
+        return place.setdefault((number, is_expert), group_id)
 
+    # Every parameter goes to its source's group; experts may have groups of their own or lose them.
     of_name = {}
     for name in params:
         number = sources[name]
@@ -95,31 +97,33 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
     for number, group in enumerate(optimizer.groups):
         if not any(source == number for source in sources.values()):
             settle(number, group.is_expert if splits in (None, True) else False)
+
+    # Dense groups come first, each kind in the order of the source.
     base = [identity(group.settings, is_expert=False) for group in optimizer.groups]
-    order = sorted(wanted, key=lambda which: (bool(which[2]), base.index((*which[:2], False, *which[3:]))))
-    is_sorted, omits_empty = _is_sorted(optimizer), bool(optimizer.omits_empty)
+    order = sorted(wanted, key=lambda group_id: (bool(group_id[2]), base.index((*group_id[:2], False, *group_id[3:]))))
+    is_sorted = all(_USUAL_RATE in group.settings for group in optimizer.groups)
+    omits_empty = bool(optimizer.omits_empty)
+
+    # A given megatron-core wants its own settings and order.
     if version is not None:
-        wanted = {which: _described(settings, version) for which, settings in wanted.items()}
+        wanted = {group_id: _described(settings, version) for group_id, settings in wanted.items()}
         if version.sorts_groups and not is_sorted:
             order = _in_order(wanted)
         is_sorted, omits_empty = version.sorts_groups, not version.lists_empty_groups
     return TargetGroups(
-        settings=[wanted[which] for which in order],
-        group_of={name: order.index(which) for name, which in of_name.items()},
+        settings=[wanted[group_id] for group_id in order],
+        group_of={name: order.index(group_id) for name, group_id in of_name.items()},
         is_sorted=is_sorted,
         omits_empty=omits_empty,
     )
-
-
-def _is_sorted(optimizer: Optimizer) -> bool:
-    return all(_USUAL_RATE in group.settings for group in optimizer.groups)
 
 
 def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
     """Return a group's settings as a version has them.
 
     Raises:
-        UnsupportedError: it finds groups by a setting that this one lacks, or tells another learning rate otherwise.
+        UnsupportedError: the version needs a setting that the group lacks, or describes its learning rate in
+            another way.
     """
     missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
     if missing:
@@ -144,16 +148,16 @@ def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list
     """Return groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
 
     Raises:
-        UnsupportedError: two of them are alike in that.
+        UnsupportedError: two groups are alike in weight decay and experts.
     """
-    place = {which: (bool(which[2]), traits_of(settings).is_exempt) for which, settings in groups.items()}
+    place = {group_id: (bool(group_id[2]), traits_of(settings).is_exempt) for group_id, settings in groups.items()}
     if len(set(place.values())) < len(place):
         raise UnsupportedError(
             "the source's param groups differ in more than weight decay and experts, so that their order in "
             "megatron-core 0.16 is not known",
             hint="leave the optimizer out with --no-optim",
         )
-    return sorted(place, key=lambda which: place[which])
+    return sorted(place, key=lambda group_id: place[group_id])
 
 
 _USUAL_RATE = "default_config"
@@ -178,25 +182,24 @@ def _splits(target: ReshardTarget) -> bool | None:
     return False
 
 
-def _as_expert(settings: Mapping[str, object], is_expert: bool) -> Mapping[str, object]:
-    if EXPERT not in settings:
-        return settings
-    return {name: is_expert if name == EXPERT else value for name, value in settings.items()}
-
-
-def _check_same(one: Mapping[str, object], other: Mapping[str, object]) -> None:
+def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, object]) -> None:
     """Raise unless two groups that become one agree."""
-    for name in dict.fromkeys([*one, *other]):
-        if name not in one or name not in other or not same(one[name], other[name]):
+    for name in dict.fromkeys([*settings, *other_settings]):
+        if name not in settings or name not in other_settings or not same(settings[name], other_settings[name]):
             raise UnsupportedError(
-                f"experts and other parameters come to one param group, but their {name} is {one.get(name)!r} and "
-                f"{other.get(name)!r}",
+                f"experts and other parameters come to one param group, but their {name} is {settings.get(name)!r} and "
+                f"{other_settings.get(name)!r}",
                 hint="keep an expert parallel size above 1, or leave the optimizer out with --no-optim",
             )
 
 
 def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the number of every parameter's group in the source."""
+    """Return the number of every parameter's group in the source.
+
+    Raises:
+        CorruptError: a parameter is in no group.
+        UnsupportedError: the groups list no parameters, and no policy tells them.
+    """
     groups = target.optimizer.groups
     if all(group.params is not None for group in groups):
         numbers = {name: number for number, group in enumerate(groups) for name in group.params or ()}
@@ -204,17 +207,25 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
         if missing is not None:
             raise CorruptError("the optimizer has states of it, but no param group has it", key=missing)
         return numbers
-    wanted = [traits_of(group.settings) for group in groups]
-    if len(set(wanted)) == len(wanted):
-        for policy in policies_of(fields_of(target.args)):
-            numbers = {}
-            for name, n_axes in params.items():
-                traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
-                if traits is not None and known(traits, wanted) in wanted:
-                    numbers[name] = wanted.index(known(traits, wanted))
-            if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
-                return numbers
+    for policy in policies_of(fields_of(target.args)):
+        numbers = _groups_by_policy(policy, target, params)
+        if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
+            return numbers
     raise UnsupportedError(
-        f"which parameters the optimizer's {len(groups)} groups have is not stored, and their settings do not tell",
+        f"the parameters of the optimizer's {len(groups)} groups are not stored, and the groups' settings do not tell "
+        "them",
         hint="leave the optimizer out with --no-optim, or keep the format",
     )
+
+
+def _groups_by_policy(policy: Policy, target: ReshardTarget, params: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of the group that a policy gives each parameter; {} if it cannot tell the groups apart."""
+    wanted = [traits_of(group.settings) for group in target.optimizer.groups]
+    if len(set(wanted)) < len(wanted):
+        return {}
+    numbers: dict[str, int] = {}
+    for name, n_axes in params.items():
+        traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
+        if traits is not None and without_unused_traits(traits, wanted) in wanted:
+            numbers[name] = wanted.index(without_unused_traits(traits, wanted))
+    return numbers

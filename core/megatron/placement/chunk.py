@@ -12,7 +12,7 @@ from math import prod
 from core.catalog.stored import StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.megatron.extras.common_state import is_chunk
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank
 from core.megatron.rules.experts import Expert, unpacked
@@ -21,7 +21,7 @@ from core.pickle.inert import as_mapping
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """One model chunk of one rank, and how its names become global.
 
     Args:
@@ -34,51 +34,56 @@ class Chunk:
     rank: Rank
     where: tuple[int, int]
     stages: Stages
-    facts: Facts
+    facts: ModelFacts
     rules: Rules
     known: dict[str, tuple[str, Expert | None]] = field(default_factory=dict, repr=False, compare=False)
     """Name → (name with its layer renumbered, the expert in that); for all ranks of one ``where``."""
 
     @property
     def n_experts(self) -> int:
-        """Experts of the rank."""
+        """Number of experts that the rank holds of a layer."""
         return (self.facts.n_experts or 0) // self.facts.topology.ep
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """For every name its place, after that of the first parameter of the same experts (else its own).
+        """Return for every name (place of the first parameter of its experts, own place).
+
+        The first number is the name's own place for other parameters.
 
         Experts of all ranks are to stand one after the other, where those of one rank stand in its file.
         """
         first: dict[str, int] = {}
-        found = {}
+        places = {}
         for place, name in enumerate(names):
             expert = self.rules.expert_of(name)
-            found[name] = (place if expert is None else first.setdefault(expert.before, place), place)
-        return found
+            places[name] = (place if expert is None else first.setdefault(expert.before, place), place)
+        return places
 
     def layer_name(self, name: str) -> str:
-        """A name with its layer renumbered."""
+        """Return a name with its layer renumbered."""
         return self._renumbered(name)[0]
 
     def _renumbered(self, name: str) -> tuple[str, Expert | None]:
-        known = self.known.get(name)
-        if known is None:
-            found = self.rules.layer_of(name)
-            whole = name
-            if found is not None:
-                whole = str(replace(found, number=found.number + self.stages.offset(found.stack, *self.where)))
-            known = self.known[name] = (whole, self.rules.expert_of(whole))
-        return known
+        """Return (name with its layer renumbered, the expert in it or None)."""
+        entry = self.known.get(name)
+        if entry is None:
+            layer = self.rules.layer_of(name)
+            global_name = name
+            if layer is not None:
+                global_name = str(replace(layer, number=layer.number + self.stages.offset(layer.stack, *self.where)))
+            entry = self.known[name] = (global_name, self.rules.expert_of(global_name))
+        return entry
 
     def global_names(self, name: str) -> list[tuple[int, str]]:
-        """(expert or 0, global name) of what an entry holds: one, or one for each expert of the rank.
+        """Return (expert or 0, global name) of each tensor in an entry.
+
+        That is one, or one for each expert of the rank.
 
         Raises:
             CorruptError: an expert is beyond those of the rank.
         """
-        whole, expert = self._renumbered(name)
+        global_name, expert = self._renumbered(name)
         if expert is None:
-            return [(0, whole)]
+            return [(0, global_name)]
         if expert.number is not None and expert.number >= self.n_experts:
             raise CorruptError(
                 f"expert {expert.number} is beyond the {self.n_experts} that a rank should hold (num_experts / EP)",
@@ -90,14 +95,14 @@ class Chunk:
         return [(number, expert.numbered(number)) for number in numbers]
 
     def arrays(self, name: str, array: StoredArray) -> list[tuple[int, str, StoredArray]]:
-        """(expert or 0, global name, array) of what a tensor holds.
+        """Return (expert or 0, global name, array) of each tensor in a stored one.
 
         Raises:
             CorruptError: a tensor of several experts does not have as many as the rank.
         """
-        whole, expert = self._renumbered(name)
+        global_name, expert = self._renumbered(name)
         if expert is None:
-            return [(0, whole, array)]
+            return [(0, global_name, array)]
         views: Iterable[StoredArray] = [array]
         if expert.number is None:
             if self.rules.is_packed_state(name):
@@ -106,10 +111,13 @@ class Chunk:
                 views = self._stacked(name, array)
             else:
                 views = unpacked(array, expert.rest, n=self.n_experts, key=name, rank=self.folder)
-        return [(number, whole, view) for (number, whole), view in zip(self.global_names(name), views, strict=True)]
+        return [
+            (number, global_name, view)
+            for (number, global_name), view in zip(self.global_names(name), views, strict=True)
+        ]
 
     def _stacked(self, name: str, array: StoredArray) -> list[StoredArray]:
-        """The experts on the first axis of a tensor."""
+        """Return the experts on the first axis of a tensor."""
         if len(array.shape) < 2 or array.shape[0] != self.n_experts:
             raise CorruptError(
                 f"a tensor of {self.n_experts} experts has the shape {array.shape}", key=name, rank=self.folder
@@ -119,18 +127,19 @@ class Chunk:
 
 
 def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
-    """One model chunk of a rank; an absent one of several is an empty stage."""
+    """Return one model chunk of a rank; an absent one of several is an empty stage."""
     entries = as_mapping(root) or {}
     name = "model" if vpp == 1 else f"model{vp_rank}"
-    others = [str(key) for key in entries if is_chunk(key)]
+    chunks = [str(key) for key in entries if is_chunk(key)]
     if name in entries:
-        if (vpp == 1 and len(others) > 1) or (vpp > 1 and "model" in others):
-            raise CorruptError(f"there are the model chunks {', '.join(others)}, but VPP is {vpp}", rank=rank)
+        # Chunks of another VPP would be left out silently.
+        if (vpp == 1 and len(chunks) > 1) or (vpp > 1 and "model" in chunks):
+            raise CorruptError(f"there are the model chunks {', '.join(chunks)}, but VPP is {vpp}", rank=rank)
         return entries[name]
-    if vpp == 1 or not others:
+    if vpp == 1 or not chunks:
         raise MissingShardError(
-            f"there is no entry {name!r}" + (f", only {', '.join(others)}" if others else ""),
+            f"there is no entry {name!r}" + (f", only {', '.join(chunks)}" if chunks else ""),
             rank=rank,
-            hint="is virtual_pipeline_model_parallel_size in the arguments right?" if others else None,
+            hint="is virtual_pipeline_model_parallel_size in the arguments right?" if chunks else None,
         )
     return {}

@@ -10,7 +10,7 @@ from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.facts import PREDICTION_STACK, Facts
+from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology
@@ -22,12 +22,12 @@ FINAL_NORM = "decoder.final_layernorm"
 
 @value(frozen=True, slots=True)
 class Home:
-    """A place of a tensor, an extra state or a module.
+    """The place of a tensor, an extra state or a module in the files.
 
     Args:
         vp, pp: virtual and pipeline stage.
         ep: the expert parallel rank, for experts; None means all of them.
-        name: its name there.
+        name: local name of the tensor in the chunk.
     """
 
     vp: int
@@ -36,7 +36,7 @@ class Home:
     name: str
 
     def has(self, rank: Rank) -> bool:
-        """Whether a rank of this stage holds it."""
+        """Return whether a rank of this stage holds the tensor."""
         return self.ep in (None, rank.ep)
 
 
@@ -56,10 +56,10 @@ class Homes:
     n_local: int
 
     def home(self, key: str) -> Home:
-        """The home of a tensor or extra state.
+        """Return the home of a tensor or extra state.
 
         Raises:
-            CorruptError: there is no such layer.
+            CorruptError: the model has no such layer.
             UnsupportedError: no row says where it lives.
         """
         rules = self.rules
@@ -78,6 +78,8 @@ class Homes:
         if layer.number >= self.stages.n_layers(layer.stack):
             n_layers = self.stages.n_layers(layer.stack)
             raise CorruptError(f"there is no layer {layer.number} in a model of {n_layers}", key=key)
+
+        # Layers are numbered anew in every chunk, experts in every expert parallel rank.
         vp, pp, number = self.stages.chunk_of(layer.stack, layer.number)
         name = str(replace(layer, number=number))
         expert = rules.expert_of(name)
@@ -87,7 +89,10 @@ class Homes:
         return Home(vp, pp, ep, rules.expert_name(expert, names=self.expert_names, number=number))
 
     def homes(self, key: str) -> list[Home]:
-        """All homes of a tensor or extra state: multi-token prediction has the embedding at its stage, too."""
+        """Return all homes of a tensor or extra state.
+
+        Multi-token prediction has a copy of the embedding at its stage.
+        """
         home = self.home(key)
         if not self.stages.n_layers(PREDICTION_STACK) or self.rules.stage_of(key) != "first":
             return [home]
@@ -95,11 +100,11 @@ class Homes:
         return [home] if (vp, pp) == (home.vp, home.pp) else [home, replace(home, vp=vp, pp=pp)]
 
     def last(self, name: str) -> Home:
-        """The home of what is in the last chunk of the last stage."""
+        """Return the home of a name in the last chunk of the last stage."""
         return Home(*self.stages.chunk_at("last"), None, name)
 
     def module(self, name: str) -> list[Home]:
-        """The homes of a module; none where it does not exist, all where no row says."""
+        """Return the homes of a module; none where it does not exist, all where no row says."""
         layer = self.rules.layer_of(name + ".")
         if layer is None and self.rules.stage_of(name) is None:
             return [Home(vp, pp, None, name) for pp in range(self.topology.pp) for vp in range(self.topology.vpp)]
@@ -112,18 +117,18 @@ class Homes:
 def homes_at(
     model: Catalog,
     topology: Topology,
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     pipeline: Pipeline | None = None,
     expert_names: str | None = None,
 ) -> Homes:
-    """The homes of a model in a topology.
+    """Return the finder of the homes of a model in a topology.
 
     Args:
         model: the global per-layer form.
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         pipeline: how layers are distributed; None for ``facts.pipeline_at``.
         expert_names: how files name experts; None for the source's way, legacy grouped ones one by one.
 
@@ -142,8 +147,11 @@ def homes_at(
     )
 
 
-def tied_of(model: Catalog, facts: Facts, rules: Rules) -> str | None:
-    """The tensor that the output layer shares, if it does: the last of several stages has a copy."""
+def tied_of(model: Catalog, facts: ModelFacts, rules: Rules) -> str | None:
+    """Return the tensor that the output layer of the last of several stages is a copy of.
+
+    None if there is no such copy.
+    """
     if not facts.is_tied:
         return None
     shared = rules.rule_of(facts.kind.head).tied
@@ -151,12 +159,15 @@ def tied_of(model: Catalog, facts: Facts, rules: Rules) -> str | None:
 
 
 def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:
-    """(key, name in the file) pairs with the grouped experts of a layer linear by linear, instead of one by one."""
-    found = list(names)
+    """Sort (key, name in the file) pairs as files have them.
+
+    The grouped experts of a layer come linear by linear, not expert by expert.
+    """
+    pairs = list(names)
     module_of: dict[str, int] = {}
     linear_of: dict[tuple[str, str], int] = {}
     keys: list[tuple[int, ...]] = []
-    for place, (_, name) in enumerate(found):
+    for place, (_, name) in enumerate(pairs):
         expert = rules.expert_of(name)
         if expert is None or expert.names != "te_grouped":
             keys.append((place,))
@@ -164,23 +175,26 @@ def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[
         linear, _, field = expert.rest.partition(".")
         start = module_of.setdefault(expert.before, place)
         keys.append((start, linear_of.setdefault((expert.before, linear), place), field.startswith("_"), place))
-    return [found[place] for place in sorted(range(len(found)), key=keys.__getitem__)]
+    return [pairs[place] for place in sorted(range(len(pairs)), key=keys.__getitem__)]
 
 
 def by_rank(
     items: Iterable[tuple[str, Home]], topology: Topology, rules: Rules
 ) -> dict[tuple[int, int, int], list[tuple[str, str]]]:
-    """(vp_rank, pp_rank, ep_rank) → (key, name in the file) of what lives there, in the order of the file."""
-    found: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
+    """Group homes by (vp_rank, pp_rank, ep_rank), in the order of the file.
+
+    Each group lists (key, name in the file).
+    """
+    names: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key, home in items:
         for ep_rank in range(topology.ep) if home.ep is None else (home.ep,):
-            found.setdefault((home.vp, home.pp, ep_rank), []).append((key, home.name))
-    return {place: by_file_order(here, rules) for place, here in found.items()}
+            names.setdefault((home.vp, home.pp, ep_rank), []).append((key, home.name))
+    return {place: by_file_order(pairs, rules) for place, pairs in names.items()}
 
 
 def by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
-    """(vp_rank, pp_rank) → what lives there, in order."""
-    found: dict[tuple[int, int], list[tuple[T, Home]]] = {}
+    """Group homes by chunk: (vp_rank, pp_rank) → (item, home), in order."""
+    groups: dict[tuple[int, int], list[tuple[T, Home]]] = {}
     for item, home in items:
-        found.setdefault((home.vp, home.pp), []).append((item, home))
-    return found
+        groups.setdefault((home.vp, home.pp), []).append((item, home))
+    return groups

@@ -23,13 +23,13 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import ArrayT, array_name
 from core.errors import CorruptError, MissingShardError
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import parts_of
 from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PartRange:
     """Consecutive elements of an axis, and the tensor that they are."""
 
     key: str
@@ -37,38 +37,42 @@ class _Run:
     extent: int
 
 
-def joined(catalog: Catalog, rules: Rules) -> Catalog:
-    """A catalog in which the parts of a parameter are one tensor.
+def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
+    """Return a catalog in which the parts of a parameter are one tensor.
 
     Raises:
         MissingShardError: a part is absent.
         CorruptError: parts are of different dtypes, or of shapes that do not fit together.
     """
-    found: dict[str, tuple[int, dict[str, TensorMeta]]] = {}
+    parts_of_key: dict[str, tuple[int, dict[str, TensorMeta]]] = {}
     order: dict[str, tuple[str, ...]] = {}
+
+    # Collect the parts of every parameter.
     names = rules.part_names
     for key, meta in catalog.tensors.items():
-        whole, _, name = key.rpartition(".")
-        rule = rules.parted_rule(param_of(whole), name) if name in names else None
+        param, _, name = key.rpartition(".")
+        rule = rules.parted_rule(param_of(param), name) if name in names else None
         if rule is not None and rule.axis is not None:
-            found.setdefault(whole, (rule.axis + _n_front(whole, rules), {}))[1][name] = meta
-            order[whole] = rule.names
-    if not found:
+            parts_of_key.setdefault(param, (rule.axis + _n_front(param, rules), {}))[1][name] = meta
+            order[param] = rule.names
+    if not parts_of_key:
         return catalog
-    runs = {whole: _runs(whole, axis, parts, order[whole]) for whole, (axis, parts) in found.items()}
+
+    # Join their extents on the axis of the parts, where the first part stands.
+    runs = {param: _runs(param, axis, parts, order[param]) for param, (axis, parts) in parts_of_key.items()}
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
-        whole = key.rpartition(".")[0]
-        if whole not in runs:
+        param = key.rpartition(".")[0]
+        if param not in runs:
             tensors[key] = meta
-        elif whole not in tensors:
-            axis, extent = found[whole][0], sum(run.extent for run in runs[whole])
-            tensors[whole] = replace(meta, key=whole, shape=_with(meta.shape, axis, extent))
+        elif param not in tensors:
+            axis, extent = parts_of_key[param][0], sum(run.extent for run in runs[param])
+            tensors[param] = replace(meta, key=param, shape=_with(meta.shape, axis, extent))
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in runs:
             return catalog.fragments(key)
-        axis = found[key][0]
+        axis = parts_of_key[key][0]
         return tuple(
             replace(piece, key=key, box=_moved(piece.box, axis, run.start))
             for run in runs[key]
@@ -78,26 +82,30 @@ def joined(catalog: Catalog, rules: Rules) -> Catalog:
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
 
 
-def _runs(whole: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]) -> list[_Run]:
-    head = next(iter(parts.values()))
-    runs: list[_Run] = []
+def _runs(param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]) -> list[_PartRange]:
+    """Return the ranges of the parts of a parameter on its axis, in order."""
+    first_part = next(iter(parts.values()))
+    runs: list[_PartRange] = []
     start = 0
     for name in names:
         meta = parts.get(name)
         if meta is None:
-            raise MissingShardError("other parts of this parameter are there, this one is not", key=f"{whole}.{name}")
-        if meta.dtype != head.dtype or _with(meta.shape, axis, 0) != _with(head.shape, axis, 0):
+            raise MissingShardError(
+                "this part of the parameter is missing; the others are present", key=f"{param}.{name}"
+            )
+        if meta.dtype != first_part.dtype or _with(meta.shape, axis, 0) != _with(first_part.shape, axis, 0):
             raise CorruptError(
-                f"{meta.dtype} of shape {meta.shape}, but another part of {whole} is {head.dtype} of {head.shape}",
+                f"{meta.dtype} of shape {meta.shape}, but another part of {param} is {first_part.dtype} of "
+                f"{first_part.shape}",
                 key=meta.key,
             )
-        runs.append(_Run(f"{whole}.{name}", start, meta.shape[axis]))
+        runs.append(_PartRange(f"{param}.{name}", start, meta.shape[axis]))
         start += meta.shape[axis]
     return runs
 
 
-def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
-    """A catalog in which every part of such a parameter is a tensor of its own.
+def separate_parts(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
+    """Return a catalog in which every part of such a parameter is a tensor of its own.
 
     Args:
         is_target: arrays are to be written: those of parts get names of their own.
@@ -106,7 +114,9 @@ def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: b
         UnsupportedError, CorruptError: as for ``core.megatron.model.parts.parts_of``.
     """
     tensors: dict[str, TensorMeta] = {}
-    runs: dict[str, tuple[int, str, _Run]] = {}
+
+    # Give every part its range on the axis; other tensors stay as they are.
+    runs: dict[str, tuple[int, str, _PartRange]] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
         axis = 0 if rule is None else (rule.axis or 0) + _n_front(key, rules)
@@ -118,7 +128,7 @@ def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: b
         for name, extent in zip(rule.names, parts, strict=True):
             part = _part_key(key, name)
             tensors[part] = replace(meta, key=part, shape=_with(meta.shape, axis, extent))
-            runs[part] = (axis, key, _Run(part, start, extent))
+            runs[part] = (axis, key, _PartRange(part, start, extent))
             start += extent
     if not runs:
         return catalog
@@ -126,8 +136,8 @@ def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: b
     def fragments_of(key: str) -> Sequence[Fragment[ArrayT]]:
         if key not in runs:
             return catalog.fragments(key)
-        axis, whole, run = runs[key]
-        pieces = (_within(piece, axis, run) for piece in catalog.fragments(whole))
+        axis, param, run = runs[key]
+        pieces = (_within(piece, axis, run) for piece in catalog.fragments(param))
         kept = tuple(piece for piece in pieces if piece is not None)
         return tuple(map(_renamed, kept)) if is_target else kept
 
@@ -135,18 +145,24 @@ def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: b
 
 
 def _n_front(key: str, rules: Rules) -> int:
-    """Axes in front of a parameter's own: that of its layers, where they are stacked."""
+    """Return the number of axes before a parameter's own: one for layers, if they are stacked."""
     return int(rules.stacked_of(param_of(key)) is not None)
 
 
 def _part_key(key: str, name: str) -> str:
-    """The key of a part: a name of one word stands behind that of the whole, several words in place of its last."""
+    """Return the key of a part.
+
+    A name of one word is appended; several words replace as many of the parameter's.
+    """
     words = name.split(".")
     return f"{key}.{name}" if len(words) == 1 else ".".join([*key.split(".")[: -len(words)], name])
 
 
-def _within(piece: Fragment[ArrayT], axis: int, run: _Run) -> Fragment[ArrayT] | None:
-    """What of a fragment lies in a part, in the part's coordinates."""
+def _within(piece: Fragment[ArrayT], axis: int, run: _PartRange) -> Fragment[ArrayT] | None:
+    """Return the part of a fragment that lies in a range, in coordinates of the range.
+
+    None if there is none.
+    """
     box = piece.box
     start = max(box.offset[axis], run.start)
     stop = min(box.offset[axis] + box.shape[axis], run.start + run.extent)
@@ -161,7 +177,7 @@ def _within(piece: Fragment[ArrayT], axis: int, run: _Run) -> Fragment[ArrayT] |
 
 
 def _renamed(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
-    """A chunk of its own for what a part has of a chunk."""
+    """Return a piece of a part with a chunk of its own, in place of the part's share of a chunk."""
     assert piece.array is not None, "chunks that are to be written are arrays"
     name = array_name(piece.key, piece.box)
     array = replace(piece.array, name=name, shape=piece.box.shape)

@@ -16,13 +16,13 @@ from itertools import product
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CheckpointingException, CorruptError, Report, raising
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.rules import Layer, Rules
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a global per-layer tensor comes from.
+    """The stored tensors that a global per-layer tensor comes from.
 
     Args:
         keys: keys of the source that hold it; several are copies.
@@ -34,14 +34,14 @@ class Origin:
 
 
 def origins_of(
-    catalog: Catalog, names: Mapping[str, str], facts: Facts, rules: Rules, *, report: Report = raising
+    catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules, *, report: Report = raising
 ) -> dict[str, Origin]:
-    """Global per-layer name → where it comes from.
+    """Return for every global per-layer name where it comes from.
 
     Args:
         names: key of the source → Megatron's name of the tensor, which may stack layers and experts.
-        report: takes what is wrong (rules ``layout.stacks``, ``.entries``), which is then left out; raises it, if
-            none is given.
+        report: takes the problems (rules ``layout.stacks``, ``.entries``), whose subjects are then left out; raises
+            them, if none is given.
 
     Raises:
         CorruptError: two tensors are one, or a stack has other extents than the model.
@@ -53,60 +53,68 @@ def origins_of(
         rule = rules.rule_of(name, shapes=[catalog.tensors[key].shape])
         if rule.tied is not None and facts.is_tied:
             name = rule.tied
-        known = origins.get(name)
-        if known is not None and (rule.tied is None or known.at != at):
-            raise CorruptError(f"{known.keys[0]} and {key} are one tensor", key=name)
-        origins[name] = Origin((*(known.keys if known else ()), key), at)
+        existing = origins.get(name)
+        if existing is not None and (rule.tied is None or existing.at != at):
+            raise CorruptError(f"{existing.keys[0]} and {key} are one tensor", key=name)
+        origins[name] = Origin((*(existing.keys if existing else ()), key), at)
 
     for key, stored in names.items():
         shape = catalog.tensors[key].shape
         try:
-            found = names_in(stored, facts, rules)
-            at = found[-1][0]
+            # The last member tells the extents that the stack must have.
+            members = names_in(stored, facts, rules)
+            at = members[-1][0]
             wanted = tuple(number + 1 for number in at)
             if shape[: len(wanted)] != wanted:
                 of = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
                 report(CorruptError(f"a stack of shape {shape} in a model of {of}", key=key, rule="layout.stacks"))
-                found = [(at, name) for at, name in found if all(i < n for i, n in zip(at, shape, strict=False))]
-            for at, name in found:
+                members = [(at, name) for at, name in members if all(i < n for i, n in zip(at, shape, strict=False))]
+            for at, name in members:
                 add(name, key, at)
         except CheckpointingException as err:
             report(err.breaking("layout.entries"))
     return origins
 
 
-def names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
-    """(index, global per-layer name) of everything that a tensor stacks; one with the index () if it stacks nothing."""
+def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
+    """Return (index, global per-layer name) of everything that a tensor stacks.
+
+    A tensor that stacks nothing has the index ().
+    """
     stacked, single = rules.stacked_of(name), rules.layer_of(name)
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
     if stacked is not None:
         stack, sub = stacked[0], _sub(stacked[1], facts, rules)
         names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))]
         if not names:
-            raise CorruptError(f"by its other tensors, a {facts.kind.kind} model, which has no such layers", key=name)
+            raise CorruptError(
+                f"the other tensors are those of a {facts.kind.kind} model, which has no such layers", key=name
+            )
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
-    found: list[tuple[tuple[int, ...], str]] = []
-    for at, whole in names:
-        expert = rules.expert_of(whole)
-        if expert is None or rules.is_packed_state(whole):
-            found.append((at, whole))
+
+    # Each of these may hold one expert or stack several.
+    members: list[tuple[tuple[int, ...], str]] = []
+    for at, global_name in names:
+        expert = rules.expert_of(global_name)
+        if expert is None or rules.is_packed_state(global_name):
+            members.append((at, global_name))
         elif expert.number is not None:
-            found.append((at, expert.numbered(expert.number)))
+            members.append((at, expert.numbered(expert.number)))
         else:
-            found += [((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)]
-    return found
+            members += [((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)]
+    return members
 
 
-def _sub(sub: str, facts: Facts, rules: Rules) -> str:
-    """A name within a layer as this model's rank files have it."""
+def _sub(sub: str, facts: ModelFacts, rules: Rules) -> str:
+    """Return a name within a layer as this model's rank files have it."""
     if facts.is_prediction_renamed and facts.pattern is None:
         sub = rules.in_rank_files(sub)
     return rules.local(sub) if facts.fuses_names else sub
 
 
 def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
-    """The tensor that an origin gives.
+    """Return the metadata of the tensor that an origin gives.
 
     Raises:
         CorruptError: its copies have different dtypes or shapes.
@@ -121,7 +129,7 @@ def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
     return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
 
 
-class Pieces:
+class OriginFragments:
     """The fragments of global per-layer tensors.
 
     Args:
@@ -137,11 +145,11 @@ class Pieces:
         self._unstacked = lru_cache(maxsize=32)(lambda key, depth: _unstacked(catalog.fragments(key), depth))
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
-        """The fragments of one tensor; those of the catalog for a key that has no origin."""
+        """Return the fragments of one tensor; those of the catalog for a key that has no origin."""
         origin = self._origins.get(key)
         if origin is None:
             return self._catalog.fragments(key)
-        found: list[Fragment] = []
+        fragments: list[Fragment] = []
         for source in origin.keys:
             pieces: Iterable[Fragment] = self._catalog.fragments(source) if not origin.at else ()
             if origin.at:
@@ -149,13 +157,13 @@ class Pieces:
             for piece in pieces:
                 kept = _cut(piece, self._metas[key].shape)
                 if kept is not None:
-                    found.append(replace(kept, key=key))
-        return tuple(found)
+                    fragments.append(replace(kept, key=key))
+        return tuple(fragments)
 
 
 def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
-    """The fragments of a tensor that stacks others on its first axes, by the index of what they belong to."""
-    found: dict[tuple[int, ...], list[Fragment]] = {}
+    """Return index on the first axes → fragments of the tensor that is stacked there."""
+    fragments_at: dict[tuple[int, ...], list[Fragment]] = {}
     for piece in fragments:
         offset, shape = piece.box.offset, piece.box.shape
         box = Box(offset[depth:], shape[depth:])
@@ -167,12 +175,15 @@ def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...
                     start + (steps[axis - first] if 0 <= axis - first < depth else 0) for axis, start in enumerate(at)
                 )
             index = tuple(start + step for start, step in zip(offset, steps, strict=False))
-            found.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
-    return found
+            fragments_at.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
+    return fragments_at
 
 
 def _cut(piece: Fragment, shape: Shape) -> Fragment | None:
-    """The part of a fragment that lies in ``shape``, which may have fewer rows than the tensor that is stored."""
+    """Return the part of a fragment that lies in ``shape``; None if there is none.
+
+    The shape may have fewer rows than the stored tensor.
+    """
     if not shape or piece.box.offset[0] + piece.box.shape[0] <= shape[0]:
         return piece
     rows = shape[0] - piece.box.offset[0]

@@ -25,7 +25,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 
 CURRENT = 3.0
 _FUSED = re.compile(r"\.(query_)?key_value\.(weight|bias)$")
@@ -37,9 +37,9 @@ class OldRows:
 
     Args:
         n_parts: 3, or 2 without queries.
-        n_heads: of the rank.
-        channels: of one head.
-        has_parts_last: as in version 1.0, otherwise as in version 0.
+        n_heads: heads of the rank.
+        channels: channels of one head.
+        has_parts_last: rows are ordered as in version 1.0, otherwise as in version 0.
     """
 
     n_parts: int
@@ -48,7 +48,10 @@ class OldRows:
     has_parts_last: bool
 
     def fragments(self, fragment: Fragment) -> Iterator[Fragment]:
-        """A fragment, whose array is seen as if its rows were in today's order, as fragments of where they are."""
+        """Yield where the rows of a fragment are stored.
+
+        The fragment addresses its array as if the rows were in today's order.
+        """
         array = fragment.array
         assert array is not None
         at, box = fragment.at, fragment.box
@@ -64,7 +67,7 @@ class OldRows:
                 yield replace(fragment, box=inside, at=(start, *at[1:]))
 
     def _view(self, array: StoredArray, head: int, part: int) -> StoredArray:
-        """The rows of one part of a head, which lie ``n_parts`` rows apart."""
+        """Return the rows of one part of a head, which lie ``n_parts`` rows apart."""
         extent = array.extent
         assert not extent.is_late, "rank files know where their arrays are"
         step, *rest = extent.strides or c_strides(array.shape)
@@ -82,25 +85,27 @@ class OldRows:
         )
 
 
-def old_rows(name: str, n_rows: int, version: float, facts: Facts) -> OldRows | None:
-    """How a fused tensor's rows are ordered on a rank, or None where they are as today.
+def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRows | None:
+    """Return how a fused tensor's rows are ordered on a rank.
+
+    None where they are ordered as today.
 
     Args:
-        name: of the parameter.
-        n_rows: of one rank's shard.
+        name: name of the parameter.
+        n_rows: rows of one rank's shard.
 
     Raises:
         UnsupportedError: a version that never was, or heads that share keys, which no such version had.
         CorruptError: the rows are not those of the arguments' heads.
     """
-    found = _FUSED.search(name)
-    if version >= 2 or found is None:
+    match = _FUSED.search(name)
+    if version >= 2 or match is None:
         return None
     if version not in (0, 1):
         raise UnsupportedError(f"how checkpoint_version {version} orders the rows is not known", key=name)
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
         raise UnsupportedError(f"checkpoint_version {version} with query groups, or without a hidden size", key=name)
-    n_parts, n_heads = (3 if found[1] else 2), facts.n_heads // facts.topology.tp
+    n_parts, n_heads = (3 if match[1] else 2), facts.n_heads // facts.topology.tp
     if n_rows != n_parts * n_heads * facts.head_dim:
         raise CorruptError(
             f"{n_heads} heads of {facts.head_dim} channels make {n_parts * n_heads * facts.head_dim} rows on a rank, "

@@ -1,18 +1,19 @@
-"""From checkpoints that store global tensors under Megatron's names to the global per-layer form.
+"""Checkpoints that store global tensors under Megatron's names, brought into the global per-layer form.
 
 torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L, rows, columns)) and
 the experts of a layer (``mlp.experts.experts.linear_fc2.weight``, (L, E, rows, columns), or (E, rows, columns) in a
 model whose layers differ), names norms as Transformer Engine fuses them, and wraps every extra state in an object of
-its own. DCP and torch files hold what they were given: usually per-layer keys, with ``model.`` before them.
+its own. DCP and torch files hold the keys that they were given: usually per-layer ones, with ``model.`` before them.
 
-The result is that of ``core.megatron.reshard.from_ranks``, with names as rank files of this model would have them.
+The result is the form of ``core.megatron.reshard.from_ranks``, with names as rank files of this model would have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.changes.select import is_optimizer_key
@@ -24,18 +25,18 @@ from core.megatron.extras.common_state import (
     check_version,
     is_chunk,
     iteration_of,
-    refuse_or_drop_optimizer,
+    note_dropped_optimizer,
     sharded_object,
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_shape, fc2_of, gate_notes, with_gate
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
-from core.megatron.model.vocabulary import cut_vocab, vocab_rows
+from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.optimizer.sharded.read import read_states, with_states
-from core.megatron.placement.joined import joined
-from core.megatron.placement.origins import Origin, Pieces, meta_of, names_in, origins_of
+from core.megatron.placement.joined import join_parts
+from core.megatron.placement.origins import Origin, OriginFragments, meta_of, names_in, origins_of
 from core.megatron.rules.rules import Layer, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import LeafEntry, map_leaves
@@ -54,67 +55,63 @@ def unshard_global(
     target_tp: int | None,
     store: ReadStore | None,
 ) -> Catalog:
-    """The global per-layer form of a catalog of global tensors; see ``core.megatron.reshard.reshard.unshard``."""
-    catalog = joined(catalog, rules)
+    """Return the global per-layer form of a catalog of global tensors.
+
+    ``core.megatron.reshard.reshard.unshard`` explains the arguments.
+    """
+    catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
-    common = common_entries(catalog)
-    facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
-    notes = list(catalog.notes)
+    entries = _separate_entries(catalog)
+    facts = facts_of(entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
     dropped: list[str] = []
-    entry = common.pop(OPTIMIZER, None)
-    has_optimizer = entry is not None or any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects]))
-    if has_optimizer and optim != "carry":
-        refuse_or_drop_optimizer(f"of {catalog.format}", optim=optim, dropped=dropped)
-    states = {str(name): common.pop(name) for name in list(common) if sharded_object(str(name)) is not None}
-    if "checkpoint_version" in common:
-        check_version(common)
-    beside = {leaf.key for leaf in walk([common, states]) if isinstance(leaf, TensorLeaf)}
-    wanted = [key for key in catalog.tensors if not is_optimizer_key(key) and key not in beside]
-    if prefix and any(is_random_state(key) for key in wanted):
-        wanted = [key for key in wanted if not is_random_state(key)]
+    carries_optimizer = entries.has_optimizer and optim == "carry"
+    if entries.has_optimizer and not carries_optimizer:
+        dropped.append(note_dropped_optimizer(f"of {catalog.format}", optim=optim))
+    if "checkpoint_version" in entries.common:
+        check_version(entries.common)
+    keys = entries.model_keys(catalog)
+    if prefix and any(map(is_random_state, keys)):  # of one rank's file, which belong to no layout
+        keys = [key for key in keys if not is_random_state(key)]
         dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
-    origins = origins_of(catalog, {key: without_prefix(prefix, key) for key in wanted}, facts, rules)
-    metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
-    check_complete(metas, facts, rules)
-    said, facts = facts, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
-    notes += gate_notes(said, facts)
-    stored = [meta.shape[0] for name, meta in metas.items() if meta.shape and rules.rule_of(name).kind == "vocab"]
-    n_rows = vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored, notes=notes)
-    for name, meta in metas.items():
-        rule = rules.rule_of(name)
-        axis = rule.cut_axis
-        if axis is not None and axis >= len(meta.shape):
-            raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name)
-        partner = metas.get(fc2_of(name))
-        check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
-        if rule.kind == "vocab":
-            shape = cut_vocab(meta.shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
-            metas[name] = replace(meta, shape=shape)
-    every = {**catalog.objects, **{key: StoredObject(key, value=value) for key, value in states.items()}}
-    objects, moved = _objects(every, prefix, facts, rules)
-    metas |= {name: TensorMeta(name, catalog.meta(key).dtype, catalog.meta(key).shape) for name, key in moved.items()}
-    origins |= {name: Origin((key,)) for name, key in moved.items()}
-    names = sorted([*metas, *(key for key in objects if key.endswith(_EXTRA))], key=by_place(rules))
-    inside = beside | {
-        leaf.key for item in objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)
+
+    # Find every tensor of the global form in the stored ones.
+    names = {key: without_prefix(prefix, key) for key in keys}
+    stored = _find_tensors(catalog, names, facts, rules)
+    metas, origins = stored.metas, stored.origins
+    facts_of_args, facts = facts, stored.facts
+    vocab = _vocab_shapes(metas, rules)
+    stored_rows = [shape[0] for shape in vocab.values() if shape]
+    true_rows = find_true_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows)
+    _check_shapes(metas, facts, rules)
+    cut = cut_vocab(vocab, facts, n_rows=true_rows.n_rows, target_tp=target_tp)
+    metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
+
+    # Extra states go under the names of their layers; some of them are tensors.
+    objects = _rename_objects(catalog, entries, prefix, facts, rules)
+    metas |= {
+        name: TensorMeta(name, catalog.meta(key).dtype, catalog.meta(key).shape)
+        for name, key in objects.tensors.items()
     }
-    inside |= {item.raw_key for item in objects.values() if item.raw_key is not None}
+    origins |= {name: Origin((key,)) for name, key in objects.tensors.items()}
+
+    notes = [*catalog.notes, *gate_notes(facts_of_args, facts), *true_rows.notes, *cut.notes]
+    order = sorted([*metas, *objects.state_keys()], key=by_place(rules))
     megatron = MegatronModel(
-        vocab_size=n_rows,
+        vocab_size=true_rows.n_rows,
         expert_names=facts.expert_names,
         is_down_proj_cut=facts.is_mla and facts.is_local,
-        order=tuple(names),
+        order=tuple(order),
     )
     model = replace(
         catalog,
-        tensors={name: metas[name] for name in names if name in metas},
-        objects=objects,
-        hidden={key: catalog.meta(key) for key in inside},
-        fragments_of=Pieces(catalog, origins, metas).fragments_of,
+        tensors={name: metas[name] for name in order if name in metas},
+        objects=objects.by_key,
+        hidden={key: catalog.meta(key) for key in entries.tensors | objects.hidden_keys()},
+        fragments_of=OriginFragments(catalog, origins, metas).fragments_of,
         skeleton=None,
-        args=common["args"],
-        iteration=iteration_of(common),
-        common=common,
+        args=entries.common["args"],
+        iteration=iteration_of(entries.common),
+        common=entries.common,
         optimizer=None,
         aliases={},
         unsupported={},
@@ -124,35 +121,112 @@ def unshard_global(
         dropped=tuple(dropped),
         facets=_torch_dist_facts(catalog) | {Topology: facts.topology, MegatronModel: megatron},
     )
-    if not has_optimizer or optim != "carry":
+    if not carries_optimizer:
         return model
-    return with_states(model, read_states(catalog, model, entry, facts, rules, prefix=prefix, store=store))
+    states = read_states(catalog, model, entries.optimizer, facts, rules, prefix=prefix, store=store)
+    return with_states(model, states)
+
+
+@dataclass(frozen=True, slots=True)
+class _SeparatedEntries:
+    """The entries of a checkpoint other than the model's tensors.
+
+    Args:
+        common: entries that stay in the common state, ``args`` among them.
+        optimizer: the entry of the optimizer, or None.
+        has_optimizer: the entry is there, or states without one.
+        sharded: ShardedObjects among the entries, by key.
+        tensors: keys of the tensors in ``common`` and ``sharded``.
+    """
+
+    common: dict[object, object]
+    optimizer: object
+    has_optimizer: bool
+    sharded: Mapping[str, object]
+    tensors: set[str]
+
+    def model_keys(self, catalog: Catalog) -> list[str]:
+        """Return the keys of the catalog's tensors that are the model's."""
+        return [key for key in catalog.tensors if not is_optimizer_key(key) and key not in self.tensors]
+
+
+def _separate_entries(catalog: Catalog) -> _SeparatedEntries:
+    """Separate the entries of a catalog by what becomes of them."""
+    entries = common_entries(catalog)
+    optimizer = entries.pop(OPTIMIZER, None)
+    sharded = {str(name): value for name, value in entries.items() if sharded_object(str(name)) is not None}
+    common = {name: value for name, value in entries.items() if str(name) not in sharded}
+    tensors = {leaf.key for leaf in walk([common, sharded]) if isinstance(leaf, TensorLeaf)}
+    has_states = any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects]))
+    return _SeparatedEntries(common, optimizer, optimizer is not None or has_states, sharded, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensors:
+    """The tensors of a model as a checkpoint stores them, under global per-layer names.
+
+    Args:
+        origins: name → where the tensor comes from.
+        metas: name → dtype and shape, padding rows included.
+        facts: the facts of the arguments, and whether shapes say that MLPs are gated.
+    """
+
+    origins: dict[str, Origin]
+    metas: dict[str, TensorMeta]
+    facts: ModelFacts
+
+
+def _find_tensors(catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules) -> _StoredTensors:
+    """Find every tensor of the model in the stored ones.
+
+    Args:
+        names: stored key → Megatron's name.
+
+    Raises:
+        MissingShardError: a layer or a tensor is missing.
+        CorruptError: two tensors are one, or a stack has other extents than the model.
+    """
+    origins = origins_of(catalog, names, facts, rules)
+    metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
+    check_complete(metas, facts, rules)
+    return _StoredTensors(origins, metas, with_gate(facts, {name: meta.shape for name, meta in metas.items()}))
+
+
+def _vocab_shapes(metas: Mapping[str, TensorMeta], rules: Rules) -> dict[str, Shape]:
+    return {name: meta.shape for name, meta in metas.items() if rules.rule_of(name).kind == "vocab"}
+
+
+def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rules) -> None:
+    """Raise unless the shapes fit their rules, the arguments and one another."""
+    for name, meta in metas.items():
+        rule = rules.rule_of(name)
+        axis = rule.cut_axis
+        if axis is not None and axis >= len(meta.shape):
+            raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name)
+        partner = metas.get(fc2_of(name))
+        check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
 
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
-    """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
+    """Return whether global tensors, their objects loaded, have Megatron's names and training arguments."""
     if catalog.is_rank_local:
         return False
     beginnings = tuple(prefix + stack for prefix in _PREFIXES for stack in rules.main_stacks)
     if not any(key.startswith(beginnings) for key in catalog.tensors):
         return False
     args = common_entries(catalog).get("args")
-    known = attributes(args) or as_mapping(args) or {}
-    return "tensor_model_parallel_size" in known
+    fields = attributes(args) or as_mapping(args) or {}
+    return "tensor_model_parallel_size" in fields
 
 
 def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether a catalog has the names of Megatron's attention, which others do not call so in such layers."""
+    """Return whether tensors have Megatron's names for attention, which no other model has in such layers."""
     attention = [key for key in catalog.tensors if ".self_attention." in key]
     return any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention)
 
 
-def _has_stack(key: str, prefix: str, rules: Rules) -> bool:
-    return key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
-
-
 def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
-    """The tensors' names; of one that stacks layers, that of its last."""
+    """Yield the tensors' names; for a tensor that stacks layers, the name of its last layer."""
     for key, meta in catalog.tensors.items():
         name = key.removeprefix(prefix)
         stacked = rules.stacked_of(name)
@@ -160,13 +234,13 @@ def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]
 
 
 def prefix_of(catalog: Catalog, rules: Rules) -> str:
-    """What stands before Megatron's names in the keys.
+    """Return the prefix that the keys have before Megatron's names, such as ``model.``.
 
     Raises:
         UnsupportedError: the keys are not Megatron's.
     """
     for prefix in _PREFIXES:
-        if any(_has_stack(key, prefix, rules) for key in catalog.tensors):
+        if any(key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :]) for key in catalog.tensors):
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
@@ -176,14 +250,14 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
 
 
 def without_prefix(prefix: str, key: str) -> str:
-    """A key without the prefix that all keys of the model have.
+    """Return a key without the prefix that all keys of the model have.
 
     Raises:
-        UnsupportedError: this one has not.
+        UnsupportedError: the key does not have the prefix.
     """
     if not key.startswith(prefix):
         raise UnsupportedError(
-            f"other tensors have {prefix!r} before Megatron's names, this one has not",
+            f"other tensors have {prefix!r} before Megatron's names, this one does not",
             key=key,
             hint="leave it out with --exclude",
         )
@@ -202,15 +276,27 @@ def _torch_dist_facts(catalog: Catalog) -> dict[type, object]:
 
 
 def is_random_state(key: str) -> bool:
-    """Whether a tensor belongs to the random states of a single rank's file."""
+    """Return whether a tensor belongs to the random states of a single rank's file."""
     return key == RNG or key.startswith(RNG + ".")
 
 
 def common_entries(catalog: Catalog) -> dict[object, object]:
-    """The entries beside the model by name, ``args`` among them."""
-    found = catalog.common
-    if found is not None:
-        return dict(found)
+    """Return the top-level entries other than the model by name, ``args`` among them."""
+    if catalog.common is not None:
+        return dict(catalog.common)
+    entries = _skeleton_entries(catalog)
+    for name, item in catalog.objects.items():
+        if name in ("args", OPTIMIZER) and item.raw_key is None:
+            entries[name] = item.value
+    if catalog.args is not None:
+        entries["args"] = catalog.args
+    if attributes(entries.get("args")) is None and as_mapping(entries.get("args")) is None:
+        entries.pop("args", None)
+    return entries
+
+
+def _skeleton_entries(catalog: Catalog) -> dict[object, object]:
+    """Return the entries that a nested file holds besides the model, objects in place of their leaves."""
 
     def value_of(entry: LeafEntry) -> object:
         if isinstance(entry.leaf, ObjectLeaf):
@@ -218,62 +304,76 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
             return entry.leaf if item is None or item.raw_key is not None else item.value
         return entry.leaf
 
-    root = as_mapping(catalog.skeleton) or {}
-    common = {
-        name: map_leaves({"": value}, value_of)
-        for name, value in root.items()
-        if not is_chunk(name) and name != RNG and not isinstance(value, TensorLeaf)
-    }
-    plain: dict[object, object] = {}
-    for name, value in common.items():
-        inner = as_mapping(value)
-        if inner:
-            plain[name] = inner[""]
-    for name, item in catalog.objects.items():
-        if name in ("args", OPTIMIZER) and item.raw_key is None:
-            plain[name] = item.value
-    if catalog.args is not None:
-        plain["args"] = catalog.args
-    if attributes(plain.get("args")) is None and as_mapping(plain.get("args")) is None:
-        plain.pop("args", None)
-    return plain
+    entries: dict[object, object] = {}
+    for name, value in (as_mapping(catalog.skeleton) or {}).items():
+        if is_chunk(name) or name == RNG or isinstance(value, TensorLeaf):
+            continue
+        container = as_mapping(map_leaves({"": value}, value_of))
+        if container:
+            entries[name] = container[""]
+    return entries
 
 
-def _objects(
-    every: Mapping[str, StoredObject], prefix: str, facts: Facts, rules: Rules
-) -> tuple[dict[str, StoredObject], dict[str, str]]:
-    """(objects by their new keys, extra states that are tensors: new key → hidden key).
+@dataclass(frozen=True, slots=True)
+class _RenamedObjects:
+    """The objects of a checkpoint under the keys of the global form.
 
-    Extra states get their layer's name; random states and others that belong to single ranks keep their keys. What the
-    common state holds is not repeated.
+    Args:
+        by_key: the objects by their new keys.
+        tensors: new key → key of the hidden tensor, for extra states that are tensors.
     """
+
+    by_key: dict[str, StoredObject]
+    tensors: dict[str, str]
+
+    def state_keys(self) -> list[str]:
+        """Return the keys of the extra states that are not tensors."""
+        return [key for key in self.by_key if key.endswith(_EXTRA)]
+
+    def hidden_keys(self) -> set[str]:
+        """Return the keys of the hidden tensors that the objects refer to."""
+        values = [item.value for item in self.by_key.values()]
+        raw = {item.raw_key for item in self.by_key.values() if item.raw_key is not None}
+        return raw | {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
+
+
+def _rename_objects(
+    catalog: Catalog, entries: _SeparatedEntries, prefix: str, facts: ModelFacts, rules: Rules
+) -> _RenamedObjects:
+    """Give extra states the names of their layers.
+
+    Random states, and other ShardedObjects of single ranks, keep their keys. Other objects are in the common state,
+    which is not repeated.
+    """
+    states = {key: StoredObject(key, value=value) for key, value in entries.sharded.items()}
     objects: dict[str, StoredObject] = {}
     tensors: dict[str, str] = {}
-    for key, item in every.items():
+    for key, item in {**catalog.objects, **states}.items():
         if is_optimizer_key(key):
             continue
-        found = sharded_object(key)
-        name = found[0] if found else key
-        if not name.endswith(_EXTRA):
-            if found is not None:
+        shard = sharded_object(key)
+
+        # Everything but extra states keeps its key, or is in the common state.
+        is_state = (shard[0] if shard else key).endswith(_EXTRA)
+        name = _name_of_state(key, prefix, facts, rules) if is_state and item.raw_key is None else None
+        if name is None:
+            if is_state or shard is not None:
                 objects[key] = item
             continue
-        if item.raw_key is not None:
-            objects[key] = item
-            continue
-        name = name.removeprefix(prefix)
+        rules.rule_of(name)
         value = item.value
-        if found is not None and isinstance(value, list) and len(value) == 1:
+        if shard is not None and isinstance(value, list) and len(value) == 1:  # as torch_dist keeps it
             value = value[0]
-        names = dict(names_in(name, facts, rules))
-        depth = len(next(iter(names)))
-        whole = names.get(found[1][:depth] if found is not None else ())
-        if whole is None:
-            objects[key] = item
-            continue
-        rules.rule_of(whole)
         if isinstance(value, TensorLeaf):
-            tensors[whole] = value.key
+            tensors[name] = value.key
         else:
-            objects[whole] = StoredObject(whole, value=value)
-    return objects, tensors
+            objects[name] = StoredObject(name, value=value)
+    return _RenamedObjects(objects, tensors)
+
+
+def _name_of_state(key: str, prefix: str, facts: ModelFacts, rules: Rules) -> str | None:
+    """Return the global name of an extra state; None if the model has no such layer or expert."""
+    shard = sharded_object(key)
+    names = dict(names_in((shard[0] if shard else key).removeprefix(prefix), facts, rules))
+    depth = len(next(iter(names)))
+    return names.get(() if shard is None else shard[1][:depth])

@@ -11,7 +11,7 @@ piece that a rank holds. What several ranks hold gives several fragments with on
     decoder.layers.3.mlp.shared_experts.linear_fc1.weight            gated: all gate rows, then all up rows
     decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank files say
 
-An optimizer's states stand beside them, see ``core.catalog.optimizer_keys``.
+An optimizer's states are tensors as well (``core.catalog.optimizer_keys``).
 
 The result has the fields ``args`` (``core.megatron.model.args.facts_of`` says which arguments matter), ``iteration``,
 ``common`` (the other top-level entries, ``args`` among them; ``core.megatron.extras.common_state``), ``optimizer``,
@@ -22,8 +22,8 @@ Objects: extra states per layer, and random states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
@@ -37,25 +37,24 @@ from core.megatron.extras.common_state import (
     EXTRA_STATE,
     OLDEST,
     OPTIMIZER,
-    beside,
     check_version,
     is_chunk,
     is_ordered,
     iteration_of,
-    refuse_or_drop_optimizer,
+    note_dropped_optimizer,
+    read_rank_extras,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
-from core.megatron.model.vocabulary import cut_vocab, vocab_rows
-from core.megatron.optimizer.rank_state import ParamState, RankStates
-from core.megatron.placement.chunk import Chunk
+from core.megatron.model.vocabulary import cut_vocab, find_true_rows
+from core.megatron.optimizer.rank_state import RankStates
 from core.megatron.placement.qkv_order import CURRENT, old_rows
-from core.megatron.reshard.rank_model import Held, HeldTensor, RankModel, merged
+from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
 from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, as_mapping, walk
@@ -71,102 +70,102 @@ def unshard_ranks(
     target_tp: int | None,
     store: ReadStore | None,
 ) -> Catalog:
-    """The global form of a rank catalog; see ``core.megatron.reshard.reshard.unshard``."""
+    """Return the global form of a rank catalog (``core.megatron.reshard.reshard.unshard`` explains the arguments)."""
+    _check_all_ranks(catalog)
+    ranks = ranks_of(catalog)
+    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
+    check_predictions(facts, facts.topology)
+    notes: list[str] = list(catalog.notes)
+
+    # Put the tensors of all ranks under global names.
+    model = merge_ranks(catalog, ranks, facts, rules)
+    check_complete(model.tensors, facts, rules)
+    extras = read_rank_extras(ranks, facts.topology)
+    version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
+    dropped = [*extras.dropped, *_empty_lost_states(model, store)]
+    is_down_proj_cut = settle_rules(model, facts)
+
+    # Find the optimizer's states by their parameters.
+    optimizer: RankStates | None = None
+    states: dict[str, RankTensor] = {}
+    copies: dict[str, Sequence[StoredArray]] = {}
+    kind = _optimizer_kind(catalog, model)
+    if kind is not None and optim == "carry":
+        optimizer = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
+        states = _state_tensors(optimizer, model, facts)
+        copies = {**optimizer.beside, **({STEP: optimizer.steps} if optimizer.steps else {})}
+        notes += optimizer.notes
+        dropped += optimizer.dropped
+    elif kind is not None:
+        dropped.append(note_dropped_optimizer(kind, optim=optim))
+
+    # Join the shapes of the ranks, and check them against the arguments.
+    stored_rows = _vocab_rows(model, facts)
+    true_rows = find_true_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows)
+    stored = {name: global_shape_of(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
+    facts_of_args, facts = facts, with_sizes(facts, stored, rules)
+    check_shapes(model, stored, facts)
+    order = sorted(model.order, key=model.order.__getitem__)
+    shapes = {name: stored[name] for name in order if name in stored}
+    cut = cut_vocab(_vocab_shapes(model, shapes), facts, n_rows=true_rows.n_rows, target_tp=target_tp)
+    shapes |= cut.shapes
+    notes += [*true_rows.notes, *gate_notes(facts_of_args, facts), *cut.notes]
+    for key, state in states.items():
+        global_shape_of(key, state, facts.topology, like=model.tensors[param_of(key)])
+        shapes[key] = shapes[param_of(key)]
+
+    # Rows that an old checkpoint has in another order are put in order by their fragments.
+    tensors = {**model.tensors, **states}
+    common = extras.common
+    if version < OLDEST:
+        _set_old_rows(tensors, version, facts)
+        common = {**common, "checkpoint_version": CURRENT}
+        notes.append(
+            f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
+        )
+
+    states_without_tensors = {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
+    objects = extras.objects | states_without_tensors
+    parts = (common, *(item.value for item in objects.values()), *extras.rng_states.values())
+    hidden = {leaf.key: catalog.meta(leaf.key) for leaf in walk(parts) if isinstance(leaf, TensorLeaf)}
+    hidden |= metas_of({key: arrays[0] for key, arrays in copies.items()})
+    megatron = replace(
+        _described_files(model, ranks),
+        vocab_size=true_rows.n_rows,
+        is_down_proj_cut=is_down_proj_cut,
+        rng_states=extras.rng_states,
+        order=tuple(order),
+    )
+    return replace(
+        catalog,
+        tensors={name: TensorMeta(name, tensors[name].parts[0].array.dtype, shapes[name]) for name in shapes},
+        objects=objects,
+        hidden=hidden,
+        fragments_of=_RankFragments(catalog, tensors, shapes, copies, facts).fragments_of,
+        skeleton=None,
+        iteration=iteration_of(common),
+        common=common,
+        optimizer=None if optimizer is None else optimizer.optimizer,
+        aliases={},
+        unsupported={},
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+        facets={Topology: facts.topology, MegatronModel: megatron},
+    )
+
+
+def _check_all_ranks(catalog: Catalog) -> None:
+    """Raise if the catalog is one rank's, not a checkpoint's."""
     rank_facts = catalog.facet(RankFacts)
     if rank_facts is not None and rank_facts.is_single_rank:
         raise UnsupportedError(
             "this is one rank of a checkpoint; the others are needed as well",
             hint="point at the directory that holds the rank directories",
         )
-    ranks = ranks_of(catalog)
-    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
-    check_predictions(facts, facts.topology)
-    notes: list[str] = []
-    dropped: list[str] = []
-    model = merged(catalog, ranks, facts, rules)
-    check_complete(model.tensors, facts, rules)
-    others = beside(ranks, facts.topology, dropped)
-    common, objects = others.common, others.objects
-    version = check_version(common, has_old_names=facts.kind.is_legacy)
-    _settle_states(model, store, dropped)
-    is_down_proj_cut = settle_rules(model, facts)
-    found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
-    states: dict[str, HeldTensor] = {}
-    copies: dict[str, Sequence[StoredArray]] = {}
-    if found is not None:
-        states = _states(found.states, model, facts)
-        copies = {**found.beside, **({STEP: found.steps} if found.steps else {})}
-        notes += found.notes
-        dropped += found.dropped
-    n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
-    stored = {name: checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
-    said, facts = facts, with_sizes(facts, stored, rules)
-    notes += gate_notes(said, facts)
-    check_shapes(model, stored, facts)
-    order = sorted(model.order, key=model.order.__getitem__)
-    shapes = {name: stored[name] for name in order if name in stored}
-    for name, shape in shapes.items():
-        if model.tensors[name].rule.kind == "vocab":
-            shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
-    for key, state in states.items():
-        checked_shape(key, state, facts.topology, like=model.tensors[param_of(key)])
-        shapes[key] = shapes[param_of(key)]
-    tensors = {**model.tensors, **states}
-    if version < OLDEST:
-        _set_old_rows(tensors, version, facts)
-        common["checkpoint_version"] = CURRENT
-        notes.append(
-            f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
-        )
-
-    root = as_mapping(next(iter(ranks.values()))[1]) or {}
-    cut: dict[object, list[ShardPiece]] = {}
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key in copies:
-            return tuple(whole_fragment(key, one) for one in copies[key])
-        tensor = tensors.get(key)
-        if tensor is None:
-            return catalog.fragments(key)
-        return tuple(_fragments(key, tensor, shapes[key], facts, cut))
-
-    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
-    modules = sorted(model.versions, key=model.module_order.__getitem__)
-    megatron = MegatronModel(
-        vocab_size=n_rows,
-        expert_names=model.expert_names,
-        is_down_proj_cut=is_down_proj_cut,
-        rng_states=others.rng_states,
-        order=tuple(order),
-        module_versions={name: model.versions[name] for name in modules},
-        is_ordered=is_ordered(first_chunk),
-        nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
-        top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
-    )
-    objects |= {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
-    parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
-    inside = [leaf.key for leaf in walk(parts) if isinstance(leaf, TensorLeaf)]
-    return replace(
-        catalog,
-        tensors={name: TensorMeta(name, tensors[name].held[0].array.dtype, shapes[name]) for name in shapes},
-        objects=objects,
-        hidden={key: catalog.meta(key) for key in inside}
-        | metas_of({key: arrays[0] for key, arrays in copies.items()}),
-        fragments_of=fragments_of,
-        skeleton=None,
-        iteration=iteration_of(common),
-        common=common,
-        optimizer=None if found is None else found.optimizer,
-        aliases={},
-        unsupported={},
-        notes=(*catalog.notes, *notes),
-        dropped=tuple(dropped),
-        facets={Topology: facts.topology, MegatronModel: megatron},
-    )
 
 
-def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) -> None:
-    """The tensors have the shapes that the arguments and their rules ask for.
+def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: ModelFacts) -> None:
+    """Raise unless the tensors have the shapes that the arguments and their rules ask for.
 
     Args:
         stored: name → global shape, padding rows included.
@@ -178,159 +177,205 @@ def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) ->
 
 
 def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
-    """Coordinates → (directory, content of its file), of a rank catalog."""
+    """Return the ranks of a rank catalog: coordinates → (directory, content of its file)."""
     facts = catalog.facet(RankFacts)
     assert facts is not None, "a rank catalog lists its ranks"
     return facts.ranks
 
 
 def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
-    """The names in all chunks of every pipeline stage, from one of its ranks."""
-    stages = {dict(coords).get("pp"): found for coords, found in ranks.items()}
+    """Yield the names in all chunks of every pipeline stage, taken from one rank of each."""
+    stages = {dict(coords).get("pp"): file for coords, file in ranks.items()}
     for folder, root in stages.values():
         for chunk, container in (as_mapping(root) or {}).items():
             if is_chunk(chunk) and as_mapping(container) is not None:
                 yield from flattened(container, rank=folder).entries
 
 
-def _set_old_rows(tensors: Mapping[str, HeldTensor], version: float, facts: Facts) -> None:
-    """Notes of every tensor of an old checkpoint whether its rows have another order."""
+def _set_old_rows(tensors: Mapping[str, RankTensor], version: float, facts: ModelFacts) -> None:
+    """Note on every tensor of an old checkpoint whether its rows have another order."""
     for key, tensor in tensors.items():
-        shape = tensor.held[0].array.shape
+        shape = tensor.parts[0].array.shape
         tensor.old_rows = old_rows(param_of(key), shape[0] if shape else 0, version, facts)
 
 
-def _optimizer(
-    catalog: Catalog,
-    model: RankModel,
-    facts: Facts,
-    rules: Rules,
-    *,
-    store: ReadStore | None,
-    optim: str,
-    dropped: list[str],
-) -> RankStates | None:
-    """The optimizer, if there is one and it is to be carried."""
+def _optimizer_kind(catalog: Catalog, model: RankModel) -> str | None:
+    """Return the kind of the optimizer in the files, in words for people; None if they have none."""
     rank_facts = catalog.facet(RankFacts)
-    kind = None if rank_facts is None else rank_facts.optimizer_kind
-    if kind is None and any(file.root.get(OPTIMIZER) is not None for file in model.files.values()):
-        kind = "in model_optim_rng.pt"
-    if kind is None:
-        return None
-    if optim != "carry":
-        refuse_or_drop_optimizer(str(kind), optim=optim, dropped=dropped)
-        return None
-    return read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
+    if rank_facts is not None and rank_facts.optimizer_kind is not None:
+        return str(rank_facts.optimizer_kind)
+    is_in_files = any(file.root.get(OPTIMIZER) is not None for file in model.files.values())
+    return "in model_optim_rng.pt" if is_in_files else None
 
 
-def _states(found: Iterable[ParamState], model: RankModel, facts: Facts) -> dict[str, HeldTensor]:
-    """Every state of every parameter of the whole model, as the ranks hold it."""
-    made: dict[str, HeldTensor] = {}
-    for state in found:
+def _state_tensors(optimizer: RankStates, model: RankModel, facts: ModelFacts) -> dict[str, RankTensor]:
+    """Return every state of every parameter of the model, as the ranks hold it."""
+    tensors: dict[str, RankTensor] = {}
+    for state in optimizer.states:
         chunk = state.param.chunk
-        for _, whole_name, array in chunk.arrays(state.param.name, state.array):
-            name = whole_name if whole_name in model.tensors else _twin(whole_name, chunk, facts)
+        for _, global_name, array in chunk.arrays(state.param.name, state.array):
+            name = global_name
+            if name not in model.tensors:  # a copy of shared embeddings, which is no tensor of its own
+                tied = chunk.rules.rule_of(name).tied
+                assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
+                name = tied
             key = state_key(state.state, name)
-            tensor = made.get(key)
+            tensor = tensors.get(key)
             if tensor is None:
-                tensor = made[key] = HeldTensor(model.tensors[name].rule)
-            tensor.held.append(Held(chunk.rank, chunk.folder, array))
-    return made
+                tensor = tensors[key] = RankTensor(model.tensors[name].rule)
+            tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
+    return tensors
 
 
-def _twin(name: str, chunk: Chunk, facts: Facts) -> str:
-    """The tensor that one with shared embeddings is a copy of."""
-    tied = chunk.rules.rule_of(name).tied
-    assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
-    return tied
+def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
+    """Empty the extra states that cannot be kept (``core.megatron.extras.extra_states``).
 
-
-def _settle_states(model: RankModel, store: ReadStore | None, dropped: list[str]) -> None:
-    """Empties the extra states that cannot be kept (``core.megatron.extras.extra_states``)."""
+    Returns:
+        A note for each of them.
+    """
+    dropped: list[str] = []
     tensors = {name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"}
     for name in (*tensors, *(name for name in model.extra_states if name not in tensors)):
-        arrays = [held.array for held in tensors[name].held] if name in tensors else []
-        why = disagreement(model.extra_states.get(name, ()), arrays, store)
-        if why is not None and not name.endswith(EXTRA_STATE):
-            raise UnsupportedError(f"what its rule calls opaque cannot be resharded: {why.partition(';')[0]}", key=name)
-        if why is not None:
-            dropped.append(f"{name} ({why})")
-            model.tensors.pop(name, None)
-            model.extra_states[name] = [None]
+        arrays = [part.array for part in tensors[name].parts] if name in tensors else []
+        reason = disagreement(model.extra_states.get(name, ()), arrays, store)
+        if reason is None:
+            continue
+        if not name.endswith(EXTRA_STATE):
+            problem = f"a tensor that its rule calls opaque cannot be resharded: {reason.partition(';')[0]}"
+            raise UnsupportedError(problem, key=name)
+        dropped.append(f"{name} ({reason})")
+        model.tensors.pop(name, None)
+        model.extra_states[name] = [None]
+    return dropped
 
 
-def settle_rules(model: RankModel, facts: Facts) -> bool:
-    """Cuts what its rule replicates where every rank has only its share of the rows; returns whether there is such.
+def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
+    """Cut what its rule replicates where every rank has only its share of the rows.
 
-    One rank alone does not show it; there it is the local implementation that cuts.
+    A single rank does not show it; then it is assumed for latent attention in the local implementation, which cuts.
+
+    Returns:
+        Whether some tensor is cut so.
     """
     is_cut = facts.is_mla and facts.is_local and facts.topology.tp == 1
     for tensor in model.tensors.values():
-        wanted = extent_of(tensor.rule, facts) if tensor.rule.cut_axis is None else None
-        rows = next(iter(tensor.held[0].array.shape), 0)
-        if wanted is not None and rows != wanted and rows * facts.topology.tp == wanted:
+        extent = extent_of(tensor.rule, facts) if tensor.rule.cut_axis is None else None
+        rows = next(iter(tensor.parts[0].array.shape), 0)
+        if extent is not None and rows != extent and rows * facts.topology.tp == extent:
             tensor.rule = tensor.rule.as_cut()
             is_cut = True
     return is_cut
 
 
-def checked_shape(name: str, tensor: HeldTensor, topology: Topology, *, like: HeldTensor | None = None) -> Shape:
-    """The global shape; every rank's must agree, and be that of ``like``."""
-    head = tensor.held[0]
+def global_shape_of(name: str, tensor: RankTensor, topology: Topology, *, like: RankTensor | None = None) -> Shape:
+    """Return the global shape of a tensor, checking that the ranks agree.
+
+    Args:
+        like: the parameter, where the tensor is a state of it: shapes must be the parameter's.
+
+    Raises:
+        CorruptError: ranks differ in dtype or shape, or the tensor lacks the axis that its rule cuts.
+    """
+    first = tensor.parts[0]
     axis = tensor.rule.cut_axis
-    shape = head.array.shape if like is None else like.held[0].array.shape
-    for held in tensor.held:
-        if held.array.shape != shape or held.array.dtype != head.array.dtype:
+    shape = first.array.shape if like is None else like.parts[0].array.shape
+    for part in tensor.parts:
+        if part.array.shape != shape or part.array.dtype != first.array.dtype:
             raise CorruptError(
-                f"{held.array.dtype} of shape {held.array.shape} here, {head.array.dtype} of shape "
-                f"{head.array.shape} in {head.folder}",
+                f"{part.array.dtype} of shape {part.array.shape} here, {first.array.dtype} of shape "
+                f"{first.array.shape} in {first.folder}",
                 key=name,
-                rank=held.folder,
+                rank=part.folder,
             )
-    if axis is not None and axis >= len(head.array.shape):
-        raise CorruptError(f"the tensor has {len(head.array.shape)} axes, but its rule cuts axis {axis}", key=name)
-    return global_shape(head.array.shape, axis, topology.size_of(tensor.rule.group))
+    if axis is not None and axis >= len(first.array.shape):
+        raise CorruptError(f"the tensor has {len(first.array.shape)} axes, but its rule cuts axis {axis}", key=name)
+    return global_shape(first.array.shape, axis, topology.size_of(tensor.rule.group))
 
 
-def _vocab_rows(
-    facts: Facts, *, given: int | None, keep_padded: bool, model: RankModel, notes: list[str]
-) -> int | None:
-    """Rows of the true vocabulary; None where nothing says."""
-    stored = [
-        tensor.held[0].array.shape[0] * facts.topology.tp
+def _vocab_shapes(model: RankModel, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if model.tensors[name].rule.kind == "vocab"}
+
+
+def _vocab_rows(model: RankModel, facts: ModelFacts) -> list[int]:
+    """Return the rows, padding included, of every tensor with a row for each token."""
+    return [
+        tensor.parts[0].array.shape[0] * facts.topology.tp
         for tensor in model.tensors.values()
-        if tensor.rule.kind == "vocab" and tensor.held[0].array.shape
+        if tensor.rule.kind == "vocab" and tensor.parts[0].array.shape
     ]
-    return vocab_rows(facts, given=given, keep_padded=keep_padded, stored=stored, notes=notes)
 
 
-def _fragments(
-    key: str, tensor: HeldTensor, shape: Shape, facts: Facts, known: dict[object, list[ShardPiece]]
-) -> Iterator[Fragment]:
-    """One fragment for every piece that a rank holds; ``known`` remembers how tensors of one kind are cut."""
-    rule = tensor.rule
-    for held in tensor.held:
-        number = 0 if rule.cut_axis is None else held.rank.within(rule.group)
-        kind = (id(rule), shape, held.array.shape, number)
-        pieces = known.get(kind)
-        if pieces is None:
-            pieces = known[kind] = _pieces(key, rule, shape, held, facts)
-        for piece in pieces:
-            fragment = Fragment(key, piece.box, held.array, piece.at)
-            if tensor.old_rows is None:
-                yield fragment
-            else:
-                yield from tensor.old_rows.fragments(fragment)
+def _described_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:
+    """Return what the files look like, so that rank files can be written in the same way."""
+    root = as_mapping(next(iter(ranks.values()))[1]) or {}
+    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
+    modules = sorted(model.versions, key=model.module_order.__getitem__)
+    return MegatronModel(
+        expert_names=model.expert_names,
+        module_versions={name: model.versions[name] for name in modules},
+        is_ordered=is_ordered(first_chunk),
+        nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
+        top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
+    )
 
 
-def _pieces(key: str, rule: Rule, shape: Shape, held: Held, facts: Facts) -> list[ShardPiece]:
-    """The pieces of a tensor that a rank's array holds, without padding."""
+@dataclass(frozen=True, slots=True)
+class _RankFragments:
+    """Finds the fragments of global tensors in the arrays of the ranks.
+
+    Args:
+        catalog: the rank catalog.
+        tensors: global key → what the ranks hold of the tensor.
+        shapes: global key → shape, without padding rows that are cut.
+        copies: key of a hidden tensor → its equal arrays.
+        facts: facts about the source.
+    """
+
+    catalog: Catalog
+    tensors: Mapping[str, RankTensor]
+    shapes: Mapping[str, Shape]
+    copies: Mapping[str, Sequence[StoredArray]]
+    facts: ModelFacts
+    _pieces: dict[object, list[ShardPiece]] = field(default_factory=dict, init=False)
+    """Pieces of tensors that were asked for before, by rule and shape: such tensors are cut alike."""
+
+    def fragments_of(self, key: str) -> Sequence[Fragment]:
+        """Return one fragment for every piece that a rank holds of a tensor."""
+        if key in self.copies:
+            return tuple(whole_fragment(key, array) for array in self.copies[key])
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            return self.catalog.fragments(key)
+        return tuple(self._fragments(key, tensor, self.shapes[key]))
+
+    def _fragments(self, key: str, tensor: RankTensor, shape: Shape) -> Iterator[Fragment]:
+        """Yield the fragments of a tensor, in the order of the ranks."""
+        rule = tensor.rule
+        for part in tensor.parts:
+            number = 0 if rule.cut_axis is None else part.rank.within(rule.group)
+            kind = (id(rule), shape, part.array.shape, number)
+            pieces = self._pieces.get(kind)
+            if pieces is None:
+                pieces = self._pieces[kind] = _cut_pieces(key, rule, shape, part, self.facts)
+            for piece in pieces:
+                fragment = Fragment(key, piece.box, part.array, piece.at)
+                if tensor.old_rows is None:
+                    yield fragment
+                else:
+                    yield from tensor.old_rows.fragments(fragment)
+
+
+def _cut_pieces(key: str, rule: Rule, shape: Shape, part: RankPart, facts: ModelFacts) -> list[ShardPiece]:
+    """Return the pieces of a tensor that a rank's array holds, without padding."""
     axis = rule.cut_axis
     if axis is None:
         return replicated_pieces(shape)
     n = facts.topology.size_of(rule.group)
-    padded = global_shape(held.array.shape, axis, n)
-    parts = parts_of(rule, padded[axis], facts, key=key)
-    one = replicated_pieces(padded)  # what one rank holds whole has its parts one after the other on both sides
-    pieces = one if n == 1 else split_axis(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
-    return [kept for piece in pieces if (kept := trim_piece(piece, axis, shape[axis])) is not None]
+    padded = global_shape(part.array.shape, axis, n)
+    extents = parts_of(rule, padded[axis], facts, key=key)
+    if n == 1:  # the consecutive parts of the axis follow each other on both sides
+        pieces = replicated_pieces(padded)
+    else:
+        pieces = split_axis(padded, axis, parts=extents, rank=part.rank.within(rule.group), n=n)
+    trimmed_pieces = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
+    return [piece for piece in trimmed_pieces if piece is not None]

@@ -1,4 +1,4 @@
-"""Tensors that go together: where every layer lacks the same one, comparing layers among themselves tells nothing.
+"""Tensors that go together; they are checked because comparing layers with each other misses what all of them lack.
 
 A layer with one of these has the other::
 
@@ -30,7 +30,7 @@ _PARTNERS = (
 _EXPERT = "mlp.experts."
 _ROUTER = "mlp.router.weight"
 _FIRST, _SECOND = "linear_fc1.weight", "linear_fc2.weight"
-_FINAL = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
+_FINAL = "decoder.final_layernorm.weight"
 _QKV = "self_attention.linear_qkv.weight"
 _ATTENTION_NORMS = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 _MLP_NORM = "pre_mlp_layernorm.weight"
@@ -39,63 +39,65 @@ _FUSED_NORM = "layer_norm_weight"
 
 
 def check_partners(names: Iterable[str], kind: ModelKind, rules: Rules, *, report: Report) -> None:
-    """Names what is absent in all layers of a stack, for the layers that ought to have it.
+    """Report tensors that are missing in all layers of a stack, though each layer has their partner.
 
     Args:
-        names: of the model's tensors, one for each layer.
+        names: names of the model's tensors, one for each layer.
         kind: what the parts of such a model are called.
-        report: takes what is absent (rule ``layout.tensor``).
+        report: takes the missing tensors (rule ``layout.tensor``).
     """
     present = set(names)
     if kind is not GPT or any(ADAPTER in name or "to_wrap" in name for name in present):
         return
+
+    # Collect the names of each layer, and of each stack.
     layers: dict[tuple[str, int], set[str]] = {}
+    subs_of_stack: dict[str, set[str]] = {}
     for name in present:
-        found = rules.layer_of(name)
-        if found is not None:
-            layers.setdefault((found.stack, found.number), set()).add(found.sub)
-    every = {(stack, sub) for (stack, _), subs in layers.items() for sub in subs}
+        layer = rules.layer_of(name)
+        if layer is not None:
+            layers.setdefault((layer.stack, layer.number), set()).add(layer.sub)
+            subs_of_stack.setdefault(layer.stack, set()).add(layer.sub)
+
     for (stack, number), subs in sorted(layers.items()):
-        for absent, other in _absent(subs):
-            if (stack, absent) in every:
-                continue  # other layers have it, which ``check_complete`` says
-            what = f"the layer has {other}, but not this"
-            report(MissingShardError(what, key=str(Layer(stack, number, absent)), rule="layout.tensor"))
-    norms = any(sub.endswith((_NORM, _FUSED_NORM)) for (stack, _), subs in layers.items() for sub in subs)
-    if norms and not present & set(_FINAL) and not any(name.startswith("decoder.final") for name in present):
-        report(MissingShardError("the tensor is not in the checkpoint", key=_FINAL[0], rule="layout.tensor"))
+        for missing, partner in _missing(subs):
+            if missing not in subs_of_stack[stack]:  # where other layers have it, ``check_complete`` reports it
+                problem = f"the layer has {partner}, but not this"
+                report(MissingShardError(problem, key=str(Layer(stack, number, missing)), rule="layout.tensor"))
+
+    # A stack whose layers have norms ends with one.
+    has_norms = any(sub.endswith((_NORM, _FUSED_NORM)) for subs in subs_of_stack.values() for sub in subs)
+    if has_norms and not any(name.startswith("decoder.final") for name in present):
+        report(MissingShardError("the tensor is not in the checkpoint", key=_FINAL, rule="layout.tensor"))
 
 
-def _absent(subs: set[str]) -> Iterator[tuple[str, str]]:
-    """What a layer lacks, with what tells so."""
+def _missing(subs: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (missing tensor, its partner) of a layer."""
     for pair in _PARTNERS:
-        for there, absent in (pair, pair[::-1]):
-            if there in subs and absent not in subs:
-                yield absent, there
-    yield from _absent_norms(subs)
+        for present, missing in (pair, pair[::-1]):
+            if present in subs and missing not in subs:
+                yield missing, present
+    yield from _missing_norms(subs)
     experts = sorted(sub for sub in subs if sub.startswith(_EXPERT))
     if experts and _ROUTER not in subs:
         yield _ROUTER, experts[0]
     for sub in experts:
-        for there, absent in ((_FIRST, _SECOND), (_SECOND, _FIRST)):
-            if there in sub and sub.replace(there, absent) not in subs:
-                yield sub.replace(there, absent), sub
+        for present, missing in ((_FIRST, _SECOND), (_SECOND, _FIRST)):
+            if present in sub and sub.replace(present, missing) not in subs:
+                yield sub.replace(present, missing), sub
 
 
-def _absent_norms(subs: set[str]) -> Iterator[tuple[str, str]]:
-    """Attention and MLP both begin with a norm, fused into their first linear or not, or neither does."""
-    if _QKV not in subs or not any(sub.startswith("mlp.") for sub in subs):
+def _missing_norms(subs: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (missing norm, the norm that the layer has).
+
+    Attention and MLP both begin with a norm, which may be fused into the first linear, or neither does.
+    """
+    mlp = {sub for sub in subs if sub.startswith("mlp.")}
+    if _QKV not in subs or not mlp:
         return
+    norms_of_mlp = {sub for sub in mlp if sub.endswith("linear_fc1." + _FUSED_NORM)} | ({_MLP_NORM} & subs)
     before = next((sub for sub in _ATTENTION_NORMS if sub in subs), None)
-    after = next(
-        (
-            sub
-            for sub in subs
-            if sub == _MLP_NORM or (sub.startswith("mlp.") and sub.endswith("linear_fc1." + _FUSED_NORM))
-        ),
-        None,
-    )
-    if before is not None and after is None:
+    if before is not None and not norms_of_mlp:
         yield _MLP_NORM, before
-    elif after is not None and before is None:
-        yield _ATTENTION_NORMS[0], after
+    elif norms_of_mlp and before is None:
+        yield _ATTENTION_NORMS[0], min(norms_of_mlp)

@@ -1,7 +1,7 @@
-"""The rank files of a Megatron checkpoint as one model: what every rank holds, under its global name.
+"""The rank files of a Megatron checkpoint, merged into one model: what every rank holds, under its global name.
 
-``core.megatron.reshard.from_ranks`` makes global tensors of it, ``core.megatron.reshard.rank_optimizer`` finds the
-parameters' optimizer states by it.
+``core.megatron.reshard.from_ranks`` makes global tensors of the result, ``core.megatron.reshard.rank_optimizer`` finds
+the parameters' optimizer states with its help.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from core.errors import (
 from core.megatron.extras.common_state import EXTRA_STATE, same
 from core.megatron.extras.nested_dicts import flattened
 from core.megatron.model.checks import listed
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.rank_state import Param, RankFile
-from core.megatron.placement.chunk import Chunk, chunk_of
+from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.qkv_order import OldRows
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 
 
 @value(frozen=True, slots=True)
-class Held:
-    """What one rank holds of a tensor."""
+class RankPart:
+    """The part of a tensor that one rank holds."""
 
     rank: Rank
     folder: str
@@ -45,19 +45,30 @@ class Held:
 
 
 @dataclass(slots=True)
-class HeldTensor:
-    """A global tensor under construction."""
+class RankTensor:
+    """A global tensor under construction, put together from the parts of the ranks."""
 
     rule: Rule
-    held: list[Held] = field(default_factory=list)
+    parts: list[RankPart] = field(default_factory=list)
     old_rows: OldRows | None = None
 
 
 @dataclass(slots=True)
 class RankModel:
-    """All chunks of all ranks, merged by name; ``order`` and ``module_order`` tell where names stand in the model."""
+    """All chunks of all ranks, merged by name.
 
-    tensors: dict[str, HeldTensor] = field(default_factory=dict)
+    Args:
+        tensors: global name → what the ranks hold of the tensor.
+        extra_states: global name → the values of ranks that differ; usually one.
+        order: global name → place of the tensor or extra state in the model, for sorting.
+        versions: module → what torch notes about it.
+        nesting: name → whether its container is an OrderedDict.
+        module_order: module → its place in the model, for sorting.
+        expert_names: how the files name experts, or None without experts.
+        files: what the file of each rank holds.
+    """
+
+    tensors: dict[str, RankTensor] = field(default_factory=dict)
     extra_states: dict[str, list[object]] = field(default_factory=dict)
     order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     versions: dict[str, object] = field(default_factory=dict)
@@ -67,27 +78,42 @@ class RankModel:
     files: dict[Rank, RankFile] = field(default_factory=dict)
 
 
-def merged(
+@dataclass(frozen=True, slots=True)
+class _StageHead:
+    """The first rank of a pipeline stage, whose names the others repeat.
+
+    Args:
+        chunk: model chunk of the tensor.
+        names: the names in it, in order.
+        places: the result of ``ModelChunk.places``.
+    """
+
+    chunk: ModelChunk
+    names: list[str]
+    places: dict[str, tuple[int, int]]
+
+
+def merge_ranks(
     catalog: Catalog,
     ranks: Mapping[Coords, tuple[str, object]],
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     report: Report = raising,
 ) -> RankModel:
-    """All chunks under global names, each name with its place in the whole model.
+    """Merge the chunks of all ranks under global names, each name with its place in the model.
 
     Args:
-        report: takes what is wrong (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``), which
-            is then left out; raises it, if none is given.
+        report: takes the problems (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``),
+            whose subjects are then left out; raises them, if none is given.
     """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)
-    files = {topology.rank_at(coords): found for coords, found in ranks.items()}
+    files = {topology.rank_at(coords): file for coords, file in ranks.items()}
     _check_ranks(files, topology, report)
     model = RankModel()
     for vp_rank in range(topology.vpp):
-        heads: dict[int, tuple[Chunk, list[str], dict[str, tuple[int, int]]]] = {}
+        heads: dict[int, _StageHead] = {}
         for rank, (folder, root) in files.items():
             try:
                 flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
@@ -95,28 +121,24 @@ def merged(
                 report(err.breaking("layout.chunks"))
                 continue
             model.nesting |= flat.nesting
-            entries, local = flat.entries, list(flat.entries)
-            where = (vp_rank, rank.pp)
-            chunk = Chunk(folder, rank, where, stages, facts, rules)
+
+            # Only the first rank of a stage is looked at closely; the others repeat its names.
+            chunk = ModelChunk(folder, rank, (vp_rank, rank.pp), stages, facts, rules)
+            names = list(flat.entries)
             if rank.pp not in heads:
-                heads[rank.pp] = (chunk, local, chunk.places(local))
-                _check_layers(local, stages, where, rules, report, rank=folder)
-            head, names, places = heads[rank.pp]
-            chunk = replace(chunk, known=head.known)
-            if local != names:
-                _check_names(local, names, report, rank=folder, other=head.folder)
-                places = chunk.places(local)
-            params = [
-                Param(chunk, name, _array(catalog, leaf))
-                for name, leaf in entries.items()
-                if isinstance(leaf, TensorLeaf)
-            ]
-            known = model.files.get(rank)
-            held = (*(() if known is None else known.params), *params)
-            model.files[rank] = RankFile(rank, folder, as_mapping(root) or {}, held)
-            for name, leaf in entries.items():
+                heads[rank.pp] = _StageHead(chunk, names, chunk.places(names))
+                _check_layers(names, stages, chunk.where, rules, report, rank=folder)
+            head = heads[rank.pp]
+            chunk = replace(chunk, known=head.chunk.known)
+            places = head.places
+            if names != head.names:
+                _check_names(names, head.names, report, rank=folder, other=head.chunk.folder)
+                places = chunk.places(names)
+
+            _add_file(model, catalog, chunk, root, flat.entries)
+            for name, leaf in flat.entries.items():
                 try:
-                    _add(model, catalog, chunk, name, leaf, place=places[name])
+                    _add_entry(model, catalog, chunk, name, leaf, place=places[name])
                 except CheckpointingException as err:
                     report(err.breaking("layout.entries"))
             _add_versions(model, chunk, flat.versions)
@@ -127,8 +149,20 @@ def merged(
     return model
 
 
-def _add_head(model: RankModel, facts: Facts) -> None:
-    """Notes what the dict of the embedding's copy looks like, which a single pipeline stage does not have."""
+def _add_file(
+    model: RankModel, catalog: Catalog, chunk: ModelChunk, root: object, entries: Mapping[str, object]
+) -> None:
+    """Add the tensors of a chunk to what is known of its rank's file."""
+    params = [
+        Param(chunk, name, _array(catalog, leaf)) for name, leaf in entries.items() if isinstance(leaf, TensorLeaf)
+    ]
+    file = model.files.get(chunk.rank)
+    previous = () if file is None else file.params
+    model.files[chunk.rank] = RankFile(chunk.rank, chunk.folder, as_mapping(root) or {}, (*previous, *params))
+
+
+def _add_head(model: RankModel, facts: ModelFacts) -> None:
+    """Add what the dict of the embedding's copy looks like, which a single pipeline stage does not have."""
     head, embedding = (name.rpartition(".")[0] for name in (facts.kind.head, facts.kind.embedding))
     model.nesting.setdefault(head, model.nesting.get(embedding, True))
     if embedding in model.versions and head not in model.versions:
@@ -137,7 +171,7 @@ def _add_head(model: RankModel, facts: Facts) -> None:
 
 
 def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> None:
-    """Every shard of what is cut over TP is in some file: older Megatron left out ranks whose experts another holds."""
+    """Report TP ranks whose shards are in no file: older Megatron left out ranks whose experts another one holds."""
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
         error = MissingShardError(
@@ -148,8 +182,19 @@ def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> N
         report(error.breaking("layout.ranks"))
 
 
-def _add(model: RankModel, catalog: Catalog, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
-    """Puts one entry of a rank's state dict where it belongs; ``place`` is that of ``Chunk.places``."""
+def _add_entry(
+    model: RankModel, catalog: Catalog, chunk: ModelChunk, name: str, leaf: object, *, place: tuple[int, int]
+) -> None:
+    """Add one entry of a rank's state dict to the model.
+
+    Args:
+        place: place of the entry, as returned by ``ModelChunk.places``.
+
+    Raises:
+        CorruptError: experts are named in two ways.
+        MissingShardError: a copy of shared embeddings without its original.
+        UnknownTensorError, UnsupportedError: as for ``Rules.rule_of``.
+    """
     expert = chunk.rules.expert_of(name)
     if expert is not None and expert.names != model.expert_names:
         if model.expert_names is not None:
@@ -158,23 +203,24 @@ def _add(model: RankModel, catalog: Catalog, chunk: Chunk, name: str, leaf: obje
     if not isinstance(leaf, TensorLeaf):
         _add_state(model, chunk, name, leaf, place=place)
         return
-    for number, whole, array in chunk.arrays(name, _array(catalog, leaf)):
-        tensor = model.tensors.get(whole)
-        rule = tensor.rule if tensor is not None else _rule_of(whole, catalog, leaf.key, chunk)
+
+    # A copy of shared embeddings is another part of the original.
+    for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
+        tensor = model.tensors.get(global_name)
+        rule = tensor.rule if tensor is not None else _rule_of(global_name, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
                 raise MissingShardError(
-                    f"{name} is a copy of it, but it is not there", key=rule.tied, rank=chunk.folder
+                    f"{name} is a copy of this tensor, which is missing", key=rule.tied, rank=chunk.folder
                 )
         if tensor is None:
-            tensor = model.tensors[whole] = HeldTensor(rule)
-            model.order[whole] = (*chunk.where, place[0], number, place[1])
-        tensor.held.append(Held(chunk.rank, chunk.folder, array))
+            tensor = model.tensors[global_name] = RankTensor(rule)
+            model.order[global_name] = (*chunk.where, place[0], number, place[1])
+        tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
 
 
 def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
-    """The array of a rank's tensor."""
     ranks = catalog.facet(RankFacts)
     array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(leaf.key)
     if array is None:
@@ -183,8 +229,12 @@ def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
     return array
 
 
-def _add_state(model: RankModel, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
-    """Puts an entry that is no tensor where it belongs."""
+def _add_state(model: RankModel, chunk: ModelChunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
+    """Add an entry that is not a tensor to the model's extra states.
+
+    Raises:
+        UnsupportedError: the entry is not an extra state.
+    """
     rule = chunk.rules.rule_of(name)
     if rule.kind != "opaque":
         raise UnsupportedError(
@@ -194,15 +244,15 @@ def _add_state(model: RankModel, chunk: Chunk, name: str, leaf: object, *, place
             hint="save the model once without quantized or otherwise special parameters",
         )
     is_packed = chunk.rules.is_packed_state(name)
-    for number, whole in [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name):
-        known = model.extra_states.setdefault(whole, [leaf])
-        if not same(known[0], leaf):
-            known.append(leaf)
-        model.order.setdefault(whole, (*chunk.where, place[0], number, place[1]))
+    for number, global_name in [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name):
+        values = model.extra_states.setdefault(global_name, [leaf])
+        if not same(values[0], leaf):
+            values.append(leaf)
+        model.order.setdefault(global_name, (*chunk.where, place[0], number, place[1]))
 
 
 def _class_of(leaf: object) -> str:
-    """What a pickle calls something: a tensor's subclass, else the function that makes it."""
+    """Return a pickle's word for a value: a tensor's subclass, else the function that makes the value."""
     if not isinstance(leaf, Inert):
         return type(leaf).__name__
     classes = [str(part) for part in leaf.args if isinstance(part, Global)]
@@ -210,7 +260,7 @@ def _class_of(leaf: object) -> str:
 
 
 def _add_expert_states(model: RankModel, rules: Rules) -> None:
-    """Gives legacy grouped experts, which have no extra states, the empty ones that the other modules have."""
+    """Give legacy grouped experts, which have no extra states, the empty ones that the other modules have."""
     if not any(values[0] is None for values in model.extra_states.values()):
         return
     for name in model.tensors:
@@ -221,18 +271,18 @@ def _add_expert_states(model: RankModel, rules: Rules) -> None:
             model.order[state] = (*model.order[name], 1)
 
 
-def _add_versions(model: RankModel, chunk: Chunk, versions: Mapping[str, object]) -> None:
-    """Puts what torch notes about the modules of a rank where it belongs."""
+def _add_versions(model: RankModel, chunk: ModelChunk, versions: Mapping[str, object]) -> None:
+    """Add what torch notes about the modules of a chunk."""
     places = chunk.places([module + "." for module in versions])
     for module, version in versions.items():
-        for number, whole in chunk.global_names(module + "."):
-            name, place = whole[:-1], places[module + "."]
+        for number, global_name in chunk.global_names(module + "."):
+            name, place = global_name[:-1], places[module + "."]
             model.versions.setdefault(name, version)
             model.module_order.setdefault(name, (*chunk.where, place[0], number, place[1]))
 
 
-def _rule_of(name: str, catalog: Catalog, key: str, chunk: Chunk) -> Rule:
-    """The rule of a tensor; an unknown one is reported with its shapes on all ranks."""
+def _rule_of(name: str, catalog: Catalog, key: str, chunk: ModelChunk) -> Rule:
+    """Return the rule of a tensor; the error of an unknown one lists its shapes on all ranks."""
     rules, facts = chunk.rules, chunk.facts
     try:
         return rules.rule_of(name)
@@ -245,27 +295,27 @@ def _rule_of(name: str, catalog: Catalog, key: str, chunk: Chunk) -> Rule:
 def _check_layers(
     names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, report: Report, *, rank: str
 ) -> None:
-    """A chunk holds exactly the layers that its stage should."""
-    held: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
+    """Report layers that a chunk lacks, and layers beyond those of its stage."""
+    layers_of: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
     for name in names:
-        found = rules.layer_of(name)
-        if found is not None:
-            held[found.stack].add(found.number)
-    for stack, layers in held.items():
+        layer = rules.layer_of(name)
+        if layer is not None:
+            layers_of[layer.stack].add(layer.number)
+    for stack, layers in layers_of.items():
         count = stages.count(stack, *where)
         missing = sorted(set(range(count)) - layers)
         if missing:
-            what = f"layers {listed(missing)} of this stage's {count} are not there"
-            report(MissingShardError(what, rank=rank, rule="layout.layers"))
+            problem = f"layers {listed(missing)} of this stage's {count} are missing"
+            report(MissingShardError(problem, rank=rank, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
-            what = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
-            report(CorruptError(what, rank=rank, rule="layout.layers"))
+            problem = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
+            report(CorruptError(problem, rank=rank, rule="layout.layers"))
 
 
-def _check_names(names: Sequence[str], others: Sequence[str], report: Report, *, rank: str, other: str) -> None:
-    """Ranks of one stage hold the same names: experts are numbered anew in each."""
-    missing, extra = sorted(set(others) - set(names)), sorted(set(names) - set(others))
+def _check_names(names: Sequence[str], other_names: Sequence[str], report: Report, *, rank: str, other: str) -> None:
+    """Report names that only one of two ranks of a stage has (experts are numbered anew in each)."""
+    missing, extra = sorted(set(other_names) - set(names)), sorted(set(names) - set(other_names))
     if missing:
         report(MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank, rule="layout.names"))
     if extra:

@@ -14,7 +14,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import Report, UnsupportedError, raising
 from core.files.store import ReadStore
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.rank_state import OptimizerFiles, RankFile, RankStates
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.experts import OPTION
@@ -24,7 +24,7 @@ from core.megatron.rules.rules import Rules
 def read_states(
     catalog: Catalog,
     files: Sequence[RankFile],
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     store: ReadStore | None,
@@ -36,12 +36,12 @@ def read_states(
         catalog: ``core.formats.megatron.format``'s.
         files: all ranks.
         store: to compare masters with weights; None leaves that out.
-        report: takes what is wrong with single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
-            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), which is then left out; raises it, if
-            none is given.
+        report: takes the problems of single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
+            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), whose subjects are then left out;
+            raises them, if none is given.
 
     Raises:
-        UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
+        UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state is whose.
         CorruptError: ranks contradict each other.
     """
     ranks = catalog.facet(RankFacts)

@@ -37,7 +37,7 @@ def unshard(
     target_tp: int | None = None,
     store: ReadStore | None = None,
 ) -> Catalog:
-    """The global per-layer form of a Megatron checkpoint.
+    """Return the global per-layer form of a Megatron checkpoint.
 
     Args:
         catalog: a rank catalog (``core.formats.megatron.format``), or a torch_dist, DCP or torch catalog whose tensors
@@ -63,7 +63,7 @@ def unshard(
         UsageError: ``vocab_size`` does not fit.
     """
     is_rank_local = catalog.is_rank_local
-    made = (unshard_ranks if is_rank_local else unshard_global)(
+    model = (unshard_ranks if is_rank_local else unshard_global)(
         catalog,
         rules=rules,
         vocab_size=vocab_size,
@@ -72,12 +72,16 @@ def unshard(
         target_tp=target_tp,
         store=store,
     )
-    strange = [] if store is None or is_rank_local else strange_masters(made, store)
+
+    # Reading the optimizer of rank files has compared masters with weights already.
+    strange = [] if store is None or is_rank_local else strange_masters(model, store)
     if strange:
-        what = "do not round to their weights: were the weights changed after the optimizer's last step?"
-        made = made.noted([f"masters of {listed(strange)} {what}"])
-    names = made.tensors if rules.takes_unknown else ()
+        reason = "do not round to their weights: were the weights changed after the optimizer's last step?"
+        model = model.noted([f"masters of {listed(strange)} {reason}"])
+
+    # Tensors whose rule only the user vouches for are named.
+    names = model.tensors if rules.takes_unknown else ()
     unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
-        made = made.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])
-    return made
+        model = model.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])
+    return model

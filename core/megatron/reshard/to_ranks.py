@@ -1,7 +1,7 @@
 """From the global per-layer form to rank files of a topology: the target catalog of ``core.formats.megatron.format``.
 
 Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new array, named
-``<rank dir>:<path in the file>``, which is yet to be placed. The result has the fields ``args`` (updated),
+``<rank dir>:<path in the file>``, which is yet to be placed. The target has the fields ``args`` (updated),
 ``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
 ``RankFacts.transposed`` names tensors whose axes are in the other order in files, and in this catalog; the source's
 must be brought into that order (``core.megatron.rules.experts.transposed``).
@@ -11,11 +11,11 @@ Experts keep their kind. The legacy grouped one exists until megatron-core 0.16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from core.arrays.box import Shape, full_box
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta, bind_nothing
+from core.arrays.box import full_box
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, bind_nothing
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
@@ -28,22 +28,23 @@ from core.megatron.extras.common_state import (
     RNG,
     TOP_LEVEL,
     common_of,
+    plan_entry,
     sharded_object,
-    with_arrays,
 )
-from core.megatron.extras.extra_states import for_experts
+from core.megatron.extras.extra_states import adapt_expert_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_predictions
 from core.megatron.model.cut import Cut, check_target, cuts_of, param_array, zeros_of
-from core.megatron.model.facts import Facts, pipeline_notes
-from core.megatron.model.new_args import updated
+from core.megatron.model.facts import ModelFacts, pipeline_notes
+from core.megatron.model.new_args import update_args
+from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.topology import Rank, Topology, check_rank_files, rank_dir
 from core.megatron.model.version import MegatronVersion
 from core.megatron.model.vocabulary import rows_of
-from core.megatron.optimizer.rank_state import HeldParam
+from core.megatron.optimizer.rank_state import HeldParam, OptimizerFiles
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
 from core.megatron.reshard.rank_optimizer import optimizer_files
@@ -62,241 +63,106 @@ def shard(
     version: MegatronVersion | None = None,
     experts: str | None = None,
 ) -> TargetCatalog:
-    """The target catalog of rank files; see the module's docstring.
+    """Plan the rank files of a topology, and return their target catalog (the module's docstring describes it).
 
     Args:
         catalog: the global per-layer form, its objects loaded.
         topology: sizes of the destination.
         rules: the layout's table.
-        vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
+        vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
         rng: ``keep`` refuses to leave random states out (``core.megatron.extras.random_states``).
         version: the megatron-core that is to load the files; None writes the optimizer as the source's did.
         experts: ``sequential`` writes legacy grouped experts as one module each; None keeps their kind.
 
     Raises:
-        UsageError: ``experts``, but there are no legacy grouped ones.
+        UsageError: ``experts`` is given, but there are no legacy grouped ones.
         UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, random
             states that cannot be kept, or a vocabulary of unknown size.
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+
+    # Refuse what Megatron could not load.
     check_target(topology, facts)
     check_rank_files(topology)
     check_predictions(facts, topology)
+    expert_names = _expert_names(catalog, facts, version=version, experts=experts)
+
+    # Decide how every tensor is cut. The optimizer's files take its states, everything below is about the model.
+    catalog = adapt_expert_states(catalog, topology, facts, rules, expert_names=expert_names)
     n_rows = rows_of(catalog, vocab_size)
-    notes, dropped = list(catalog.notes), list(catalog.dropped)
-    names = _expert_names(catalog, facts, version=version, experts=experts)
-    catalog = for_experts(catalog, topology, facts, rules, dropped, names=names)
-    cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
-    if names == "grouped":
-        of_experts = [key for key in cuts if (expert := rules.expert_of(param_of(key))) and expert.number is not None]
-        cuts |= {key: replace(cuts[key], is_transposed=True) for key in of_experts}
-    optimizer = catalog.optimizer
-    optim = None
-    if optimizer is not None:
-        target = ReshardTarget(
-            catalog=catalog,
-            optimizer=optimizer,
-            topology=topology,
-            facts=facts,
-            rules=rules,
-            cuts=cuts,
-            version=version,
-        )
-        optim = optimizer_files(target)
-    states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
-    catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
-    if experts is not None:
-        notes.append("the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)")
+    cuts = _cuts(catalog, topology, facts, rules, n_rows=n_rows, expert_names=expert_names)
+    optimizer = _optimizer_files(catalog, topology, facts, rules, cuts, version)
+    all_tensors = {key: catalog.tensors[key] for key in (*_keys(cuts, of_states=False), *_keys(cuts, of_states=True))}
+    model = replace(catalog, tensors={key: catalog.tensors[key] for key in _keys(cuts, of_states=False)})
+
+    # Decide where every tensor lives.
     pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
-    notes += pipeline_notes(facts, pipeline)
-    if version is not None:
-        version.check_sizes(tp=topology.tp, n_groups=facts.n_groups, has_layout=pipeline.layout is not None)
-    elif topology.tp > facts.n_groups:
-        notes.append(
-            f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
-        )
-    places = homes_at(catalog, topology, facts, rules, pipeline=pipeline, expert_names=names)
-    homes = {key: places.homes(key) for key in catalog.tensors}
-    tied = tied_of(catalog, facts, rules) if topology.pp > 1 else None
-    if tied is not None:
-        homes[tied].append(places.last(facts.kind.head))
-        if facts.topology.pp == 1:
-            notes.append(
-                f"{facts.kind.head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"
-            )
-    objects = _rank_objects(catalog, facts)
-    files = _Files(catalog, topology, cuts, homes, objects, rules)
-    padded = next((cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None)
-    args = updated(
-        catalog.args,
-        topology=topology,
-        pipeline=pipeline,
-        counts=[
-            places.stages.count(facts.kind.stacks[0], v, p) for v in range(topology.vpp) for p in range(topology.pp)
-        ],
-        padded_vocab_size=padded,
-        is_grouped=None if experts is None else False,
-        unset=_not_as_before(catalog),
-    )
-    entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
-    entries = by_rank(_entries(catalog, homes, objects, places, rules, head=facts.kind.head), topology, rules)
-    model = catalog.facet(MegatronModel) or MegatronModel()
-    versions = by_chunk(
-        (version, home) for module, version in model.module_versions.items() for home in places.module(module)
-    )
-    ranks: dict[Coords, tuple[str, object]] = {}
-    beside: dict[str, list[PlannedArray]] = {}
-    weights = ValueCounter()
-    for rank in topology.ranks():
-        coords = topology.coords(rank)
-        folder = rank_dir(topology, rank)
-        root: dict[object, object] = {}
-        held: list[HeldParam] = []
-        for name, value in entries_beside(rank).items():
-            if name == OPTIMIZER:
-                if optim is not None:
-                    root[name] = optim.add(rank, folder, coords, held)
-                continue
-            if name != "model":
-                root[name] = with_arrays(catalog, value, f"{folder}:{name}", coords, beside, weights=weights)
-                continue
-            for vp_rank in range(topology.vpp):
-                chunk = _chunk_name(topology, vp_rank)
-                here = entries.get((vp_rank, rank.pp, rank.ep), ())
-                made = files.entries(folder, coords, chunk, here)
-                held += [HeldParam(key, chunk, local) for key, local in here if key in homes]
-                mine = {home.name: found for found, home in versions.get((vp_rank, rank.pp), ()) if home.has(rank)}
-                root[chunk] = _container(catalog, made, mine)
-        ranks[coords] = (folder, root)
-    every = {**catalog.tensors, **states}
-    zeros = {key: boxes for key, meta in every.items() if (boxes := zeros_of(meta, cuts[key]))}
-    if optim is not None:
-        notes += optim.notes
-        dropped += optim.dropped
-        beside |= optim.beside
-        files.arrays |= optim.arrays
-    arrays = files.arrays | {one.name: one for many in beside.values() for one in many}
+    notes = [*catalog.notes, *_layout_notes(topology, facts, pipeline, version=version, experts=experts)]
+    places = homes_at(model, topology, facts, rules, pipeline=pipeline, expert_names=expert_names)
+    plan = _ShardPlan(model, topology, facts, rules, cuts, places)
+    homes, home_notes = plan.find_homes()
+    notes += home_notes
+
+    # Plan the files, rank by rank.
+    args = _new_args(plan, pipeline, homes, is_grouped=None if experts is None else False)
+    top_level = _top_level_entries(plan, args, rng=rng)
+    files = _plan_files(plan, homes, top_level, optimizer)
+    extras, arrays, dropped = files.extras, files.arrays, [*catalog.dropped, *top_level.dropped]
+    if optimizer is not None:
+        notes += optimizer.notes
+        dropped += optimizer.dropped
+        extras = extras | optimizer.beside
+        arrays = arrays | optimizer.arrays
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
-        if key in states:
-            return optim.fragments(key) if optim is not None else ()
+        if key in homes:
+            return files.fragments(plan, key, homes[key])
         if key in cuts:
-            return files.fragments(key)
-        return tuple(Fragment(key, full_box(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
+            return optimizer.fragments(key) if optimizer is not None else ()
+        return tuple(
+            Fragment(key, full_box(array.shape), array, (0,) * len(array.shape)) for array in extras.get(key, ())
+        )
 
+    zeros = {key: zeros_of(meta, cuts[key]) for key, meta in all_tensors.items()}
     rank_facts = RankFacts(
-        ranks=ranks,
-        planned=arrays,
-        optim_files={} if optim is None else optim.files,
-        transposed=frozenset(key for key in every if cuts[key].is_transposed),
+        ranks=files.ranks,
+        planned=arrays | {array.name: array for copies in extras.values() for array in copies},
+        optim_files={} if optimizer is None else optimizer.files,
+        transposed=frozenset(key for key in all_tensors if cuts[key].is_transposed),
     )
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: _shaped(meta, cuts[key].target_shape) for key, meta in every.items()},
+        tensors={key: replace(meta, shape=cuts[key].target_shape) for key, meta in all_tensors.items()},
         fragments_of=fragments_of,
-        objects={key: item for key, item in catalog.objects.items() if item.raw_key is None},
-        hidden={key: catalog.meta(key) for key in beside},
+        objects={key: item for key, item in model.objects.items() if item.raw_key is None},
+        hidden={key: model.meta(key) for key in extras},
         args=args,
-        iteration=catalog.iteration,
-        zeros=zeros,
+        iteration=model.iteration,
+        zeros={key: boxes for key, boxes in zeros.items() if boxes},
         notes=tuple(notes),
         dropped=tuple(dropped),
-        write=catalog.write,
+        write=model.write,
         facets={Topology: topology, RankFacts: rank_facts},
         bind=bind_nothing,
     )
 
 
-def _shaped(meta: TensorMeta, shape: Shape) -> TensorMeta:
-    return meta if meta.shape == shape else replace(meta, shape=shape)
-
-
-class _Files:
-    """The model tensors of the rank files that are to be written.
-
-    Args:
-        catalog: the global per-layer form.
-        topology: sizes of the destination.
-        cuts: key → how it is cut.
-        homes: key → where every copy lives.
-        objects: extra states by global name.
-        rules: the layout's table.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        topology: Topology,
-        cuts: Mapping[str, Cut],
-        homes: Mapping[str, Sequence[Home]],
-        objects: Mapping[str, object],
-        rules: Rules,
-    ) -> None:
-        self._catalog = catalog
-        self._rules = rules
-        self._topology = topology
-        self._cuts = cuts
-        self._homes = homes
-        self._objects = objects
-        self.arrays: dict[str, PlannedArray | JoinedArray] = {}
-        """What leaves stand for, by name; made with the entries."""
-        self._pieces: dict[tuple[str, str], PlannedArray] = {}
-        """(name of a joined array, global name) → what holds the tensor in it."""
-        self._ranks: dict[tuple[int, int | None], list[tuple[Rank, str]]] = {}
-        for rank in topology.ranks():
-            for ep_rank in (None, rank.ep):
-                self._ranks.setdefault((rank.pp, ep_rank), []).append((rank, rank_dir(topology, rank)))
-
-    def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """The fragments of one tensor: every piece of every copy."""
-        cut = self._cuts[key]
-        found: list[TargetFragment] = []
-        for home in self._homes[key]:
-            chunk = _chunk_name(self._topology, home.vp)
-            for rank, folder in self._ranks[home.pp, home.ep]:
-                name = _array_name(folder, chunk, home.name)
-                array = self.arrays[name]
-                part = self._pieces[name, key] if isinstance(array, JoinedArray) else array
-                found += cut.fragments(key, rank, part)
-        return tuple(found)
-
-    def entries(
-        self, folder: str, coords: Coords, chunk: str, names: Sequence[tuple[str, str]]
-    ) -> dict[object, object]:
-        """The state dict of one chunk of one rank.
-
-        Args:
-            names: (global name, name in the file) in order.
-        """
-        made: dict[object, object] = {}
-        held: dict[str, list[str]] = {}
-        tensors = self._catalog.tensors
-        for key, local in names:
-            if key not in self._homes:
-                made[local] = self._objects[key]
-                continue
-            name = _array_name(folder, chunk, local)
-            made[local] = TensorLeaf(name)
-            held.setdefault(name, []).append(key)
-        for name, keys in held.items():
-            array = param_array(name, keys, tensors, self._cuts, self._rules, coords=coords)
-            self.arrays[name] = array
-            if isinstance(array, JoinedArray):
-                self._pieces |= {(name, key): part for key, (_, part) in zip(keys, array.parts, strict=True)}
-        return made
+def _keys(cuts: Mapping[str, Cut], *, of_states: bool) -> list[str]:
+    """Return the keys of the optimizer's states, or those of the model, in order."""
+    return [key for key in cuts if (state_of(key) is not None) == of_states]
 
 
 def _expert_names(
-    catalog: Catalog, facts: Facts, *, version: MegatronVersion | None, experts: str | None
+    catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None, experts: str | None
 ) -> str | None:
-    """Return how the rank files name experts: as the source's did, unless they are to be single ones.
+    """Return how the rank files name experts: as the source's did, unless each is to become a module.
 
     Raises:
-        UsageError: they are, but are not legacy grouped ones.
-        UnsupportedError: the megatron-core that is to load them has no legacy grouped ones.
+        UsageError: ``experts`` is given, but the experts are not legacy grouped ones.
+        UnsupportedError: the megatron-core that is to load the files has no legacy grouped experts.
     """
     names = (catalog.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
     if experts is not None:
@@ -314,101 +180,363 @@ def _expert_names(
     return names
 
 
-def _not_as_before(catalog: Catalog) -> list[str]:
-    """Arguments for what rank files have in several parameters: experts always, down projections where they do."""
-    is_joined = any(".linear_qkv_down_proj." in key for key in catalog.tensors)
-    names = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
-    return names if is_joined else [*names, "mla_down_proj_fusion"]
+def _cuts(
+    catalog: Catalog,
+    topology: Topology,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    n_rows: int | None,
+    expert_names: str | None,
+) -> dict[str, Cut]:
+    """Return how rank files cut every tensor; legacy grouped experts are transposed in them."""
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
+    if expert_names != "grouped":
+        return cuts
+    experts = {key: rules.expert_of(param_of(key)) for key in cuts}
+    numbered = [key for key, expert in experts.items() if expert is not None and expert.number is not None]
+    return cuts | {key: replace(cuts[key], is_transposed=True) for key in numbered}
+
+
+def _optimizer_files(
+    catalog: Catalog,
+    topology: Topology,
+    facts: ModelFacts,
+    rules: Rules,
+    cuts: Mapping[str, Cut],
+    version: MegatronVersion | None,
+) -> OptimizerFiles | None:
+    """Return the files, still empty, that hold the optimizer; None if the catalog has none."""
+    if catalog.optimizer is None:
+        return None
+    return optimizer_files(
+        ReshardTarget(
+            catalog=catalog,
+            optimizer=catalog.optimizer,
+            topology=topology,
+            facts=facts,
+            rules=rules,
+            cuts=cuts,
+            version=version,
+        )
+    )
+
+
+def _layout_notes(
+    topology: Topology, facts: ModelFacts, pipeline: Pipeline, *, version: MegatronVersion | None, experts: str | None
+) -> list[str]:
+    """Return what the user should know about the layout.
+
+    Raises:
+        UnsupportedError: the megatron-core that is to load the files cannot run these sizes.
+    """
+    notes: list[str] = []
+    if experts is not None:
+        notes.append("the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)")
+    notes += pipeline_notes(facts, pipeline)
+    if version is not None:
+        version.check_sizes(tp=topology.tp, n_groups=facts.n_groups, has_layout=pipeline.layout is not None)
+    elif topology.tp > facts.n_groups:
+        notes.append(
+            f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
+        )
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardPlan:
+    """A model and the layout that it gets.
+
+    Args:
+        model: the global per-layer form, without the optimizer's states.
+        topology: sizes of the destination.
+        facts: facts about the source.
+        rules: the layout's table.
+        cuts: key → how the destination cuts the tensor, states included.
+        places: finds stage, chunk and name of each tensor in the files.
+    """
+
+    model: Catalog
+    topology: Topology
+    facts: ModelFacts
+    rules: Rules
+    cuts: Mapping[str, Cut]
+    places: Homes
+
+    @property
+    def megatron(self) -> MegatronModel:
+        """The form of the source's files, as far as the source says."""
+        return self.model.facet(MegatronModel) or MegatronModel()
+
+    def chunk_name(self, vp_rank: int) -> str:
+        """Return the top-level entry of a model chunk: ``model``, or ``model0`` … where a rank has several."""
+        return "model" if self.topology.vpp == 1 else f"model{vp_rank}"
+
+    def find_homes(self) -> tuple[dict[str, list[Home]], list[str]]:
+        """Return (key → where every copy of the tensor lives, what the user should know about it)."""
+        homes = {key: self.places.homes(key) for key in self.model.tensors}
+        tied = tied_of(self.model, self.facts, self.rules) if self.topology.pp > 1 else None
+        if tied is None:
+            return homes, []
+        # The last stage makes its output by a copy of the embedding, which the first stage has.
+        head = self.facts.kind.head
+        homes[tied].append(self.places.last(head))
+        if self.facts.topology.pp > 1:
+            return homes, []
+        return homes, [f"{head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"]
+
+    def extra_states(self) -> dict[str, object]:
+        """Return the extra states by global name.
+
+        torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an empty one have it
+        too.
+        """
+        states = {
+            key: item.value
+            for key, item in self.model.objects.items()
+            if key.endswith("_extra_state") and item.raw_key is None
+        }
+        is_of_rank_files = self.megatron.top_level is not None
+        if self.facts.kind is GPT and not is_of_rank_files and any(value is None for value in states.values()):
+            states.setdefault("output_layer._extra_state", None)
+        return states
+
+
+def _new_args(
+    plan: _ShardPlan, pipeline: Pipeline, homes: Mapping[str, Sequence[Home]], *, is_grouped: bool | None
+) -> object:
+    """Return the training arguments for the sizes of the destination."""
+    topology, rules, stages = plan.topology, plan.rules, plan.places.stages
+    main_stack = plan.facts.kind.stacks[0]
+    counts = [stages.count(main_stack, v, p) for v in range(topology.vpp) for p in range(topology.pp)]
+    # Rank files have every expert in parameters of its own; down projections too, where the model has several.
+    unset = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
+    if not any(".linear_qkv_down_proj." in key for key in plan.model.tensors):
+        unset.append("mla_down_proj_fusion")
+    return update_args(
+        plan.model.args,
+        topology=topology,
+        pipeline=pipeline,
+        counts=counts,
+        padded_vocab_size=next((plan.cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None),
+        is_grouped=is_grouped,
+        unset=unset,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _TopLevelEntries:
+    """The top-level entries of the rank files.
+
+    Args:
+        names: all of them in the order of the files, ``model`` and ``optimizer`` included.
+        common: entries that all ranks share.
+        rng_states: rank → its random state, where there is one.
+        dropped: entries that are left out, each with the reason.
+    """
+
+    names: Sequence[object]
+    common: Mapping[object, object]
+    rng_states: Mapping[Rank, object]
+    dropped: Sequence[str]
+
+    def of(self, rank: Rank) -> Iterator[tuple[object, object]]:
+        """Yield (name, value) of a rank's entries in order; ``model`` and ``optimizer`` have the value None."""
+        for name in self.names:
+            if name in ("model", OPTIMIZER):
+                yield name, None
+            elif name == RNG:
+                if rank in self.rng_states:
+                    yield name, self.rng_states[rank]
+            elif name in self.common:
+                yield name, self.common[name]
+
+
+def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _TopLevelEntries:
+    """Decide which entries the rank files have.
+
+    Raises:
+        UnsupportedError: the random states are to be kept and cannot be.
+    """
+    objects = plan.model.objects
+    common = {name: value for name, value in common_of(plan.model).items() if name not in (CONTENT, OPTIMIZER, RERUN)}
+    common["args"] = args
+    states = kept_states(plan.model, plan.facts.topology, plan.topology, rng=rng)
+    dropped = list(states.dropped)
+    reruns = [key for key in objects if key.startswith(f"{RERUN}_state/")]
+    if common_of(plan.model).get(RERUN) is not None or reruns:
+        dropped.append(f"{RERUN} (of the ranks that saved it; Megatron starts without it)")
+    dropped += [
+        f"{key} (rank files have no place for it)"
+        for key in objects
+        if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
+    ]
+    names = dict.fromkeys([*(plan.megatron.top_level or ()), *TOP_LEVEL, *common])
+    return _TopLevelEntries(tuple(names), common, states.by_rank, dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedChunk:
+    """One model chunk of one rank's file.
+
+    Args:
+        name: top-level entry of the chunk.
+        container: state dict of the chunk, whose tensors name the arrays.
+        arrays: the arrays by name.
+        parts: (name of an array, key of a tensor) → the array of just that tensor, where the first joins several.
+        params: the tensors in the order of the file.
+    """
+
+    name: str
+    container: object
+    arrays: Mapping[str, PlannedArray | JoinedArray]
+    parts: Mapping[tuple[str, str], PlannedArray]
+    params: Sequence[HeldParam]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedFiles:
+    """The rank files that are to be written.
+
+    Args:
+        ranks: coordinates → (directory, content of its file).
+        arrays: the model's arrays by name.
+        parts: as in ``_PlannedChunk``, of all chunks.
+        extras: key of a tensor outside of the model → the arrays that it goes to.
+        holders: (pipeline stage, expert parallel rank, or None for all) → the ranks there, with their directories.
+    """
+
+    ranks: dict[Coords, tuple[str, object]] = field(default_factory=dict)
+    arrays: dict[str, PlannedArray | JoinedArray] = field(default_factory=dict)
+    parts: dict[tuple[str, str], PlannedArray] = field(default_factory=dict)
+    extras: dict[str, list[PlannedArray]] = field(default_factory=dict)
+    holders: dict[tuple[int, int | None], list[tuple[Rank, str]]] = field(default_factory=dict)
+
+    def fragments(self, plan: _ShardPlan, key: str, homes: Sequence[Home]) -> Sequence[TargetFragment]:
+        """Return every piece of every copy of one of the model's tensors."""
+        fragments: list[TargetFragment] = []
+        for home in homes:
+            chunk = plan.chunk_name(home.vp)
+            for rank, folder in self.holders[home.pp, home.ep]:
+                name = _array_name(folder, chunk, home.name)
+                array = self.arrays[name]
+                part = self.parts[name, key] if isinstance(array, JoinedArray) else array
+                fragments += plan.cuts[key].fragments(key, rank, part)
+        return tuple(fragments)
 
 
 def _array_name(folder: str, chunk: str, name: str) -> str:
     return f"{folder}:{chunk}.{name}"
 
 
-def _chunk_name(topology: Topology, vp_rank: int) -> str:
-    return "model" if topology.vpp == 1 else f"model{vp_rank}"
-
-
-def _rank_objects(catalog: Catalog, facts: Facts) -> dict[str, object]:
-    """Extra states by global name.
-
-    torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an empty one have it too.
-    """
-    found = {
-        key: item.value
-        for key, item in catalog.objects.items()
-        if key.endswith("_extra_state") and item.raw_key is None
-    }
-    model = catalog.facet(MegatronModel)
-    is_of_files = model is not None and model.top_level is not None
-    if facts.kind is GPT and not is_of_files and any(value is None for value in found.values()):
-        found.setdefault("output_layer._extra_state", None)
-    return found
-
-
-def _entries(
-    catalog: Catalog,
+def _plan_files(
+    plan: _ShardPlan,
     homes: Mapping[str, Sequence[Home]],
-    objects: Mapping[str, object],
-    places: Homes,
-    rules: Rules,
-    *,
-    head: str,
+    top_level: _TopLevelEntries,
+    optimizer: OptimizerFiles | None,
+) -> _PlannedFiles:
+    """Plan the file of every rank; the optimizer's files take each rank's parameters."""
+    states = plan.extra_states()
+    entries = by_rank(_ordered_entries(plan, homes, states), plan.topology, plan.rules)
+    versions = by_chunk(
+        (version, home)
+        for module, version in plan.megatron.module_versions.items()
+        for home in plan.places.module(module)
+    )
+    files = _PlannedFiles()
+    weights = ValueCounter()
+    for rank in plan.topology.ranks():
+        coords, folder = plan.topology.coords(rank), rank_dir(plan.topology, rank)
+        for ep_rank in (None, rank.ep):
+            files.holders.setdefault((rank.pp, ep_rank), []).append((rank, folder))
+
+        # The chunks come first, wherever they stand in the file: the optimizer's entry depends on their parameters.
+        chunks: list[_PlannedChunk] = []
+        for vp_rank in range(plan.topology.vpp):
+            of_chunk = versions.get((vp_rank, rank.pp), ())
+            modules = {home.name: version for version, home in of_chunk if home.has(rank)}
+            names = entries.get((vp_rank, rank.pp, rank.ep), ())
+            chunks.append(_plan_chunk(plan, rank, vp_rank, names, states=states, versions=modules))
+            files.arrays.update(chunks[-1].arrays)
+            files.parts.update(chunks[-1].parts)
+        params = [param for chunk in chunks for param in chunk.params]
+
+        root: dict[object, object] = {}
+        for name, value in top_level.of(rank):
+            if name == "model":
+                root |= {chunk.name: chunk.container for chunk in chunks}
+            elif name == OPTIMIZER:
+                if optimizer is not None:
+                    root[name] = optimizer.add(rank, folder, coords, params)
+            else:
+                entry = plan_entry(plan.model, value, f"{folder}:{name}", coords, weights=weights)
+                root[name] = entry.value
+                for key, array in entry.arrays:
+                    files.extras.setdefault(key, []).append(array)
+        files.ranks[coords] = (folder, root)
+    return files
+
+
+def _ordered_entries(
+    plan: _ShardPlan, homes: Mapping[str, Sequence[Home]], states: Mapping[str, object]
 ) -> list[tuple[str, Home]]:
-    """(global name, home) of everything that files hold, in their order.
+    """Return (global name, home) of all that the model's chunks hold, in the order of the files."""
+    order = plan.megatron.order
+    keys: Iterable[str] = [*homes, *states]
+    keys = sorted(keys, key=by_place(plan.rules)) if order is None else dict.fromkeys([*order, *keys])
+    places = [
+        (key, home) for key in keys for home in homes.get(key) or ([plan.places.home(key)] if key in states else [])
+    ]
+
+    # A copy of the embedding is the weight of the output layer: it stands where that module does.
+    head = plan.facts.kind.head
+    entries = [(key, home) for key, home in places if home.name != head or key == head]
+    copies = [(key, home) for key, home in places if home.name == head and key != head]
+    module = head.rpartition(".")[0] + "."
+    place = next((i for i, (_, home) in enumerate(entries) if home.name.startswith(module)), len(entries))
+    return [*entries[:place], *copies, *entries[place:]]
+
+
+def _plan_chunk(
+    plan: _ShardPlan,
+    rank: Rank,
+    vp_rank: int,
+    names: Sequence[tuple[str, str]],
+    *,
+    states: Mapping[str, object],
+    versions: Mapping[str, object],
+) -> _PlannedChunk:
+    """Plan one model chunk of one rank's file.
 
     Args:
-        head: the name of a copy of the embedding.
+        names: (global name, name in the file) of its tensors and extra states, in order.
+        states: extra states by global name.
+        versions: module of this chunk → what torch notes about it.
     """
-    order = (catalog.facet(MegatronModel) or MegatronModel()).order
-    names: Iterable[str] = [*homes, *objects]
-    names = sorted(names, key=by_place(rules)) if order is None else dict.fromkeys([*order, *names])
-    found: list[tuple[str, Home]] = []
-    copies: list[tuple[str, Home]] = []
-    for key in names:
-        for home in homes.get(key) or ([places.home(key)] if key in objects else []):
-            (copies if home.name == head != key else found).append((key, home))
-    module = head.rpartition(".")[0] + "."
-    place = next((i for i, (_, home) in enumerate(found) if home.name.startswith(module)), len(found))
-    return [*found[:place], *copies, *found[place:]]
+    folder, coords = rank_dir(plan.topology, rank), plan.topology.coords(rank)
+    chunk = plan.chunk_name(vp_rank)
+    tensors = plan.model.tensors
 
+    # The state dict, in the order of the file; one array may hold the tensors of several experts.
+    entries: dict[object, object] = {}
+    params: list[HeldParam] = []
+    keys_of: dict[str, list[str]] = {}
+    for key, local in names:
+        if key not in tensors:
+            entries[local] = states[key]
+            continue
+        name = _array_name(folder, chunk, local)
+        entries[local] = TensorLeaf(name)
+        keys_of.setdefault(name, []).append(key)
+        params.append(HeldParam(key, chunk, local))
 
-def _container(catalog: Catalog, entries: dict[object, object], versions: Mapping[str, object]) -> object:
-    """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions, and nested or not."""
-    model = catalog.facet(MegatronModel) or MegatronModel()
-    return nested(entries, versions, {"": model.is_ordered, **model.nesting})
+    arrays: dict[str, PlannedArray | JoinedArray] = {}
+    parts: dict[tuple[str, str], PlannedArray] = {}
+    for name, keys in keys_of.items():
+        array = arrays[name] = param_array(name, keys, tensors, plan.cuts, plan.rules, coords=coords)
+        if isinstance(array, JoinedArray):
+            parts |= {(name, key): part for key, (_, part) in zip(keys, array.parts, strict=True)}
 
-
-def _entries_beside(
-    catalog: Catalog, topology: Topology, facts: Facts, args: object, *, rng: str | None, dropped: list[str]
-) -> Callable[[Rank], dict[object, object]]:
-    """A function that gives the top-level entries of a rank's file in order, ``model`` and ``optimizer`` among them."""
-    common = dict(common_of(catalog))
-    common.pop(CONTENT, None)
-    common.pop(OPTIMIZER, None)
-    common["args"] = args
-    states = kept_states(catalog, facts.topology, topology, rng=rng, dropped=dropped)
-    reruns = [key for key in catalog.objects if key.startswith(f"{RERUN}_state/")]
-    if common.pop(RERUN, None) is not None or reruns:
-        dropped.append(f"{RERUN} (of the ranks that saved it; Megatron starts without it)")
-    dropped += [
-        f"{key} (rank files have no place for it)"
-        for key in catalog.objects
-        if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
-    ]
-    model = catalog.facet(MegatronModel) or MegatronModel()
-    order = [*(model.top_level or ()), *TOP_LEVEL, *common]
-
-    def entries(rank: Rank) -> dict[object, object]:
-        found: dict[object, object] = {}
-        for name in dict.fromkeys(order):
-            if name in ("model", OPTIMIZER):
-                found[name] = None
-            elif name == RNG:
-                if rank in states:
-                    found[name] = states[rank]
-            elif name in common:
-                found[name] = common[name]
-        return found
-
-    return entries
+    # A dict or an OrderedDict with its modules' versions, nested or not: as the source has it.
+    container = nested(entries, versions, {"": plan.megatron.is_ordered, **plan.megatron.nesting})
+    return _PlannedChunk(chunk, container, arrays, parts, params)

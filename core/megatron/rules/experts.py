@@ -55,7 +55,7 @@ class ExpertForm:
     rest: str | None = None
 
     def named(self, expert: Expert, number: int) -> str:
-        """The name of an expert's parameter in this form, which is not read only."""
+        """Return the name of an expert's parameter in this form, which is not a read-only one."""
         assert self.name is not None
         return expert.before + self.name.format(e=number, rest=expert.rest)
 
@@ -77,21 +77,21 @@ class Expert:
     names: str
 
     def numbered(self, number: int) -> str:
-        """The common name of one expert's parameter."""
+        """Return the common name of one expert's parameter."""
         return f"{self.before}local_experts.{number}.{self.rest}"
 
 
 def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
-    """The expert that a parameter (or module) belongs to, or None."""
+    """Return the expert that a parameter (or module) belongs to, or None."""
     if "experts." not in name:
         return None
     for form in forms:
-        found = form.pattern.search(name)
-        if found is not None:
-            groups = found.groupdict()
+        match = form.pattern.search(name)
+        if match is not None:
+            groups = match.groupdict()
             number = groups.get("e")
             return Expert(
-                before=name[: found.start()],
+                before=name[: match.start()],
                 number=None if number is None else int(number),
                 rest=form.rest or groups["rest"],
                 names=form.names,
@@ -100,7 +100,7 @@ def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
 
 
 def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> ExpertForm:
-    """The form that names an expert's parameter otherwise; that of one number is that of all.
+    """Return the form that can name an expert's parameter; what holds for one number holds for all.
 
     Raises:
         UnsupportedError: the form has no name for it.
@@ -114,7 +114,9 @@ def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, numb
 
 
 def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> Iterator[StoredArray]:
-    """The weights of single experts in a parameter of legacy grouped experts, as strided views.
+    """Yield the weights of single experts in a parameter of legacy grouped experts.
+
+    They are strided views; no data moves.
 
     Args:
         array: ``weight1`` or ``weight2`` of one rank.
@@ -144,7 +146,7 @@ def packed(name: str, experts: Sequence[PlannedArray], rest: str) -> JoinedArray
     """Return the parameter of legacy grouped experts that their transposed weights make.
 
     Args:
-        name: of the parameter's array.
+        name: name of the parameter's array.
         experts: the weights of a rank's experts in order, transposed.
         rest: what they are, ``linear_fc1.weight`` or ``linear_fc2.weight``.
     """
@@ -174,6 +176,7 @@ def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
 
 
 def _transposed(fragment: Fragment) -> Fragment:
+    """Return a fragment of the transposed matrix; its array is a transposed view."""
     array = fragment.array
     box = Box(fragment.box.offset[::-1], fragment.box.shape[::-1])
     if array is None:
@@ -185,6 +188,8 @@ def _transposed(fragment: Fragment) -> Fragment:
             key=fragment.key,
             hint=f"write one module for each expert with {OPTION} sequential",
         )
+
+    # A transposed view has the strides in the other order; its bytes stay where they are.
     shape, strides = swapped(array.shape), swapped(extent.strides or c_strides(array.shape))
     if extent.is_late:
         extent = replace(extent, is_swapped=not extent.is_swapped)

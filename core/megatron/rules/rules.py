@@ -69,23 +69,23 @@ class Rule:
 
     @property
     def cut_axis(self) -> int | None:
-        """The axis that is cut, or None for what every shard holds whole."""
+        """Axis that is cut, or None if every shard holds the complete tensor."""
         return self.axis if self.kind in NEEDS_AXIS else None
 
     def as_cut(self) -> Rule:
-        """The rule of the same parameter where it is cut on axis 0 instead of replicated."""
+        """Return the rule of the same parameter where it is cut on axis 0 instead of replicated."""
         return replace(self, kind="split", axis=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """How a kind of model calls its parts.
+    """The names that a kind of model gives its parts.
 
     Args:
         kind: for people: ``GPT``, ``BERT``, ``T5`` …
-        stacks: what stands before the numbers of its layers, that of the main stack first.
+        stacks: beginnings of the names of its layers, that of the main stack first.
         embedding: the tensor of the input embedding.
-        output: that of the output layer, where it is a tensor of its own.
+        output: the tensor of the output layer, where it is a tensor of its own.
         head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
         is_legacy: it has the names of ``megatron.legacy``, which only rank files have.
     """
@@ -106,7 +106,7 @@ GPT = ModelKind(
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """What the names of a model's tensors tell about it.
+    """The facts about a model that the names of its tensors tell.
 
     Args:
         kind: what kind of model it is.
@@ -122,8 +122,8 @@ class Layer:
     """A name within one of a model's layers.
 
     Args:
-        stack: what stands before the number, such as ``decoder.layers.``.
-        number: of the layer, local or global.
+        stack: beginning of the name before the number, such as ``decoder.layers.``.
+        number: number of the layer, local or global.
         sub: the name within the layer.
     """
 
@@ -144,14 +144,14 @@ class Rules:
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
         expert_forms: the ways to name experts.
-        stacks: what stands before the numbers of layers, in the order of a rank file.
+        stacks: beginnings of the names of layers, in the order of a rank file.
         models: the kinds of models, GPT first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
         buffers: patterns of tensors that are no parameters.
         sizes: sizes that shapes tell.
         unstacked: beginnings of names within layers that torch_dist never stacks.
         renamed: beginnings of names within layers that differ between newer rank files and torch_dist.
-        inner: what stands before names of a layer that is within another layer, or None.
+        inner: pattern of the beginning of names of a layer that is within another layer, or None.
         tells_numbers_apart: a rule fits some layers or experts and not others.
     """
 
@@ -177,11 +177,11 @@ class Rules:
     def rule_of(
         self, name: str, *, shapes: Sequence[Shape] = (), hidden_size: int | None = None, tp: int | None = None
     ) -> Rule:
-        """The rule of a parameter.
+        """Return the rule of a parameter.
 
         Args:
             name: local or global name, without ``model.``.
-            shapes: its shape on every rank that has it, for the message.
+            shapes: shape of the parameter on every rank that has it, for the message.
             hidden_size: channels of the model, for the row that the message proposes.
             tp: how many shards these are, for the same.
 
@@ -191,12 +191,12 @@ class Rules:
         """
         rule = self._first_fit(name)
         if rule is None:
-            seen = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
+            extents = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
             raise UnknownTensorError(
                 "no layout rule fits this tensor"
-                + (f" (shape on each of {len(shapes)} ranks: {seen})" if seen else ""),
+                + (f" (shape on each of {len(shapes)} ranks: {extents})" if extents else ""),
                 key=name,
-                hint="write a file with this row, corrected if need be, for --rules (or say --unknown replicate, if "
+                hint="write a file with this row, corrected if need be, for --rules (or use --unknown replicate, if "
                 f"all ranks hold the same):\n{proposal(name, shapes, hidden_size=hidden_size, tp=tp)}",
             )
         if rule.later is not None:
@@ -211,63 +211,74 @@ class Rules:
         if name in self._fits:
             return self._fits[name]
         common = name if self.tells_numbers_apart else _NUMBER.sub("0", name)
-        found = self._fits.get(common)
-        if found is None:
-            found = next((rule for rule in self.rules if rule.pattern.search(common)), None)
+        rule = self._fits.get(common)
+        if rule is None:
+            rule = next((rule for rule in self.rules if rule.pattern.search(common)), None)
         _forget_if_full(self._fits)
-        self._fits[common] = self._fits[name] = found
-        return found
+        self._fits[common] = self._fits[name] = rule
+        return rule
 
     def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
-        """The rule of a parameter that torch_dist stores in parts (of which ``part`` is one), else None."""
+        """Return the rule of a parameter that torch_dist stores in parts, else None.
+
+        With ``part``, the parameter must have a part of that name.
+        """
         rule = self._first_fit(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
 
     @property
     def part_names(self) -> frozenset[str]:
-        """What torch_dist calls the parts of parameters."""
+        """Names that torch_dist gives the parts of parameters."""
         return _part_names(self.rules)
 
     @property
     def takes_unknown(self) -> bool:
-        """Whether the user has said what the rule of a parameter is that no row fits."""
+        """True if the user gave a rule for parameters that no row fits."""
         return any(rule.source == UNKNOWN_SOURCE for rule in self.rules)
 
     def is_unknown(self, name: str) -> bool:
-        """Whether only the word of the user (``--unknown replicate``) is the rule of a parameter."""
+        """Return whether a parameter has a rule only because the user said ``--unknown replicate``."""
         rule = self._first_fit(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def stage_of(self, name: str) -> str | None:
-        """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
+        """Return ``first`` or ``last`` for a parameter or module outside of layers.
+
+        None if no row says.
+        """
         return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
 
     def is_param(self, name: str) -> bool:
-        """Whether a tensor is a parameter, which an optimizer may train: no buffer and no extra state.
+        """Return whether a tensor is a parameter, which an optimizer may train.
+
+        Buffers and extra states are not.
 
         Raises:
             UnknownTensorError, UnsupportedError: as for ``rule_of``.
         """
-        found = self._params.get(name)
-        if found is None:
+        is_param = self._params.get(name)
+        if is_param is None:
             expert = self.expert_of(name)
             common = name if expert is None else expert.numbered(expert.number or 0)
             is_buffer = any(pattern.search(common) for pattern in self.buffers)
             _forget_if_full(self._params)
-            found = self._params[name] = self.rule_of(common).kind != "opaque" and not is_buffer
-        return found
+            is_param = self._params[name] = self.rule_of(common).kind != "opaque" and not is_buffer
+        return is_param
 
     def has_main_stack(self, name: str) -> bool:
-        """Whether a name belongs to a layer that some kind of model cannot be without, whether numbered or stacked."""
+        """Return whether a name is in a layer of the main stack of some kind of model.
+
+        The layer may be numbered or stacked.
+        """
         return name.startswith(self.main_stacks)
 
     @property
     def main_stacks(self) -> tuple[str, ...]:
-        """What the names of such layers begin with."""
+        """Beginnings of names in the main stack of each kind of model."""
         return tuple(model.stacks[0] for model in self.models)
 
     def model_of(self, names: Iterable[str]) -> ModelNames:
-        """What kind of model has these tensors; the usual kind if they tell nothing."""
+        """Return the kind of model that has these tensors; the usual kind if they tell nothing."""
         n_seen: dict[str, int] = {}
         for name in names:
             layer = self.layer_of(name)
@@ -277,7 +288,7 @@ class Rules:
         return ModelNames(best, n_seen)
 
     def layer_of(self, name: str) -> Layer | None:
-        """The layer that a parameter belongs to, else None."""
+        """Return the layer that a parameter belongs to, else None."""
         for stack in self.stacks:
             if name.startswith(stack):
                 number, dot, sub = name[len(stack) :].partition(".")
@@ -285,7 +296,10 @@ class Rules:
         return None
 
     def stacked_of(self, name: str) -> tuple[str, str] | None:
-        """(stack, name within the layer) of a key that stacks all layers (``decoder.layers.mlp.…``), else None."""
+        """Return (stack, name within the layer) of a key that stacks all layers, else None.
+
+        Such a key is ``decoder.layers.mlp.…``.
+        """
         for stack in self.stacks:
             sub = name.removeprefix(stack)
             if sub != name:
@@ -293,7 +307,7 @@ class Rules:
         return None
 
     def expert_of(self, name: str) -> Expert | None:
-        """The expert that a parameter or module belongs to, else None."""
+        """Return the expert that a parameter or module belongs to, else None."""
         if "experts." not in name:
             return None
         if name not in self._experts:
@@ -302,14 +316,17 @@ class Rules:
         return self._experts[name]
 
     def is_packed_state(self, name: str) -> bool:
-        """Whether a global name is that of an extra state that all experts of a rank have together."""
+        """Return whether an extra state is that of all experts of a rank together."""
         expert = self.expert_of(name)
         if expert is None or expert.number is not None or expert.names == "stacked":  # torch_dist's has one an expert
             return False
         return expert.rest.endswith("_extra_state")
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
-        """The name of an expert's parameter in another form; see ``core.megatron.rules.experts``."""
+        """Return the name of an expert's parameter in another form.
+
+        ``core.megatron.rules.experts`` lists the forms.
+        """
         form = self._forms.get((expert.before, expert.rest, names))
         if form is None:
             form = expert_form(self.expert_forms, expert, names=names, number=number)
@@ -318,25 +335,31 @@ class Rules:
         return form.named(expert, number)
 
     def fused(self, sub: str) -> str:
-        """A name within a layer as torch_dist has it."""
+        """Return a name within a layer as torch_dist has it."""
         inner, rest = self._inner(sub)
         return inner + _exchanged(rest, self.fused_names)
 
     def local(self, sub: str) -> str:
-        """A name within a layer as rank files of the local implementation have it."""
+        """Return a name within a layer as rank files of the local implementation have it."""
         inner, rest = self._inner(sub)
         return inner + _exchanged(rest, [(fused, local) for local, fused in self.fused_names])
 
     def in_torch_dist(self, sub: str) -> str:
-        """A name within a layer with torch_dist's word for a layer within it, which newer rank files call otherwise."""
+        """Return a name within a layer with torch_dist's word for an inner layer.
+
+        Newer rank files have another word.
+        """
         return _exchanged(sub, [self.renamed])
 
     def in_rank_files(self, sub: str) -> str:
-        """A name within a layer with that word as newer rank files have it."""
+        """Return a name within a layer with newer rank files' word for an inner layer."""
         return _exchanged(sub, [self.renamed[::-1]])
 
     def position(self, sub: str) -> int:
-        """Where a name within a layer stands in a rank file; names that the table does not know come last."""
+        """Return the place of a name within a layer in a rank file.
+
+        Names that the table does not know come last.
+        """
         sub = self._inner(sub)[1]
         for place, start in enumerate(self.layer_order):
             if sub.startswith(start):
@@ -344,28 +367,34 @@ class Rules:
         return len(self.layer_order)
 
     def inner_number(self, sub: str) -> int:
-        """The number of the layer within a layer that a name belongs to, else 0."""
+        """Return the number of the layer within a layer that a name belongs to, else 0."""
         numbers = re.findall(r"\.(\d+)\.$", self._inner(sub)[0])
         return int(numbers[0]) if numbers else 0
 
     def _inner(self, sub: str) -> tuple[str, str]:
-        """(what stands before the name within a layer of a layer, that name); ("", sub) for other names."""
-        found = None if self.inner is None else self.inner.match(sub)
-        return ("", sub) if found is None else (found[0], sub[found.end() :])
+        """Split a name within a layer of a layer into (beginning up to that layer, rest).
+
+        Other names give ("", name).
+        """
+        match = None if self.inner is None else self.inner.match(sub)
+        return ("", sub) if match is None else (match[0], sub[match.end() :])
 
 
-def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
-    """How well a kind of model fits the stacks that were seen: it has them, and it has few others."""
-    return len({*model.stacks} & {*seen}), -len({*model.stacks} - {*seen})
+def _fit(model: ModelKind, stacks: Iterable[str]) -> tuple[int, int]:
+    """Return a sort key for how well a kind of model fits the stacks of a checkpoint.
+
+    The best kind has the most of them, and the fewest others.
+    """
+    return len({*model.stacks} & {*stacks}), -len({*model.stacks} - {*stacks})
 
 
 _MAX_KNOWN = 1 << 17
 
 
-def _forget_if_full(known: dict[K, T]) -> None:
-    """Bounds what is remembered, whatever names a file has."""
-    if len(known) >= _MAX_KNOWN:
-        known.clear()
+def _forget_if_full(cache: dict[K, T]) -> None:
+    """Empty a cache that is full, so that it stays bounded whatever names a file has."""
+    if len(cache) >= _MAX_KNOWN:
+        cache.clear()
 
 
 @lru_cache(maxsize=8)
@@ -374,7 +403,10 @@ def _part_names(rules: tuple[Rule, ...]) -> frozenset[str]:
 
 
 def tells_numbers_apart(rule: Rule) -> bool:
-    """Whether a rule may fit one layer or expert and not another: a digit is in its pattern, and not in a word."""
+    """Return whether a rule may fit one layer or expert and not another.
+
+    Its pattern then has a digit outside of a word.
+    """
     text = re.sub(r"\\.|(?<=[a-z_])(\[[^\]]*\]|[0-9]+)", "", rule.pattern.pattern)
     return re.search("[0-9]", text) is not None
 
@@ -387,24 +419,27 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def proposal(name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None) -> str:
-    """A row that might fit an unknown tensor, in TOML, with the reason for it.
+    """Return a row that might fit an unknown tensor, in TOML, with the reason for it.
 
     Shards of which one axis is the model's hidden size are cut on the other, as linear layers are; what has the hidden
     size on all its axes, although there are several shards, is not cut.
     """
+    # Numbers of layers and experts become patterns.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
     row = ["[[rule]]", f"pattern = '^{pattern}$'"]
     shape = shapes[0] if shapes else ()
-    others = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
+
+    # The hidden size is the axis that linear layers do not cut.
+    other_axes = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
     if len(set(shapes)) > 1:
         row += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
     elif not shape:
         row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
-    elif hidden_size is not None and not others:
+    elif hidden_size is not None and not other_axes:
         why = "the hidden size on every axis" + ("" if tp in (None, 1) else f", on each of {tp} TP ranks")
         row += [f'rule = "replicate"   # {why}']
-    elif hidden_size is not None and len(shape) == 2 and len(others) == 1:
-        row += ['rule = "split"   # the other axis is the hidden size', f"axis = {others[0]}"]
+    elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
+        row += ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
     elif len(shape) < 2:
         row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
     else:

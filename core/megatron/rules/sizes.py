@@ -13,7 +13,7 @@ class PartSize:
     """A size, in elements.
 
     Args:
-        text: as it was written.
+        text: the text of the rule.
         terms: a sum of products of numbers and names.
     """
 
@@ -21,14 +21,14 @@ class PartSize:
     terms: tuple[tuple[int | str, ...], ...]
 
     def value(self, sizes: Mapping[str, int]) -> int | None:
-        """The size, or None where a name in it is not known."""
+        """Return the size, or None if a name in it is not known."""
         factors = [[sizes.get(item) if isinstance(item, str) else item for item in term] for term in self.terms]
-        known = [[item for item in term if item is not None] for term in factors]
-        return None if known != factors else sum(map(prod, known))
+        known_factors = [[item for item in term if item is not None] for term in factors]
+        return None if known_factors != factors else sum(map(prod, known_factors))
 
 
 def parsed_size(text: object) -> PartSize | None:
-    """A size as a rule has it, or None for what is none."""
+    """Parse a size of a rule; None if it is not a size."""
     if isinstance(text, int) and not isinstance(text, bool):
         return PartSize(str(text), ((text,),)) if text > 0 else None
     if not isinstance(text, str):
@@ -47,9 +47,9 @@ class ShapeSize:
     """A size that the shape of a tensor tells.
 
     Args:
-        name: of the size.
+        name: name of the size.
         pattern: searched in the tensor's name.
-        axis: whose extent it is.
+        axis: axis whose extent is the size.
         args: what it should be by the arguments, or None where they do not say.
     """
 

@@ -1,10 +1,11 @@
-"""Reading the tables of layout rules, ``megatron/rules/*.toml`` and those of users; ``megatron.toml`` explains them."""
+"""Reading of the tables of layout rules: ``megatron/rules/*.toml``, which ``megatron.toml`` explains, and of users."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,52 +26,41 @@ _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 
 
 def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
-    """The table of ``megatron/rules/megatron.toml``, with a user's rows before it.
+    """Load the table of ``megatron/rules/megatron.toml``, with a user's rows before it.
 
     Args:
-        unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the whole tensor, and what
-            the ranks of the source hold must be equal.
+        extra: the user's file, or None.
+        unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the complete tensor, and the
+            ranks of the source must hold equal ones.
 
     Raises:
         UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
-        MissingShardError, StorageError: it cannot be read.
+        MissingShardError, StorageError: the file cannot be read.
     """
-    return _own_rules(unknown) if extra is None else _all_rules(extra, unknown)
+    return _load_own_rules(unknown) if extra is None else _load_all_rules(extra, unknown)
 
 
 @lru_cache
-def _own_rules(unknown: str) -> Rules:
-    """Return the project's rules, parsed once: planning one job after the other asks for them again and again."""
-    return _all_rules(None, unknown)
+def _load_own_rules(unknown: str) -> Rules:
+    """Load the project's rules, which are parsed once: planning one job after the other asks for them repeatedly."""
+    return _load_all_rules(None, unknown)
 
 
-def _all_rules(extra: Path | None, unknown: str) -> Rules:
+def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
+    """Load the project's rules, with those of a user before them."""
     label = "megatron.toml"
     table = tomllib.loads(files("core.megatron.rules").joinpath(label).read_text(encoding="utf-8"))
-    rules, stages = _rows(table, label=label)
-    buffers = _buffers(table, label=label)
-    sizes = _sizes(table, label=label)
+
+    # Rows of the user come first, so that they win.
+    rows = _parse_rows(table, label=label)
     if extra is not None:
-        label = str(extra)
-        with translate_os_errors(label, doing="read"):
-            data = extra.read_bytes()
-        try:
-            added = tomllib.loads(data.decode("utf-8"))
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
-            raise UsageError(f"the rules are not TOML: {err}", file=label) from err
-        strange = sorted(set(added) - {"rule", "stage", "buffer", "size"})
-        if strange:
-            hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
-            raise UsageError(f"unknown tables: {', '.join(strange)}", file=label, hint=hint)
-        more_rules, more_stages = _rows(added, label=label)
-        buffers = _buffers(added, label=label) + buffers
-        rules, stages = more_rules + rules, more_stages + stages
-        sizes = _sizes(added, label=label) + sizes
+        rows = _parse_rows(_read_user_table(extra), label=str(extra)).before(rows)
+    rules = rows.rules
     if unknown == "replicate":
-        rules.append(Rule(re.compile(""), "replicate", source=UNKNOWN_SOURCE, where=UNKNOWN_SOURCE))
+        rules = (*rules, Rule(re.compile(""), "replicate", source=UNKNOWN_SOURCE, where=UNKNOWN_SOURCE))
     return Rules(
-        rules=tuple(rules),
-        stages=tuple(stages),
+        rules=rules,
+        stages=rows.stages,
         fused_names=tuple((row["local"], row["fused"]) for row in table["name"]),
         expert_forms=tuple(
             ExpertForm(row["names"], re.compile(row["pattern"]), row.get("name"), row.get("rest"))
@@ -79,8 +69,8 @@ def _all_rules(extra: Path | None, unknown: str) -> Rules:
         stacks=tuple(table["stacks"]),
         models=(GPT, *(ModelKind(**{**row, "stacks": tuple(row["stacks"])}) for row in table["model"])),
         layer_order=tuple(table["order"]["layer"]),
-        buffers=tuple(buffers),
-        sizes=tuple(sizes),
+        buffers=rows.buffers,
+        sizes=rows.sizes,
         unstacked=tuple(table["unstacked"]),
         renamed=(str(table["renamed"][0]), str(table["renamed"][1])),
         inner=re.compile(table["inner"]),
@@ -88,85 +78,124 @@ def _all_rules(extra: Path | None, unknown: str) -> Rules:
     )
 
 
-def _rows(table: Mapping[str, object], *, label: str) -> tuple[list[Rule], list[tuple[re.Pattern[str], str]]]:
-    rules = [_rule(row, where=f"[[rule]] {n}", label=label) for n, row in _numbered(table, "rule", label)]
-    stages = []
+def _read_user_table(path: Path) -> Mapping[str, object]:
+    """Read a user's file of rules.
+
+    Raises:
+        UsageError: the file is not TOML, or has tables that nobody knows.
+        MissingShardError, StorageError: the file cannot be read.
+    """
+    label = str(path)
+    with translate_os_errors(label, doing="read"):
+        data = path.read_bytes()
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise UsageError(f"the rules are not TOML: {err}", file=label) from err
+    unknown = sorted(set(table) - {"rule", "stage", "buffer", "size"})
+    if unknown:
+        hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
+        raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint=hint)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a file that users may write as well."""
+
+    rules: tuple[Rule, ...]
+    stages: tuple[tuple[re.Pattern[str], str], ...]
+    buffers: tuple[re.Pattern[str], ...]
+    sizes: tuple[ShapeSize, ...]
+
+    def before(self, other: _Rows) -> _Rows:
+        """Return these rows followed by others, over which they win."""
+        return _Rows(
+            self.rules + other.rules,
+            self.stages + other.stages,
+            self.buffers + other.buffers,
+            self.sizes + other.sizes,
+        )
+
+
+def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
+    return _Rows(
+        rules=tuple(_parse_rule(row, where=f"[[rule]] {n}", label=label) for n, row in _numbered(table, "rule", label)),
+        stages=tuple(_parse_stages(table, label=label)),
+        buffers=tuple(_parse_buffers(table, label=label)),
+        sizes=tuple(_parse_sizes(table, label=label)),
+    )
+
+
+def _parse_stages(table: Mapping[str, object], *, label: str) -> Iterator[tuple[re.Pattern[str], str]]:
     for n, row in _numbered(table, "stage", label):
         if row.get("stage") not in STAGES or set(row) - {"pattern", "stage"}:
             raise UsageError(f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label)
-        stages.append((_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])))
-    return rules, stages
+        yield _compile_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])
 
 
-def _buffers(table: Mapping[str, object], *, label: str) -> list[re.Pattern[str]]:
-    found = []
+def _parse_buffers(table: Mapping[str, object], *, label: str) -> Iterator[re.Pattern[str]]:
     for n, row in _numbered(table, "buffer", label):
         if set(row) - {"pattern", "source"}:
             raise UsageError(f"[[buffer]] {n} has only a pattern and a source", file=label)
-        found.append(_pattern(row, where=f"[[buffer]] {n}", label=label))
-    return found
+        yield _compile_pattern(row, where=f"[[buffer]] {n}", label=label)
 
 
-def _sizes(table: Mapping[str, object], *, label: str) -> list[ShapeSize]:
-    sizes = []
+def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSize]:
     for n, row in _numbered(table, "size", label):
         where, name, axis = f"[[size]] {n}", row.get("name"), row.get("axis", 0)
         if not isinstance(name, str) or not name.isidentifier() or set(row) - _SIZE_FIELDS:
             raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
-        if not isinstance(axis, int) or not 0 <= axis < 8:
+        if not isinstance(axis, int) or not _is_axis(axis):
             raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
         args = parsed_size(row["args"]) if "args" in row else None
         if "args" in row and args is None:
-            raise UsageError(f"{where} has args {row['args']!r}, which is no size", file=label)
-        sizes.append(ShapeSize(name, _pattern(row, where=where, label=label), axis, args))
-    return sizes
+            raise UsageError(f"{where} has args {row['args']!r}, which is not a size", file=label)
+        yield ShapeSize(name, _compile_pattern(row, where=where, label=label), axis, args)
 
 
 def _numbered(table: Mapping[str, object], name: str, label: str) -> list[tuple[int, Mapping[str, object]]]:
+    """Return the rows of a list of tables, numbered from 1 as messages name them."""
     rows = table.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} is not a list of tables", file=label, hint=f"write [[{name}]]")
     return list(enumerate(rows, start=1))
 
 
-def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
-    def refuse(what: str) -> UsageError:
-        return UsageError(f"{where} {what}", file=label)
+def _is_axis(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 8
 
-    unknown = sorted(set(row) - _RULE_FIELDS)
-    if unknown:
-        raise refuse(f"has unknown fields: {', '.join(unknown)}")
-    kind, axis = row.get("rule"), row.get("axis")
-    if kind not in KINDS:
-        raise refuse(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
-    if kind in NEEDS_AXIS and not (isinstance(axis, int) and 0 <= axis < 8):
-        raise refuse("needs an axis, a small number from 0")
-    segments = _segments(row.get("parts"))
-    if segments is None:
-        raise refuse(
-            f"has parts {row['parts']!r}; it is whole, gated, or a list of sizes: numbers, arguments, sums and "
-            'products of them ("heads * channels"), or of such lists'
-        )
-    if segments and kind != "split" and not row.get("extent"):
-        raise refuse("has parts, but its rule is not split (nor does it have an extent)")
-    for name, allowed in (("group", ("tp", "etp")), ("unit", (None, "heads"))):
-        if name in row and row[name] not in allowed:
-            raise refuse(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
-    lists: dict[str, tuple[str, ...]] = {}
-    for name in ("extent", "divides", "names"):
-        value = row.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise refuse(f"has {name} that is no list of names")
-        lists[name] = tuple(value)
-    names = lists["names"]
-    if names and all(len(names) != len(parts) for parts in segments):
-        raise refuse("has names that are not one for each of its parts")
-    text = {name: row.get(name) for name in ("tied", "later", "single", "source")}
-    if any(value is not None and not isinstance(value, str) for value in text.values()):
-        raise refuse(f"has a field of {', '.join(text)} that is not text")
+
+class _RowError(ValueError):
+    """A problem with a row of rules, without the row's number and file."""
+
+
+def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
+    """Parse a row ``[[rule]]``.
+
+    Args:
+        where: the row, for messages.
+        label: file of the row, for messages.
+
+    Raises:
+        UsageError: a field is unknown or makes no sense.
+    """
+    try:
+        kind = _checked_kind(row)
+        segments = _checked_segments(row, kind)
+        _check_choice(row, "group", ("tp", "etp"))
+        _check_choice(row, "unit", (None, "heads"))
+        lists = {name: _checked_names(row, name) for name in ("extent", "divides", "names")}
+        names = lists["names"]
+        if names and all(len(names) != len(parts) for parts in segments):
+            raise _RowError("has names that are not one for each of its parts")
+        texts = _checked_texts(row)
+    except _RowError as err:
+        raise UsageError(f"{where} {err}", file=label) from None
+    axis = row.get("axis")
     return Rule(
-        pattern=_pattern(row, where=where, label=label),
-        kind=str(kind),
+        pattern=_compile_pattern(row, where=where, label=label),
+        kind=kind,
         axis=axis if isinstance(axis, int) else None,
         parts="named" if segments else str(row.get("parts", "whole")),
         segments=segments,
@@ -175,27 +204,80 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         unit=None if row.get("unit") is None else str(row["unit"]),
         divides=lists["divides"],
         extent=lists["extent"],
-        tied=None if text["tied"] is None else str(text["tied"]),
-        later=None if text["later"] is None else str(text["later"]),
-        single=None if text["single"] is None else str(text["single"]),
-        source=str(text["source"] or ""),
+        tied=texts["tied"],
+        later=texts["later"],
+        single=texts["single"],
+        source=texts["source"] or "",
         where=f"{label} {where}",
     )
 
 
-def _segments(parts: object) -> tuple[tuple[PartSize, ...], ...] | None:
-    """The lists of sizes that ``parts`` gives; () for ``whole`` and ``gated``, None for what makes no sense."""
+def _checked_kind(row: Mapping[str, object]) -> str:
+    """Return the kind of a rule, whose fields are known and which has the axis that it needs."""
+    unknown = sorted(set(row) - _RULE_FIELDS)
+    if unknown:
+        raise _RowError(f"has unknown fields: {', '.join(unknown)}")
+    kind = row.get("rule")
+    if kind not in KINDS:
+        raise _RowError(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
+    if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
+        raise _RowError("needs an axis, a small number from 0")
+    return str(kind)
+
+
+def _checked_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSize, ...], ...]:
+    """Return the lists of sizes in the field ``parts``; () for ``whole`` and ``gated``."""
+    segments = _parse_segments(row.get("parts"))
+    if segments is None:
+        raise _RowError(
+            f"has parts {row['parts']!r}; it is whole, gated, or a list of sizes: numbers, arguments, sums and "
+            'products of them ("heads * channels"), or of such lists'
+        )
+    if segments and kind != "split" and not row.get("extent"):
+        raise _RowError("has parts, but its rule is not split (nor does it have an extent)")
+    return segments
+
+
+def _parse_segments(parts: object) -> tuple[tuple[PartSize, ...], ...] | None:
+    """Parse the field ``parts``; None if it makes no sense."""
     if parts in (None, "whole", "gated"):
         return ()
     if not isinstance(parts, list) or not parts:
         return None
     lists = parts if all(isinstance(item, list) for item in parts) else [parts]
-    found = [tuple(parsed_size(item) for item in items) for items in lists]
-    sizes = tuple(tuple(item for item in items if item is not None) for items in found)
-    return sizes if all(sizes) and sizes == tuple(found) else None
+    segments: list[tuple[PartSize, ...]] = []
+    for items in lists:
+        sizes = [size for item in items if (size := parsed_size(item)) is not None]
+        if not items or len(sizes) != len(items):
+            return None
+        segments.append(tuple(sizes))
+    return tuple(segments)
 
 
-def _pattern(row: Mapping[str, object], *, where: str, label: str) -> re.Pattern[str]:
+def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | None, ...]) -> None:
+    if name in row and row[name] not in allowed:
+        raise _RowError(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
+
+
+def _checked_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
+    value = row.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _RowError(f"has {name} that is not a list of names")
+    return tuple(value)
+
+
+def _checked_texts(row: Mapping[str, object]) -> dict[str, str | None]:
+    """Return the fields of a rule that are text or absent."""
+    texts: dict[str, str | None] = {}
+    for name in ("tied", "later", "single", "source"):
+        value = row.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _RowError("has a field of tied, later, single, source that is not text")
+        texts[name] = value
+    return texts
+
+
+def _compile_pattern(row: Mapping[str, object], *, where: str, label: str) -> re.Pattern[str]:
     text = row.get("pattern")
     if not isinstance(text, str) or not text:
         raise UsageError(f"{where} has no pattern", file=label)

@@ -73,7 +73,7 @@ def test_sizes_that_a_version_cannot_run_are_refused() -> None:
             parse_version(version).check_sizes(tp=4, n_groups=2, has_layout=False)
         parse_version(version).check_sizes(tp=2, n_groups=2, has_layout=False)
     parse_version("0.16").check_sizes(tp=4, n_groups=2, has_layout=True)
-    with pytest.raises(UnsupportedError, match="knows no pipeline_model_parallel_layout"):
+    with pytest.raises(UnsupportedError, match="does not support pipeline_model_parallel_layout"):
         parse_version("0.12").check_sizes(tp=1, n_groups=2, has_layout=True)
 
 

@@ -219,5 +219,5 @@ def test_groups_without_names_go_by_the_arguments_or_are_refused() -> None:
     found = target_groups(target_of(by_decay, args, topology=Topology()), params)
     assert [found.settings[found.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
     unknown = Optimizer("float16", (ParamGroup(WD), ParamGroup({**WD, "lr_mult": 2.0})))
-    with pytest.raises(UnsupportedError, match="their settings do not tell"):
+    with pytest.raises(UnsupportedError, match="settings do not tell them"):
         target_groups(target_of(unknown, args, topology=Topology()), params)

@@ -151,7 +151,7 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
     key = "embedding.word_embeddings.weight"
     _, cut = global_form(golden, "dense_gqa", "tp4_pp1")
     assert cut.tensors[key].shape == (300, 64)
-    assert any("512 rows become 300 (300 true ones, no padding)" in note for note in cut.notes)
+    assert any("512 → 300 rows (vocabulary 300, padding removed)" in note for note in cut.notes)
     assert [fragment.box.offset[0] for fragment in cut.fragments(key)] == [0, 128, 256]
     _, kept = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
     assert kept.tensors[key].shape == (512, 64)
@@ -248,7 +248,7 @@ def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
     for changes, what in (
         ({"num_query_groups": 2}, "make 96 rows, but there are 128"),
-        ({"num_layers": 5}, "layers 4 of this stage's 5 are not there"),
+        ({"num_layers": 5}, "layers 4 of this stage's 5 are missing"),
         ({"num_layers": 3}, "layers 3 are beyond the 3"),
         ({"vocab_size": 5000}, "does not fit"),
     ):

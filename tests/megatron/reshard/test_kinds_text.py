@@ -128,7 +128,7 @@ def test_the_decoders_count_may_be_that_of_either_argument(saved: Path) -> None:
         found = unshard(replace(catalog, args=args), rules=RULES)
         assert "decoder.layers.3.cross_attention.linear_kv.weight" in found.tensors
     args = replaced(catalog.args, {"num_layers": 7, "decoder_num_layers": 5})
-    with pytest.raises(CorruptError, match="layers 4 of this stage's 5 are not there"):
+    with pytest.raises(CorruptError, match="layers 4 of this stage's 5 are missing"):
         unshard(replace(catalog, args=args), rules=RULES)
 
 

@@ -311,7 +311,7 @@ def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
     _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
     source = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
     tensors = {key: meta for key, meta in source.tensors.items() if key != "decoder.layers.1.mixer.conv1d.weight.C"}
-    with pytest.raises(MissingShardError, match="this one is not") as caught:
+    with pytest.raises(MissingShardError, match="this part of the parameter is missing") as caught:
         unshard(replace(source, format="torch_dist", tensors=tensors), rules=RULES)
     assert caught.value.key == "decoder.layers.1.mixer.conv1d.weight.C"
 
@@ -478,7 +478,7 @@ def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     file.write_text('[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", "two"]\n')
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)
-    assert "do not say how large one, two are" in error.message
+    assert "do not give the sizes one, two" in error.message
 
 
 @pytest.mark.parametrize("parts", ['"halves"', "[]", "[0]", '["a b"]', "[[1], 2]", '["-4"]'])

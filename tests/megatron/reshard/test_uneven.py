@@ -203,7 +203,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(golden: Path, tmp_path: Pat
     [
         (["--pp-new", 3], "PP sizes that do: 1, 2, 4"),
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
-        (["--decoder-first-pipeline-num-layers", 2], "needs more than one pipeline stage hint: say --pp-new"),
+        (["--decoder-first-pipeline-num-layers", 2], "needs more than one pipeline stage hint: use --pp-new"),
         (["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4], "leave 0 of 4 layers for 1 other"),
         (["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1], "3 layers do not divide over the 2"),
         (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"], "has 3 layers (t), but the model has 4"),

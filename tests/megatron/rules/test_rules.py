@@ -187,7 +187,7 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
         ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n", "group 'ep'; it is one of tp, etp"),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "no list of names"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "not a list of names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
         ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
         ("[rule]\npattern = 'a'\n", "not a list of tables"),

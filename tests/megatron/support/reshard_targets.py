@@ -7,7 +7,7 @@ from dataclasses import replace
 from core.catalog.catalog import catalog_of_arrays
 from core.catalog.optimizer_keys import Optimizer
 from core.megatron.model.args import facts_of
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.reshard_target import ReshardTarget
@@ -19,7 +19,7 @@ def target_of(
     args: object,
     *,
     topology: Topology,
-    facts: Facts | None = None,
+    facts: ModelFacts | None = None,
     version: MegatronVersion | None = None,
 ) -> ReshardTarget:
     """Return the destination of an optimizer; ``facts`` are those of ``args`` unless given."""

@@ -25,7 +25,7 @@ from core.catalog.stored import StoredArray, part_of
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatRun:
     """Consecutive elements of a flattened shard, and where they are stored.
 
     Args:
@@ -41,15 +41,15 @@ class Run:
     at: int
 
 
-def fragments_of_run(key: str, run: Run, pieces: Sequence[ShardPiece], *, shape: Shape) -> Iterator[Fragment]:
-    """The fragments of a global tensor that a run of one of its shards holds.
+def fragments_of_run(key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, shape: Shape) -> Iterator[Fragment]:
+    """Yield the fragments of a global tensor that a run of one of its shards holds.
 
     Args:
         key: the tensor.
-        run: of the shard.
+        run: a run of the shard.
         pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``); what they leave out
             (vocabulary padding) is in no fragment.
-        shape: of the shard, in elements.
+        shape: shape of the shard, in elements.
 
     Yields:
         In C order of the shard, boxes disjoint; every array is a part of ``run.array``.
@@ -67,13 +67,15 @@ def fragments_of_run(key: str, run: Run, pieces: Sequence[ShardPiece], *, shape:
             if common is None:
                 continue
             part = part_of(run.array, run.at + before, local.shape) if part is None else part
-            delta = (there - here for there, here in zip(piece.box.offset, piece.at, strict=True))
+            delta = (
+                global_start - local_start for global_start, local_start in zip(piece.box.offset, piece.at, strict=True)
+            )
             at = tuple(index - first for index, first in zip(common.offset, local.offset, strict=True))
             yield Fragment(key, common.shift(delta), part, at)
 
 
-def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[Run]:
-    """The parts of a run of a flat tensor that is stored as several arrays.
+def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[FlatRun]:
+    """Yield the parts of a run of a flat tensor that is stored as several arrays.
 
     Args:
         stored: (first element, array of one axis), in increasing order, without gaps.
@@ -87,5 +89,5 @@ def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> It
         first, array = stored[place]
         low, high = max(start, first), min(start + n, first + array.shape[0])
         if low < high:
-            yield Run(low - start, high - low, array, low - first)
+            yield FlatRun(low - start, high - low, array, low - first)
         place += 1

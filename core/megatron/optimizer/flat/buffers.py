@@ -37,7 +37,7 @@ MIN_BUCKET = 40_000_000
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter is.
+    """The place of a parameter in a buffer.
 
     Args:
         bucket: number of its bucket.
@@ -49,11 +49,11 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BufferLayout:
     """A buffer as files have it.
 
     Args:
-        slots: of the parameters, in the model's order.
+        slots: places of the parameters, in the model's order.
         buckets: elements of each bucket, without the padding at its end.
     """
 
@@ -67,12 +67,14 @@ class Layout:
 
 
 def aligned(offset: int) -> int:
-    """The next place at which a parameter may start."""
+    """Return the next offset at which a parameter may start."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out_buffer(sizes: Sequence[int], *, bucket_size: int | None, shared: frozenset[int] = frozenset()) -> Layout:
-    """Where Megatron puts parameters.
+def lay_out_buffer(
+    sizes: Sequence[int], *, bucket_size: int | None, shared: frozenset[int] = frozenset()
+) -> BufferLayout:
+    """Return the places that Megatron gives parameters in a buffer.
 
     Args:
         sizes: elements of the parameters, in the model's order.
@@ -94,11 +96,11 @@ def lay_out_buffer(sizes: Sequence[int], *, bucket_size: int | None, shared: fro
             before, end = before + end, 0
     if end:
         buckets.append(end)
-    return Layout(tuple(reversed(slots)), tuple(buckets))
+    return BufferLayout(tuple(reversed(slots)), tuple(buckets))
 
 
-def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALIGNMENT) -> Layout | None:
-    """Where parameters are in buckets of known sizes; None if they do not fit them.
+def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALIGNMENT) -> BufferLayout | None:
+    """Return the places of parameters in buckets of known sizes; None if they do not fit.
 
     Args:
         sizes: elements of the parameters, in the model's order.
@@ -116,18 +118,20 @@ def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALI
         slots.append(Slot(number, before + offset))
         end = offset + size
     is_full = number == len(buckets) - 1 and end == buckets[-1] if sizes else not buckets
-    return Layout(tuple(reversed(slots)), tuple(buckets)) if is_full else None
+    return BufferLayout(tuple(reversed(slots)), tuple(buckets)) if is_full else None
 
 
 Fits = Callable[[int, int], bool]
-"""Whether a parameter (its place in the model's order) may start at an element of the buffer."""
+"""Tells whether a parameter (its place in the model's order) may start at an element of the buffer."""
 
 _MAX_BRANCHES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Branch:
-    """A beginning of a layout: the number of its last start, where that parameter ends, where its bucket begins."""
+class _PartialLayout:
+    """The beginning of a layout: number of its last start, end of that parameter, start of its
+    bucket.
+    """
 
     last: int
     end: int
@@ -135,35 +139,36 @@ class _Branch:
 
 
 def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Sequence[int] = ()) -> list[list[int]]:
-    """Starts of the parameters in a file's buffer whose buckets nobody states.
+    """Find the starts of the parameters in a file's buffer whose buckets are not stated anywhere.
 
     Each starts where the one before ends (a new bucket), or at the next multiple of 64 of its bucket; megatron-core
     0.12 may pad to another multiple before an embedding that stages share.
 
     Args:
         sizes: elements of the parameters, in the model's order.
-        n_elements: of the buffer.
+        n_elements: elements of the buffer.
         fits: asked for every possible start.
         divisors: the other multiples that the beginning of a bucket may have been padded to.
 
     Returns:
         Every possibility, each in the model's order; [] if none fits, or if more than 64 do.
     """
+    # Grow all layouts at once, from the last parameter, and forget those that do not fit.
     numbers: dict[tuple[int, int], int] = {}  # (number before, start), in order of their numbers
-    branches = [_Branch(-1, 0, 0)]
+    branches = [_PartialLayout(-1, 0, 0)]
     for place in reversed(range(len(sizes))):
-        known: dict[int, bool] = {}
-        found: dict[tuple[int, int], _Branch] = {}
+        fits_at: dict[int, bool] = {}
+        next_branches: dict[tuple[int, int], _PartialLayout] = {}
         for branch in branches:
             for start, bucket in _candidates(branch, divisors):
                 end = start + sizes[place]
-                if start not in known:
-                    known[start] = end <= n_elements and fits(place, start)
-                if known[start]:
+                if start not in fits_at:
+                    fits_at[start] = end <= n_elements and fits(place, start)
+                if fits_at[start]:
                     last = numbers.setdefault((branch.last, start), len(numbers))
                     phase = (end - bucket) % lcm(ALIGNMENT, *divisors)
-                    found.setdefault((last, phase), _Branch(last, end, bucket))
-        branches = list(found.values())
+                    next_branches.setdefault((last, phase), _PartialLayout(last, end, bucket))
+        branches = list(next_branches.values())
         if len(branches) > _MAX_BRANCHES:
             return []
     before = list(numbers)
@@ -171,27 +176,27 @@ def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Seq
 
 
 def _starts(before: Sequence[tuple[int, int]], last: int) -> list[int]:
-    """The starts of a branch, its last one first."""
-    found = []
+    """Return the starts of a branch, its last one first."""
+    starts = []
     while last >= 0:
         last, start = before[last]
-        found.append(start)
-    return found
+        starts.append(start)
+    return starts
 
 
-def _candidates(branch: _Branch, divisors: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, beginning of its bucket) of what may follow."""
+def _candidates(branch: _PartialLayout, divisors: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, beginning of its bucket) of each place where the next parameter may begin."""
     used = branch.end - branch.bucket
-    found = [(branch.end, branch.end), (branch.bucket + aligned(used), branch.bucket)]
+    candidates = [(branch.end, branch.end), (branch.bucket + aligned(used), branch.bucket)]
     for divisor in (ALIGNMENT, *divisors):
         start = branch.bucket + -(-used // divisor) * divisor
-        found.append((start, start))
-    return list(dict.fromkeys(found))
+        candidates.append((start, start))
+    return list(dict.fromkeys(candidates))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucketing:
-    """What the training arguments say about buckets.
+    """The settings of buckets in the training arguments.
 
     Args:
         has_buckets: whether buffers are cut into buckets (``overlap_grad_reduce``); None where nothing says.
@@ -208,7 +213,7 @@ class Bucketing:
     n_ranks: int
 
     def bucket_size(self, *, pp_rank: int, vp_rank: int, n_params: int) -> int | None:
-        """Elements after which a bucket ends; None where there is only one.
+        """Return the elements after which a bucket ends; None where there is only one.
 
         Only the first stage's first chunk has several: the others' communication does not delay anybody.
 
@@ -221,18 +226,18 @@ class Bucketing:
 
 
 def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
-    """The bucketing of a run.
+    """Return the bucketing of a run.
 
     Args:
-        fields: its training arguments.
+        fields: training arguments of the run.
 
     Raises:
         UnsupportedError: its buffers are of a kind that is not handled.
         CorruptError: a size is no positive integer.
     """
-    for name, what in _OTHERS.items():
+    for name, owner in _OTHERS.items():
         if fields.get(name):
-            raise UnsupportedError(f"the optimizer's buffers are those of {what} ({name} is set)")
+            raise UnsupportedError(f"the optimizer's buffers are those of {owner} ({name} is set)")
     overlaps = fields.get("overlap_grad_reduce")
     n_ranks = (size_in(fields, "data_parallel_size") or 1) * (size_in(fields, "context_parallel_size") or 1)
     return Bucketing(

@@ -30,7 +30,7 @@ from core.pickle.inert import Global, TensorLeaf, as_mapping
 COALESCED = "buckets_coalesced"
 N_ELEMENTS = "numel_unpadded"
 PARAM = "param"
-"""What files call the masters."""
+"""Name of the masters in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Buffer:
     """A buffer as a file has it.
 
     Args:
-        number: its entry in the file.
-        dtype: of its parameters; None where the file does not say (before 2024-02).
+        number: number of the buffer in the file.
+        dtype: dtype of the parameters; None where the file does not say (before 2024-02).
         states: state → consecutive arrays of one axis; the masters are ``core.catalog.optimizer_keys.MASTER``.
-        n_elements: of each state.
+        n_elements: elements of each state.
         buckets: elements of every bucket, where the file says.
     """
 
@@ -52,7 +52,7 @@ class Buffer:
     buckets: tuple[int, ...] | None
 
     def place_of(self, state: str, start: int) -> tuple[StoredArray, int]:
-        """The array that holds an element of a state, and the element's number in it."""
+        """Return the array that holds an element of a state, and the element's number in it."""
         arrays = self.states[state]
         for array in arrays:
             if start < array.shape[0]:
@@ -66,7 +66,7 @@ class OptimFile:
     """A distrib_optim.pt that is to be written.
 
     Args:
-        content: its tree.
+        content: tree of the file.
         joined: key of each leaf → the flat array.
     """
 
@@ -75,14 +75,16 @@ class OptimFile:
 
 
 def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | None]:
-    """The optimizers of a file: one, or several that are chained; None for one that another rank has.
+    """Return the optimizers of a file: one, or several that are chained.
+
+    None stands for an optimizer that another rank has.
 
     Raises:
-        CorruptError: it is neither.
+        CorruptError: the content is neither.
     """
-    found = content if isinstance(content, list) else [content]
+    items = content if isinstance(content, list) else [content]
     members: list[Mapping[object, object] | None] = []
-    for member in found:
+    for member in items:
         mapping = as_mapping(member)
         if mapping is None and (member is not None or not isinstance(content, list)):
             raise CorruptError(f"the optimizer's buffers are a {type(member).__name__}, not a dict", rank=rank)
@@ -93,7 +95,7 @@ def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | 
 def buffers_of(
     member: Mapping[object, object], array_of: Callable[[TensorLeaf], StoredArray], *, rank: str
 ) -> list[Buffer]:
-    """The buffers of one optimizer, in order.
+    """Return the buffers of one optimizer, in order.
 
     Raises:
         CorruptError: an entry is not what Megatron writes, or lengths differ.
@@ -101,9 +103,9 @@ def buffers_of(
     """
     entries = {number: as_mapping(value) for number, value in member.items() if isinstance(number, int)}
     entries = {number: value for number, value in entries.items() if not isinstance(number, bool)}
-    others = [key for key in member if key not in entries and key not in (COALESCED, *_PER_BUCKET)]
-    if others or sorted(entries) != list(range(len(entries))):
-        raise CorruptError(f"the optimizer's buffers are {[*entries, *others]}, not numbered from 0", rank=rank)
+    unknown = [key for key in member if key not in entries and key not in (COALESCED, *_PER_BUCKET)]
+    if unknown or sorted(entries) != list(range(len(entries))):
+        raise CorruptError(f"the optimizer's buffers are {[*entries, *unknown]}, not numbered from 0", rank=rank)
     return [_buffer(number, entries[number], array_of, rank=rank) for number in range(len(entries))]
 
 
@@ -117,29 +119,43 @@ def _buffer(
     *,
     rank: str,
 ) -> Buffer:
+    """Return one buffer of an optimizer."""
     if entry is None or len(entry) != 1:
         raise CorruptError(f"buffer {number} should have one entry, by its dtypes", rank=rank)
     ((key, value),) = entry.items()
     tensors = as_mapping(value) or {}
     dtype = dtype_of_key(key, where=f"buffer {number}", rank=rank)
+
+    # Entries that are not tensors, such as the number of elements, are not states.
     states: dict[str, tuple[StoredArray, ...]] = {}
-    for name, held in tensors.items():
-        leaves = held if isinstance(held, list) else [held]
+    for name, value_of_state in tensors.items():
+        leaves = value_of_state if isinstance(value_of_state, list) else [value_of_state]
         arrays = tuple(array_of(leaf) for leaf in leaves if isinstance(leaf, TensorLeaf))
         if arrays and len(arrays) == len(leaves):
             states[MASTER if name == PARAM else str(name)] = arrays
     if MASTER not in states:
         raise CorruptError(f"buffer {number} has no masters ({PARAM!r})", rank=rank)
-    lengths = {state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()}
-    wanted = lengths[MASTER]
-    for state, found in lengths.items():
-        if found != wanted:
-            raise CorruptError(f"state {state} of buffer {number} has {found} elements, not {wanted}", rank=rank)
-    stated = tensors.get(N_ELEMENTS, sum(wanted))
-    if stated != sum(wanted):
-        raise CorruptError(f"buffer {number} should have {stated} elements, but has {sum(wanted)}", rank=rank)
+    lengths = _checked_lengths(number, states, tensors, rank=rank)
     is_listed = isinstance(tensors.get(PARAM), list)
-    return Buffer(number, dtype, states, sum(wanted), wanted if is_listed else None)
+    return Buffer(number, dtype, states, sum(lengths), lengths if is_listed else None)
+
+
+def _checked_lengths(
+    number: int, states: Mapping[str, Sequence[StoredArray]], tensors: Mapping[object, object], *, rank: str
+) -> tuple[int, ...]:
+    """Return the elements of each array of a state.
+
+    All states must have the same, and they must add up to the number that the file states.
+    """
+    lengths = {state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()}
+    expected = lengths[MASTER]
+    for state, length in lengths.items():
+        if length != expected:
+            raise CorruptError(f"state {state} of buffer {number} has {length} elements, not {expected}", rank=rank)
+    stated = tensors.get(N_ELEMENTS, sum(expected))
+    if stated != sum(expected):
+        raise CorruptError(f"buffer {number} should have {stated} elements, but has {sum(expected)}", rank=rank)
+    return expected
 
 
 def _length(array: StoredArray, rank: str) -> int:
@@ -149,26 +165,28 @@ def _length(array: StoredArray, rank: str) -> int:
 
 
 def dtype_of_key(key: object, *, where: str, rank: str) -> str | None:
-    """The parameters' dtype that a buffer's key states; None for a key that only states the gradients'.
+    """Return the parameters' dtype that a buffer's key states.
+
+    None for a key that only states the gradients' dtype.
 
     Raises:
         CorruptError: the key states no dtype.
-        UnsupportedError: it is that of FP8 parameters.
+        UnsupportedError: the dtype is that of FP8 parameters.
     """
     if isinstance(key, Global):
         return None
     names: Sequence[object] = key if isinstance(key, tuple) else ()
     if len(names) != 2 or not all(isinstance(name, Global) and name.module == "torch" for name in names):
-        raise CorruptError(f"{where} is called {key!r}, which are no two dtypes", rank=rank)
+        raise CorruptError(f"{where} is called {key!r}, which is not a pair of dtypes", rank=rank)
     name = names[0].name if isinstance(names[0], Global) else ""
     return checked_dtype(name, where=where, rank=rank)
 
 
 def checked_dtype(name: str, *, where: str, rank: str) -> str:
-    """A dtype of parameters by torch's name.
+    """Return a dtype of parameters by torch's name.
 
     Raises:
-        CorruptError: there is no such dtype.
+        CorruptError: the dtype is not known.
         UnsupportedError: the parameters are FP8.
     """
     if name == "uint8":

@@ -21,7 +21,7 @@ class FlatParam:
 
     Args:
         name: for messages.
-        n: its elements.
+        n: elements of the parameter.
         is_shared: an embedding that pipeline stages share.
     """
 
@@ -36,7 +36,7 @@ class FlatSpace:
 
     Args:
         params: in the model's order.
-        n_elements: of the buffer.
+        n_elements: elements of the buffer.
         buckets: elements of every bucket, where they are stored.
         bucketing: what the arguments say.
         chunk: (virtual stage, pipeline stage).
@@ -61,19 +61,30 @@ class FlatSpace:
         return [param.n for param in self.params]
 
 
-def starts_in(
+@dataclass(frozen=True, slots=True)
+class ParamStarts:
+    """The elements at which the parameters of a buffer begin.
+
+    Args:
+        starts: elements of the buffer before each parameter, in the model's order.
+        notes: what the user should know about it.
+    """
+
+    starts: list[int]
+    notes: tuple[str, ...] = ()
+
+
+def find_starts(
     space: FlatSpace,
     fits: Callable[[int, int], bool] | None,
-    notes: list[str],
     *,
     all_fit: Callable[[Sequence[int]], bool] | None = None,
-) -> list[int]:
-    """Where every parameter begins in a buffer, in elements.
+) -> ParamStarts:
+    """Find where every parameter begins in a buffer.
 
     Args:
         fits: whether the masters of a parameter (its place) may begin at an element, by their values; None where there
             are no values to look at.
-        notes: takes what the user should know.
         all_fit: whether all parameters fit where they are said to begin: what ``fits`` says of each, asked at once.
 
     Raises:
@@ -85,21 +96,23 @@ def starts_in(
             continue
         tried.append(starts)
         if fits is None:
-            return starts
+            return ParamStarts(starts)
         if all_fit(starts) if all_fit is not None else all(map(fits, range(len(starts)), starts)):
-            return starts
-    found: list[list[int]] = []
+            return ParamStarts(starts)
+
+    # The arguments may not describe the run that saved: search for starts at which all values fit.
+    possible: list[list[int]] = []
     if fits is not None and space.buckets is None:
         divisors = [lcm(space.n_copies, 128)] if any(param.is_shared for param in space.params) else []
-        found = discover(space.sizes, space.n_elements, fits, divisors=divisors)
-    if len(found) == 1:
-        notes.append(
+        possible = discover(space.sizes, space.n_elements, fits, divisors=divisors)
+    if len(possible) == 1:
+        note = (
             f"{space.rank}: where parameters lie in {space.label} of the optimizer was found by comparing masters with "
             "weights; the training arguments say otherwise"
         )
-        return found[0]
-    if found:
-        places = [place for place, starts in enumerate(zip(*found, strict=True)) if len(set(starts)) > 1]
+        return ParamStarts(possible[0], (note,))
+    if possible:
+        places = [place for place, starts in enumerate(zip(*possible, strict=True)) if len(set(starts)) > 1]
         raise UnsupportedError(
             f"where parameters lie in {space.label} of the optimizer is not certain: "
             f"{_listed([space.params[place].name for place in places])} may begin at several places",
@@ -110,28 +123,30 @@ def starts_in(
 
 
 def _computed(space: FlatSpace) -> list[list[int]]:
-    """The layouts that the arguments, or the buckets' sizes, allow; the likeliest first."""
+    """Return the layouts that the arguments, or the buckets' sizes, allow; the likeliest first."""
     sizes = space.sizes
     if space.buckets is not None:
         fitted = [fit_buckets(sizes, space.buckets), fit_buckets(sizes, space.buckets, step=1)]
         return [[slot.start for slot in layout.slots] for layout in fitted if layout is not None]
     shared = frozenset(place for place, param in enumerate(space.params) if param.is_shared)
     vp_rank, pp_rank = space.chunk
-    said = space.bucketing.has_buckets
+    stated = space.bucketing.has_buckets
     wanted = [
         replace(space.bucketing, has_buckets=has).bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
-        for has in ((False, True) if said is None else (said,))
+        for has in ((False, True) if stated is None else (stated,))
     ]
     layouts = [lay_out_buffer(sizes, bucket_size=size, shared=shared) for size in wanted]
     return [[slot.start for slot in layout.slots] for layout in layouts if layout.n_elements == space.n_elements]
 
 
 def _contradiction(space: FlatSpace, tried: list[list[int]], fits: Callable[[int, int], bool] | None) -> str:
-    """Why no layout is right."""
-    what = f"{space.label} of the optimizer has {space.n_elements} elements"
+    """Return the reason why no layout is right, in words."""
+    buffer = f"{space.label} of the optimizer has {space.n_elements} elements"
     if not tried or fits is None:
         n_params = sum(space.sizes)
-        return f"{what}, the {len(space.params)} parameters it should hold {n_params}: no layout of Megatron's has both"
+        return (
+            f"{buffer}, the {len(space.params)} parameters it should hold {n_params}: no layout of Megatron's has both"
+        )
     for starts in tried:
         for place in reversed(range(len(starts))):
             if not fits(place, starts[place]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.errors import CorruptError
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import Bucketing
 from core.megatron.rules.rules import Rules
@@ -24,7 +24,7 @@ class Member:
 
     Args:
         chunks: the model chunks that it has parameters of.
-        is_expert: of distributed experts, or of all others.
+        is_expert: it is for distributed experts, not for all other parameters.
     """
 
     chunks: tuple[int, ...]
@@ -32,7 +32,7 @@ class Member:
 
 
 def members_at(topology: Topology, bucketing: Bucketing, *, has_experts: bool) -> list[Member]:
-    """The optimizers of a rank.
+    """Return the optimizers of a rank.
 
     Args:
         has_experts: whether one is of distributed experts.
@@ -43,25 +43,25 @@ def members_at(topology: Topology, bucketing: Bucketing, *, has_experts: bool) -
 
 
 def members_of_file(topology: Topology, bucketing: Bucketing, *, n_members: int, rank: str) -> list[Member]:
-    """The optimizers of a rank whose file holds that many.
+    """Return the optimizers of a rank whose file holds that many.
 
     Raises:
         CorruptError: Megatron makes no such number.
     """
     usual = members_at(topology, bucketing, has_experts=topology.ep > 1)
-    for found in (usual, members_at(topology, bucketing, has_experts=False)):
-        if len(found) == n_members:
-            return found
+    for members in (usual, members_at(topology, bucketing, has_experts=False)):
+        if len(members) == n_members:
+            return members
     raise CorruptError(f"the file holds {n_members} optimizers; with {topology} it should be {len(usual)}", rank=rank)
 
 
 def is_distributed_expert(name: str, topology: Topology, rules: Rules) -> bool:
-    """Whether a parameter is of experts that expert parallel ranks distribute."""
+    """Return whether a parameter belongs to experts that expert parallel ranks distribute."""
     return topology.ep > 1 and rules.expert_of(name) is not None
 
 
-def is_shared_embedding(name: str, topology: Topology, facts: Facts, rules: Rules) -> bool:
-    """Whether a parameter is an embedding that pipeline stages share, with a copy in each.
+def is_shared_embedding(name: str, topology: Topology, facts: ModelFacts, rules: Rules) -> bool:
+    """Return whether a parameter is an embedding that pipeline stages share, with a copy in each.
 
     The last stage has one as its output layer, if the two are tied, that of multi-token prediction another.
     """

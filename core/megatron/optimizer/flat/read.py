@@ -11,7 +11,7 @@ coalesced (2024-02). Not read: buffers of FP8 parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from core.catalog.catalog import Catalog
@@ -22,11 +22,11 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError,
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
 from core.megatron.optimizer.flat.groups import shared_groups
-from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, starts_in
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts
 from core.megatron.optimizer.flat.params import is_distributed_expert, is_shared_embedding, members_of_file
 from core.megatron.optimizer.proof import are_masters, is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
@@ -37,13 +37,15 @@ from core.pickle.inert import TensorLeaf
 def read_flat(
     catalog: Catalog,
     files: Sequence[RankFile],
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     store: ReadStore | None,
     report: Report = raising,
 ) -> RankStates:
-    """The distributed optimizer of a rank catalog; see ``core.megatron.reshard.rank_optimizer.read_states``.
+    """Read the distributed optimizer of a rank catalog.
+
+    ``core.megatron.reshard.rank_optimizer.read_states`` explains the arguments.
 
     Raises:
         MissingShardError: no rank has the optimizer of some parameter.
@@ -52,42 +54,44 @@ def read_flat(
     """
     ranks = catalog.facet(RankFacts)
     assert ranks is not None, "a rank catalog lists what its files hold"
-    reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.args)))
-    notes: list[str] = []
+    reader = _BufferReader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.args)))
     states: list[ParamState] = []
     unread: set[str] = set()
     for file in files:
         content = ranks.optim_files.get(facts.topology.coords(file.rank))
         try:
             if content is not None:
-                states += reader.states(file, content, notes)
+                states += reader.read_states(file, content)
         except CheckpointingException as err:
             report(err.breaking("optim.buffers"))
             unread.add(file.folder)
     _check_covered([file for file in files if file.folder not in unread], states, facts, rules, report)
-    beside: dict[str, list[StoredArray]] = {}
+
+    # Tensors among the settings of groups, and other entries, have a copy in the file of each rank.
+    copies: dict[str, list[StoredArray]] = {}
 
     def note(key: str, old: str) -> None:
-        beside.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
+        copies.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
 
     entries = [(file.folder, file.root.get(OPTIMIZER)) for file in files]
     shared = shared_groups(entries, note, report=report)
     names = dict.fromkeys(state.state for state in states if state.state != MASTER)
-    return RankStates(shared.optimizer(names), states, beside=beside, notes=tuple(notes))
+    return RankStates(shared.optimizer(names), states, beside=copies, notes=tuple(reader.notes))
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads the buffers of single ranks."""
+class _BufferReader:
+    """Reads the buffers of single ranks, and keeps what the user should know about them in ``notes``."""
 
     catalog: Catalog
-    facts: Facts
+    facts: ModelFacts
     rules: Rules
     store: ReadStore | None
     bucketing: Bucketing
+    notes: list[str] = field(default_factory=list)
 
-    def states(self, file: RankFile, content: object, notes: list[str]) -> Iterator[ParamState]:
-        """The states that a rank's distrib_optim.pt holds."""
+    def read_states(self, file: RankFile, content: object) -> Iterator[ParamState]:
+        """Yield the states that a rank's distrib_optim.pt holds."""
         members = members_of(content, rank=file.folder)
         parts = members_of_file(self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder)
         n_rank = sum(prod(param.array.shape) for param in file.params)
@@ -96,49 +100,50 @@ class _Reader:
                 continue
             buffers = iter(buffers_of(member, self.array_of, rank=file.folder))
             for vp_rank in part.chunks:
-                held = [
+                params = [
                     param
                     for param in file.params
                     if param.chunk.where[0] == vp_rank
                     and part.is_expert == is_distributed_expert(param.name, self.facts.topology, self.rules)
                     and self.rules.is_param(_global_name(param))
                 ]
-                yield from self._chunk_states(file, held, buffers, n_rank, notes)
+                yield from self._read_chunk(file, params, buffers, n_rank)
             extra = next(buffers, None)
             if extra is not None:
                 raise CorruptError(f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder)
 
     def array_of(self, leaf: TensorLeaf) -> StoredArray:
-        """The array of a leaf."""
+        """Return the array of a leaf."""
         array = self.catalog.fragments(leaf.key)[0].array
         assert array is not None
         return array
 
-    def _chunk_states(
-        self, file: RankFile, held: Sequence[Param], buffers: Iterator[Buffer], n_rank: int, notes: list[str]
+    def _read_chunk(
+        self, file: RankFile, params: Sequence[Param], buffers: Iterator[Buffer], n_rank: int
     ) -> Iterator[ParamState]:
-        """The states of one model chunk: one buffer a dtype, in the order in which dtypes appear."""
-        left = list(held)
-        while left:
+        """Yield the states of one model chunk: it has a buffer for each dtype, in the order in which dtypes appear."""
+        unread = list(params)
+        while unread:
             buffer = next(buffers, None)
             if buffer is None:
-                raise CorruptError(f"no buffer holds {left[0].name}", rank=file.folder)
-            dtype = left[0].array.dtype
+                raise CorruptError(f"no buffer holds {unread[0].name}", rank=file.folder)
+            dtype = unread[0].array.dtype
             if buffer.dtype not in (None, dtype):
                 raise CorruptError(
                     f"buffer {buffer.number} is of {buffer.dtype} parameters, but should be of {dtype} ones, such as "
-                    f"{left[0].name}",
+                    f"{unread[0].name}",
                     rank=file.folder,
                 )
-            mine = [param for param in left if buffer.dtype is None or param.array.dtype == dtype]
-            left = [param for param in left if buffer.dtype is not None and param.array.dtype != dtype]
-            yield from self._buffer_states(file, mine, buffer, n_rank, notes)
+            of_buffer = [param for param in unread if buffer.dtype is None or param.array.dtype == dtype]
+            unread = [param for param in unread if buffer.dtype is not None and param.array.dtype != dtype]
+            yield from self._read_buffer(file, of_buffer, buffer, n_rank)
 
-    def _buffer_states(
-        self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int, notes: list[str]
+    def _read_buffer(
+        self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int
     ) -> Iterator[ParamState]:
+        """Yield the states in one buffer; where masters can be read, they prove where each parameter is."""
         space = FlatSpace(
-            params=[self._flat(param) for param in params],
+            params=[self._flat_param(param) for param in params],
             n_elements=buffer.n_elements,
             buckets=buffer.buckets,
             bucketing=self.bucketing,
@@ -148,6 +153,8 @@ class _Reader:
             label=f"buffer {buffer.number}",
             rank=file.folder,
         )
+
+        # The layout that the arguments give is believed only if masters round to weights in it.
         store = self.store
 
         def fits(place: int, start: int) -> bool:
@@ -166,25 +173,26 @@ class _Reader:
                 pairs.append((master, param.array))
             return are_masters(store, pairs, bind=self.catalog.bind)
 
-        starts = starts_in(space, None if store is None else fits, notes, all_fit=all_fit)
-        for param, start in zip(params, starts, strict=True):
+        result = find_starts(space, None if store is None else fits, all_fit=all_fit)
+        self.notes.extend(result.notes)
+        for param, start in zip(params, result.starts, strict=True):
             for state in buffer.states:
                 part = _part(buffer, state, start, param.array)
                 assert part is not None, "a layout puts parameters into buckets"
                 yield ParamState(param, state, part)
 
-    def _flat(self, param: Param) -> FlatParam:
+    def _flat_param(self, param: Param) -> FlatParam:
         is_shared = is_shared_embedding(_global_name(param), self.facts.topology, self.facts, self.rules)
         return FlatParam(param.name, prod(param.array.shape), is_shared)
 
 
 def _global_name(param: Param) -> str:
-    """A name of the parameter in the whole model: of the first expert, where it holds several."""
+    """Return a global name of the parameter: that of the first expert, where it holds several."""
     return param.chunk.global_names(param.name)[0][1]
 
 
 def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> StoredArray | None:
-    """A parameter's part of a state, or None if no one array holds it."""
+    """Return a parameter's part of a state, or None if no single array holds it."""
     array, at = buffer.place_of(state, start)
     if at + prod(weight.shape) > array.shape[0]:
         return None
@@ -192,9 +200,9 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
 
 
 def _check_covered(
-    files: Sequence[RankFile], states: Sequence[ParamState], facts: Facts, rules: Rules, report: Report
+    files: Sequence[RankFile], states: Sequence[ParamState], facts: ModelFacts, rules: Rules, report: Report
 ) -> None:
-    """Some rank has the states of every shard of every parameter; what is wrong names the rank and its first one."""
+    """Report the ranks with parameters of which no file has the optimizer's states."""
     etp = facts.topology.expert_tp
 
     def shard(param: Param) -> tuple[object, ...]:
@@ -203,9 +211,10 @@ def _check_covered(
             return (param.chunk.where, param.name, rank.tp % etp, rank.ep)
         return (param.chunk.where, param.name, rank.tp)
 
-    found = {shard(state.param) for state in states if state.state == MASTER}
+    # Every shard has a master, whatever its other states.
+    covered = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
-        lost = [param for param in file.params if shard(param) not in found and rules.is_param(_global_name(param))]
+        lost = [param for param in file.params if shard(param) not in covered and rules.is_param(_global_name(param))]
         if lost:
             more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
             error = MissingShardError(

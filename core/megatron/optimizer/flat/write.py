@@ -17,12 +17,12 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
-from core.megatron.extras.common_state import with_arrays
+from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.args import fields_of
 from core.megatron.model.new_args import dp_at
 from core.megatron.model.topology import Rank
 from core.megatron.model.version import MegatronVersion
-from core.megatron.optimizer.flat.buffers import Layout, bucketing_of, lay_out_buffer
+from core.megatron.optimizer.flat.buffers import BufferLayout, bucketing_of, lay_out_buffer
 from core.megatron.optimizer.flat.content import COALESCED, N_ELEMENTS, PARAM, OptimFile
 from core.megatron.optimizer.flat.groups import GROUPS
 from core.megatron.optimizer.flat.params import Member, is_distributed_expert, is_shared_embedding, members_at
@@ -36,7 +36,7 @@ _FP32 = "float32"
 
 
 class FlatFiles:
-    """The distributed optimizer at a destination of rank files: ``OptimizerFiles``.
+    """The distributed optimizer at a destination of rank files.
 
     Raises:
         UnsupportedError: the arguments do not say how the target's buffers look, or a state has no place there.
@@ -52,6 +52,8 @@ class FlatFiles:
         self.dropped: list[str] = []
         self._target = target
         self._args = {**fields_of(target.args), "data_parallel_size": dp_at(target.args, target.topology)}
+
+        # The target's own arguments decide how its buffers are laid out.
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(
@@ -80,7 +82,7 @@ class FlatFiles:
                     )
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """See ``OptimizerFiles``."""
+        """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
         place = f"{folder}:distrib_optim"
         listed = self._groups.order(list(dict.fromkeys(param.key for param in params if param.key in self._trained)))
         has_experts = any(map(self._groups.is_expert, listed))  # without any, only where empty groups are listed
@@ -116,15 +118,15 @@ class FlatFiles:
         content: dict[object, object] = {COALESCED: True}
         n_rank = sum(prod(self._target.cuts[p.key].shard_shape) for p in params if self._target.rules.is_param(p.key))
         for vp_rank in member.chunks:
-            for dtype, held in self._buffers(params, vp_rank, is_expert=member.is_expert):
+            for dtype, of_buffer in self._buffers(params, vp_rank, is_expert=member.is_expert):
                 number = len(content) - 1
-                layout = self._layout(held, (vp_rank, rank.pp), n_rank)
+                layout = self._layout(of_buffer, (vp_rank, rank.pp), n_rank)
                 key = (Global("torch", DTYPES[dtype].name), Global("torch", self._grad_dtype(dtype)))
                 entry: dict[object, object] = {}
                 for state in self._states:
                     name = PARAM if state == MASTER else state
                     array_name = f"{place}.{number}.{key}.{name}"
-                    joined[array_name] = self._joined(array_name, state, held, layout, rank, coords)
+                    joined[array_name] = self._joined(array_name, state, of_buffer, layout, rank, coords)
                     entry[name] = TensorLeaf(array_name)
                 content[number] = {key: {**entry, N_ELEMENTS: layout.n_elements}}
         return content
@@ -142,18 +144,20 @@ class FlatFiles:
                 by_dtype.setdefault(self._target.catalog.tensors[param.key].dtype, []).append(param)
         yield from by_dtype.items()
 
-    def _layout(self, held: Sequence[HeldParam], chunk: tuple[int, int], n_rank: int) -> Layout:
-        """Return where the parameters of a buffer are.
+    def _layout(self, of_buffer: Sequence[HeldParam], chunk: tuple[int, int], n_rank: int) -> BufferLayout:
+        """Return the layout of a buffer's parameters.
 
         Raises:
             UnsupportedError: the arguments do not say.
         """
-        sizes = [prod(self._target.cuts[param.key].shard_shape) for param in held]
+        sizes = [prod(self._target.cuts[param.key].shard_shape) for param in of_buffer]
         shared = frozenset(
             i
-            for i, param in enumerate(held)
+            for i, param in enumerate(of_buffer)
             if is_shared_embedding(param.name, self._target.topology, self._target.facts, self._target.rules)
         )
+
+        # Where the arguments do not say whether there are buckets, both layouts must be the same.
         stated = self._bucketing.has_buckets
         layouts = []
         for has_buckets in (True, False) if stated is None else (stated,):
@@ -161,17 +165,17 @@ class FlatFiles:
             size = bucketing.bucket_size(pp_rank=chunk[1], vp_rank=chunk[0], n_params=n_rank)
             layouts.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
         for layout in layouts:
-            self._check_old(layout, shared, held)
+            self._check_old(layout, shared, of_buffer)
         if len({layout.slots for layout in layouts}) > 1:
             raise UnsupportedError(
                 "the training arguments do not say whether the optimizer's buffers are cut into buckets "
                 "(overlap_grad_reduce), so Megatron could not load them",
-                key=held[0].key,
+                key=of_buffer[0].key,
                 hint=_HINT,
             )
         return layouts[0]
 
-    def _check_old(self, layout: Layout, shared: frozenset[int], held: Sequence[HeldParam]) -> None:
+    def _check_old(self, layout: BufferLayout, shared: frozenset[int], of_buffer: Sequence[HeldParam]) -> None:
         """Raise if a version before 0.15 lays a buffer out otherwise.
 
         Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends without its padding.
@@ -183,9 +187,9 @@ class FlatFiles:
             number = layout.slots[place].bucket
             if number and layout.buckets[number - 1] % unit:
                 raise UnsupportedError(
-                    f"the bucket before this shared embedding has {layout.buckets[number - 1]} elements, which are no "
-                    f"multiple of {unit}: megatron-core {self._target.version} lays out its buffers otherwise",
-                    key=held[place].key,
+                    f"the bucket before this shared embedding has {layout.buckets[number - 1]} elements, which is not "
+                    f"a multiple of {unit}: megatron-core {self._target.version} lays out its buffers otherwise",
+                    key=of_buffer[place].key,
                     hint=_HINT,
                 )
 
@@ -203,11 +207,11 @@ class FlatFiles:
         return _FP32 if in_fp32 else DTYPES[dtype].name
 
     def _joined(
-        self, name: str, state: str, held: Sequence[HeldParam], layout: Layout, rank: Rank, coords: Coords
+        self, name: str, state: str, of_buffer: Sequence[HeldParam], layout: BufferLayout, rank: Rank, coords: Coords
     ) -> JoinedArray:
         """Return one state of a buffer: the last parameter comes first."""
         parts = []
-        for param, slot in zip(reversed(held), reversed(layout.slots), strict=True):
+        for param, slot in zip(reversed(of_buffer), reversed(layout.slots), strict=True):
             key = state_key(state, param.key)
             array = PlannedArray(f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords)
             self._held.setdefault(key, []).append((rank, array))
@@ -232,11 +236,13 @@ class FlatFiles:
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
         """Return entries whose tensors, if any, are arrays of this rank."""
-        copy = with_arrays(self._target.catalog, dict(entries), place, coords, self.beside)
-        assert isinstance(copy, dict)
-        return copy
+        entry = plan_entry(self._target.catalog, dict(entries), place, coords)
+        for key, array in entry.arrays:
+            self.beside.setdefault(key, []).append(array)
+        assert isinstance(entry.value, dict)
+        return entry.value
 
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """See ``OptimizerFiles``."""
+        """Return the fragments of one state, once all ranks have been added."""
         cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))

@@ -35,8 +35,8 @@ class StoredGroup:
 
     Args:
         settings: without ``params``.
-        states: of each of its parameters, by name; the number of steps is among them.
-        masters: those that are stored; None without masters.
+        states: states of each of its parameters, by name; the number of steps is among them.
+        masters: the masters that are stored; None without masters.
     """
 
     settings: Mapping[str, object]
@@ -49,7 +49,7 @@ class StoredOptimizer:
     """All members of a rank's optimizer.
 
     Args:
-        groups: of all members, one after the other.
+        groups: groups of all members, one after the other.
         entries: others of the members, of each member by name.
         has_masters: it is a Float16Optimizer.
     """
@@ -60,7 +60,7 @@ class StoredOptimizer:
 
 
 def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> StoredOptimizer:
-    """The optimizer of a rank.
+    """Return the optimizer of a rank.
 
     Args:
         value: the entry.
@@ -68,7 +68,7 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
         report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is given.
 
     Raises:
-        MissingShardError: it has none.
+        MissingShardError: the rank has no optimizer.
         UnsupportedError: members of several kinds.
         CorruptError: the entry is not as above.
     """
@@ -76,6 +76,7 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     if len({member.has_masters for member in members}) > 1:
         raise CorruptError("only some of the chained optimizers have masters", rank=rank)
     if len(members) > 1:
+        # Megatron chains one optimizer for dense parameters and one for experts.
         kinds = [{bool(group.settings.get(EXPERT)) for group in member.groups} for member in members]
         if kinds != [{False}, {True}]:
             raise UnsupportedError(
@@ -91,11 +92,12 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
 
 
 def _members(value: object, *, rank: str) -> list[object]:
+    """Return the members of a chained optimizer, or the only one."""
     if value is None:
         raise MissingShardError("the rank's file has no optimizer, others have one", rank=rank)
-    found = as_mapping(value)
-    if found is not None and found and all(isinstance(name, int) for name in found):
-        value = [item for _, item in sorted(found.items(), key=lambda pair: int(str(pair[0])))]
+    by_number = as_mapping(value)
+    if by_number is not None and by_number and all(isinstance(name, int) for name in by_number):
+        value = [item for _, item in sorted(by_number.items(), key=lambda pair: int(str(pair[0])))]
     members = list(value) if isinstance(value, (list, tuple)) else [value]
     if not members:
         raise CorruptError("the list of optimizers is empty", rank=rank)
@@ -103,17 +105,22 @@ def _members(value: object, *, rank: str) -> list[object]:
 
 
 def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
+    """Return one member of an optimizer, FP32 or Float16."""
     entries = _named(value, "an optimizer", rank=rank)
     inner = next((name for name in INNER if name in entries), None)
     if inner is None:
         groups = _groups(entries, None, report, rank=rank)
         rest = {name: item for name, item in entries.items() if name not in ("state", "param_groups")}
         return StoredOptimizer(groups, [rest], has_masters=False)
+
+    # A Float16Optimizer wraps the optimizer of torch, and has masters.
     masters = next((name for name in MASTERS if name in entries), None)
     if masters is None:
         raise _no_masters(entries[inner], rank=rank)
     lists = entries[masters]
-    if not isinstance(lists, (list, tuple)) or not all(isinstance(one, (list, tuple)) for one in lists):
+    if not isinstance(lists, (list, tuple)) or not all(
+        isinstance(masters_of_group, (list, tuple)) for masters_of_group in lists
+    ):
         raise CorruptError(f"{masters} is not a list of lists", rank=rank)
     torch_entries = _named(entries[inner], inner, rank=rank)
     more = sorted(set(torch_entries) - {"state", "param_groups"})
@@ -126,7 +133,10 @@ def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
 
 
 def _no_masters(inner: object, *, rank: str) -> MissingShardError:
-    """The error of an optimizer without masters: that of a distributed one, if its groups list no parameters."""
+    """Return the error for an optimizer without masters.
+
+    If its groups list no parameters, it is a distributed one.
+    """
     listed = (as_mapping(inner) or {}).get("param_groups")
     groups = [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
     if not groups or any("params" in group for group in groups):
@@ -141,41 +151,48 @@ def _no_masters(inner: object, *, rank: str) -> MissingShardError:
 def _groups(
     inner: Mapping[str, object], masters: Sequence[Sequence[object]] | None, report: Report, *, rank: str
 ) -> list[StoredGroup]:
-    """The groups of a torch optimizer's state dict."""
+    """Return the groups of a torch optimizer's state dict."""
     listed = inner.get("param_groups")
     state = as_mapping(inner.get("state"))
     if not isinstance(listed, (list, tuple)) or state is None:
         raise CorruptError("an optimizer without state and param_groups", rank=rank)
     if masters is not None and len(masters) != len(listed):
         raise CorruptError(f"masters of {len(masters)} param groups, but there are {len(listed)}", rank=rank)
-    seen: set[object] = set()
-    found = []
+
+    # Every parameter has a number, in one group only.
+    grouped: set[object] = set()
+    groups = []
     for number, item in enumerate(listed):
         group = _named(item, f"param group {number}", rank=rank)
         ids = group.pop("params", None)
-        if not isinstance(ids, (list, tuple)) or not all(isinstance(one, int) for one in ids) or seen & {*ids}:
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids) or grouped & {*ids}:
             raise CorruptError(f"param group {number} has no list of parameter numbers of its own", rank=rank)
         if len({*ids}) < len(ids):
-            twice = next(one for one in ids if list(ids).count(one) > 1)
+            twice = next(i for i in ids if list(ids).count(i) > 1)
             raise CorruptError(f"param group {number} lists parameter {twice} twice", rank=rank)
-        seen |= {*ids}
-        states = [_named(state.get(one, {}), f"the state of parameter {one}", rank=rank) for one in ids]
-        found.append(StoredGroup(group, states, None if masters is None else _leaves(masters[number], rank=rank)))
-    for one in (one for one in state if one not in seen):
-        what = f"the optimizer has a state of {one!r}, which is in no param group"
-        report(CorruptError(what, rank=rank, rule="optim.numbers"))
-    return found
+        grouped |= {*ids}
+        states = [_named(state.get(i, {}), f"the state of parameter {i}", rank=rank) for i in ids]
+        groups.append(StoredGroup(group, states, None if masters is None else _leaves(masters[number], rank=rank)))
+
+    # States without a parameter are reported and left out.
+    for key in state:
+        if key not in grouped:
+            problem = f"the optimizer has a state of {key!r}, which is in no param group"
+            report(CorruptError(problem, rank=rank, rule="optim.numbers"))
+    return groups
 
 
 def _leaves(items: Sequence[object], *, rank: str) -> list[TensorLeaf]:
-    found = [item for item in items if isinstance(item, TensorLeaf)]
-    if len(found) < len(items):
+    """Return masters, all of which must be tensors."""
+    leaves = [item for item in items if isinstance(item, TensorLeaf)]
+    if len(leaves) < len(items):
         raise CorruptError("a master is not a tensor", rank=rank)
-    return found
+    return leaves
 
 
-def _named(value: object, what: str, *, rank: str) -> dict[str, object]:
-    found = as_mapping(value)
-    if found is None or not all(isinstance(name, str) for name in found):
-        raise CorruptError(f"{what} is a {type(value).__name__}, not a dict of names", rank=rank)
-    return {str(name): item for name, item in found.items()}
+def _named(value: object, label: str, *, rank: str) -> dict[str, object]:
+    """Return a dict, of which ``label`` is the name in messages; its keys must be strings."""
+    mapping = as_mapping(value)
+    if mapping is None or not all(isinstance(name, str) for name in mapping):
+        raise CorruptError(f"{label} is a {type(value).__name__}, not a dict of names", rank=rank)
+    return {str(name): item for name, item in mapping.items()}

@@ -12,7 +12,7 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, trained
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
-from core.megatron.extras.common_state import with_arrays
+from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.cut import param_array
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.groups import HALF
@@ -24,7 +24,7 @@ from core.pickle.inert import TensorLeaf
 
 
 class NumberedFiles:
-    """An FP32 or Float16 optimizer at a destination of rank files: ``OptimizerFiles``.
+    """An FP32 or Float16 optimizer at a destination of rank files.
 
     Raises:
         MissingShardError: a parameter lacks states.
@@ -65,63 +65,69 @@ class NumberedFiles:
         return self._has_masters and self._target.catalog.tensors[name].dtype in HALF
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """See ``OptimizerFiles``."""
+        """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
         stored: dict[tuple[str, str], list[str]] = {}  # one parameter may hold several tensors (GroupedMLP)
         for param in params:
             if param.key in self._groups.group_of:
                 stored.setdefault((param.chunk, param.name), []).append(param.key)
-        held = {keys[0]: keys for keys in stored.values()}
-        listed = self._groups.order(held)
-        self._note_order(listed, held)
+        keys_of = {keys[0]: keys for keys in stored.values()}
+        listed = self._groups.order(keys_of)
+        self._note_order(listed, keys_of)
+
+        # Experts have an optimizer of their own, chained after the other.
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         experts = [number for number in listed if self._groups.is_expert(number)]
         if experts:
             members.append(experts)
         place = f"{folder}:optimizer"
         optimizers = [
-            self._member(rank, place if not experts else f"{place}.{i}", coords, groups, held)
+            self._member(rank, place if not experts else f"{place}.{i}", coords, groups, keys_of)
             for i, groups in enumerate(members)
         ]
         return optimizers if experts else optimizers[0]
 
-    def _note_order(self, listed: Sequence[int], held: Iterable[str]) -> None:
+    def _note_order(self, listed: Sequence[int], keys: Iterable[str]) -> None:
         """Note what makes a rank's param groups those of an older version."""
         if self._groups.is_sorted or self._target.version is not None:
             return
         added = []
         if list(listed) != sorted(listed):
             added.append("the optimizer's param groups are in the order of megatron-core before 0.16, as in the source")
-        is_any_empty = len(listed) > len({self._groups.group_of[name] for name in held})
+        is_any_empty = len(listed) > len({self._groups.group_of[name] for name in keys})
         if is_any_empty and self._target.optimizer.omits_empty is None:
             added.append("empty param groups are listed, as by megatron-core 0.14 and later; older ones list none")
         self.notes += [note for note in added if note not in self.notes]
 
     def _member(
-        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Mapping[str, Sequence[str]]
+        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], keys_of: Mapping[str, Sequence[str]]
     ) -> dict[object, object]:
         """Return one optimizer of a rank.
 
         Args:
             place: what its arrays' names begin with.
-            numbers: its groups.
-            held: parameters of the rank in order, by the first tensor of each.
+            numbers: numbers of its groups.
+            keys_of: parameters of the rank in order, by the first tensor of each.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place
         state: dict[object, object] = {}
         groups: list[object] = []
         masters: list[object] = []
+
+        # Number the parameters group by group.
         for at, number in enumerate(numbers):
-            params = [name for name in held if self._groups.group_of[name] == number]
+            params = [name for name in keys_of if self._groups.group_of[name] == number]
             first = len(state)
             leaves: list[object] = []
             for i, name in enumerate(params, start=first):
-                state[i] = self._state(held[name], f"{inner}.state.{i}", rank, coords)
+                state[i] = self._state(keys_of[name], f"{inner}.state.{i}", rank, coords)
                 if self._has_master(name):
                     array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
-                    leaves.append(self._leaf(MASTER, held[name], array_name, rank, coords))
+                    leaves.append(self._leaf(MASTER, keys_of[name], array_name, rank, coords))
             settings = self._copied(dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords)
             groups.append({**settings, "params": list(range(first, len(state)))})
             masters.append(leaves)
+
+        # An optimizer without moments and steps (SGD) has no states.
         content: dict[object, object] = {"state": state, "param_groups": groups}
         if not self._moments and self._target.optimizer.step is None:
             state.clear()
@@ -158,12 +164,14 @@ class NumberedFiles:
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
         """Return entries whose tensors, if any, are arrays of this rank."""
-        copy = with_arrays(self._target.catalog, dict(entries), place, coords, self.beside)
-        assert isinstance(copy, dict)
-        return copy
+        entry = plan_entry(self._target.catalog, dict(entries), place, coords)
+        for key, array in entry.arrays:
+            self.beside.setdefault(key, []).append(array)
+        assert isinstance(entry.value, dict)
+        return entry.value
 
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """See ``OptimizerFiles``."""
+        """Return the fragments of one state, once all ranks have been added."""
         cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
 

@@ -37,9 +37,9 @@ class FlatBuffer:
     """A buffer.
 
     Args:
-        dtype: of its parameters, None where nothing says.
+        dtype: dtype of the parameters, None where nothing says.
         states: state → where it is stored.
-        n_elements: of each state, without padding at the end of buckets.
+        n_elements: elements of each state, without padding at the end of buckets.
         buckets: elements of every bucket, None where the checkpoint does not say.
     """
 
@@ -50,8 +50,8 @@ class FlatBuffer:
 
 
 @dataclass(slots=True)
-class Group:
-    """What the data parallel ranks of one model parallel rank saved.
+class BucketGroup:
+    """The buffers that the data parallel ranks of one model parallel rank saved.
 
     Args:
         label: for messages.
@@ -65,29 +65,35 @@ class Group:
 
 
 @dataclass(slots=True)
-class _Found:
+class _GroupKeys:
     """The keys of a group: (buffer, dtype) → bucket → state → key."""
 
     buckets: dict[tuple[int, str], dict[int, dict[str, str]]] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
 
 
-def groups_of(catalog: Catalog) -> dict[tuple[int, int], Group]:
-    """(number among chained optimizers, number of the model parallel rank) → its buffers, in order.
+def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
+    """Group the buffers by chained optimizer and model parallel rank.
+
+    Returns a mapping from the two numbers to the group, its buffers in order.
 
     Raises:
         CorruptError: a bucket, a state or an element is missing, or an object is not what it should be.
         UnsupportedError: buffers of FP8 parameters, or objects that have not been read.
     """
-    found: dict[tuple[int, int], _Found] = {}
+    keys_of: dict[tuple[int, int], _GroupKeys] = {}
+
+    # Tensors are single states of single buckets …
     for key in catalog.tensors:
         group = _GROUP.fullmatch(key)
         bucket = None if group is None else _BUCKET.fullmatch(group[3])
         if group is None or bucket is None:
             continue
-        mine = found.setdefault((int(group[1] or 0), int(group[2])), _Found())
-        states = mine.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(int(bucket[4]), {})
+        keys = keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys())
+        states = keys.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(int(bucket[4]), {})
         states[MASTER if bucket[5] == PARAM else bucket[5]] = key
+
+    # … objects describe all buckets of a rank, or hold them.
     for key, item in catalog.objects.items():
         sharded = sharded_object(key)
         group = None if sharded is None else _GROUP.fullmatch(sharded[0])
@@ -97,15 +103,18 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], Group]:
         if item.raw_key is not None:
             raise CorruptError("the optimizer's object was not read", key=key)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        found.setdefault((int(group[1] or 0), int(group[2])), _Found()).objects[group[3]] = value
-    return {numbers: _group(catalog, numbers, found[numbers]) for numbers in sorted(found)}
+        keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys()).objects[group[3]] = value
+    return {numbers: _group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
 
 
-def _group(catalog: Catalog, numbers: tuple[int, int], found: _Found) -> Group:
+def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
+    """Return the buffers and entries that have these keys."""
     label = f"dp_group_idx_{numbers[1]}"
-    group = Group(f"chained_{numbers[0]}.{label}" if numbers[0] else label)
-    group.entries |= {name: value for name, value in found.objects.items() if name not in _ENTRIES}
-    state = as_mapping(found.objects.get(_PARAM_STATE))
+    group = BucketGroup(f"chained_{numbers[0]}.{label}" if numbers[0] else label)
+    group.entries |= {name: value for name, value in keys.objects.items() if name not in _ENTRIES}
+
+    # dp_zero_gather_scatter has one object, as distrib_optim.pt of rank files.
+    state = as_mapping(keys.objects.get(_PARAM_STATE))
     if state is not None:
 
         def array_of(leaf: TensorLeaf) -> StoredArray:
@@ -117,8 +126,10 @@ def _group(catalog: Catalog, numbers: tuple[int, int], found: _Found) -> Group:
             states = {name: _joined(arrays) for name, arrays in buffer.states.items()}
             group.buffers.append(FlatBuffer(buffer.dtype, states, buffer.n_elements, buffer.buckets))
         return group
-    stated = found.objects.get(_UNPADDED)
-    for place, ((number, dtype), buckets) in enumerate(sorted(found.buckets.items())):
+
+    # The other forms have a key for each state of each bucket.
+    stated = keys.objects.get(_UNPADDED)
+    for place, ((number, dtype), buckets) in enumerate(sorted(keys.buckets.items())):
         where = f"buffer {number} of {group.label}"
         if number != place or sorted(buckets) != list(range(len(buckets))):
             raise CorruptError(f"{where}, or one of its buckets, is missing", hint="copy the checkpoint again")
@@ -130,16 +141,16 @@ def _group(catalog: Catalog, numbers: tuple[int, int], found: _Found) -> Group:
 
 
 def _joined(arrays: Sequence[StoredArray]) -> Stored:
-    """Consecutive arrays."""
-    found, first = [], 0
+    """Return the places of consecutive arrays."""
+    stored, first = [], 0
     for array in arrays:
-        found.append((first, array))
+        stored.append((first, array))
         first += array.shape[0]
-    return found
+    return stored
 
 
 def _unpadded(stated: object, number: int, *, n: int, where: str) -> list[int] | None:
-    """Elements of the buckets without padding, as their object says; None without one."""
+    """Return the elements of the buckets without padding, as their object says; None without one."""
     if stated is None:
         return None
     listed = stated[number] if isinstance(stated, list) and number < len(stated) else None
@@ -157,11 +168,14 @@ def _buffer(
     *,
     where: str,
 ) -> FlatBuffer:
+    """Return a buffer whose buckets have keys of their own."""
     names = list(buckets[0])
     states: dict[str, list[tuple[int, StoredArray]]] = {name: [] for name in names}
     sizes: list[int] = []
     if MASTER not in names:
         raise CorruptError(f"{where} has no masters ({PARAM!r})")
+
+    # Every bucket must have every state, of one length.
     for number in range(len(buckets)):
         if set(buckets[number]) != set(names):
             raise CorruptError(f"bucket {number} of {where} has the states {sorted(buckets[number])}, not {names}")
@@ -178,8 +192,8 @@ def _buffer(
 
 
 def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int, StoredArray]]:
-    """Where the first ``size`` elements of a bucket are stored, counted from ``first``."""
-    found: list[tuple[int, StoredArray]] = []
+    """Return where the first ``size`` elements of a bucket are stored, counted from ``first``."""
+    stored: list[tuple[int, StoredArray]] = []
     end = 0
     for fragment in sorted(catalog.fragments(key), key=lambda fragment: fragment.box.offset):
         (start,), (n,) = fragment.box.offset, fragment.box.shape
@@ -191,8 +205,8 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
             raise CorruptError(f"elements {end}–{start} are in no file", key=key, hint="copy the checkpoint again")
         if fragment.at != (0,) or array.shape != (n,):
             array = part_of(array, fragment.at[-1], (n,))
-        found.append((first + start, array))
+        stored.append((first + start, array))
         end = start + n
     if end < size:
         raise CorruptError(f"elements {end}–{size} are in no file", key=key, hint="copy the checkpoint again")
-    return found
+    return stored

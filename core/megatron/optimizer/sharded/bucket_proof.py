@@ -17,8 +17,8 @@ from core.megatron.optimizer.sharded.bucket_keys import Stored
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
-    """Weights at a place of a shard: elements before them, how many, and their bytes."""
+class _WeightSample:
+    """Weights at a place of a shard: elements before them, their number, and their bytes."""
 
     start: int
     n: int
@@ -26,7 +26,7 @@ class _Spot:
     data: bytes
 
 
-class Spots:
+class WeightSamples:
     """Samples of a shard's weights: from the beginning and the end of each of its pieces.
 
     Args:
@@ -34,18 +34,18 @@ class Spots:
         model: the global form of the weights.
         key: the parameter.
         pieces: what the shard holds of it.
-        shape: of the shard.
+        shape: shape of the shard.
     """
 
     def __init__(
         self, store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], *, shape: Shape
     ) -> None:
         self._store = store
-        self._spots = list(_spots(store, model, key, pieces, shape))
+        self._samples = list(_samples(store, model, key, pieces, shape))
 
     def hold(self, masters: Stored, start: int, *, bind: Callable[[ReadStore, StoredArray], StoredArray]) -> bool:
-        """Whether masters that begin at an element of a flat tensor round to the weights."""
-        for spot in self._spots:
+        """Return whether masters that begin at an element of a flat tensor round to the weights."""
+        for spot in self._samples:
             runs = runs_in(masters, start + spot.start, spot.n)
             parts = [part_of(run.array, run.at, (run.n,)) for run in runs]
             data = b"".join(sample(self._store, part, bind=bind) for part in parts)
@@ -55,27 +55,35 @@ class Spots:
         return True
 
 
-def _spots(store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], shape: Shape) -> Iterator[_Spot]:
+def _samples(
+    store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], shape: Shape
+) -> Iterator[_WeightSample]:
+    """Yield samples from the beginning and the end of each piece of a shard."""
     strides = c_strides(shape)
     fragments = model.fragments(key)
     for piece in pieces:
         for is_end in (False, True):
-            found = _weights(fragments, piece.box, is_end=is_end)
-            if found is None:
+            weights = _weights(fragments, piece.box, is_end=is_end)
+            if weights is None:
                 continue
-            part, index = found
+            part, index = weights
             local = (at + i - first for at, i, first in zip(piece.at, index, piece.box.offset, strict=True))
             start = sum(i * stride for i, stride in zip(local, strides, strict=True))
-            yield _Spot(start, prod(part.shape), part.dtype, sample(store, part, bind=model.bind))
+            yield _WeightSample(start, prod(part.shape), part.dtype, sample(store, part, bind=model.bind))
 
 
 def _weights(fragments: Sequence[Fragment], box: Box, *, is_end: bool) -> tuple[StoredArray, Shape] | None:
-    """A few consecutive weights of a box (of its first or last row), and the index of their first one."""
+    """Return a few consecutive weights of a box, and the index of the first one.
+
+    They are from its first or last row. None if no dense fragment has them.
+    """
     n = min(box.shape[-1], RUN) if box.shape else 1
     if box.is_empty:
         return None
     index = tuple(e - 1 for e in box.end[:-1]) + tuple(e - n for e in box.end[-1:]) if is_end else box.offset
     wanted = Box(index, (*(1 for _ in index[:-1]), *((n,) if index else ())))
+
+    # Only dense fragments can be read directly; another spot of the shard will do.
     for fragment in fragments:
         common = fragment.box.intersect(wanted)
         array = fragment.array

@@ -28,20 +28,20 @@ from core.catalog.optimizer_keys import MASTER, Optimizer, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import fields_of
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.flat.boxes import fragments_of_run, runs_in
 from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.groups import shared_groups
-from core.megatron.optimizer.flat.layout import HINT, FlatParam, FlatSpace, starts_in
+from core.megatron.optimizer.flat.layout import HINT, FlatParam, FlatSpace, find_starts
 from core.megatron.optimizer.flat.params import is_distributed_expert, is_shared_embedding, members_at
-from core.megatron.optimizer.sharded.bucket_keys import FlatBuffer, Group, Stored, groups_of
-from core.megatron.optimizer.sharded.bucket_proof import Spots
-from core.megatron.optimizer.sharded.held import Held, Holdings
+from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer, Stored, groups_of
+from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
+from core.megatron.optimizer.sharded.held import BucketParam, Holdings
 from core.megatron.rules.rules import Rules
 
 MARK = "optimizer.distributed.dp_group_idx_"
-"""What the keys of buffers hold."""
+"""Text that only keys of buffers contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BucketStates:
     """The optimizer of a checkpoint with buffers, in the global per-layer form.
 
     Args:
-        tensors: its states, by ``core.catalog.optimizer_keys.state_key``.
+        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
         fragments_of: their fragments.
         optimizer: the rest of it.
         hidden: the tensors in its entries; ``fragments_of`` answers for them too.
@@ -64,189 +64,204 @@ class BucketStates:
 
 
 def has_buckets(catalog: Catalog) -> bool:
-    """Whether a torch_dist catalog keeps its optimizer in buffers."""
+    """Return whether a torch_dist catalog keeps its optimizer in buffers."""
     return any(MARK in key for key in (*catalog.tensors, *catalog.objects))
 
 
 def read_buckets(
-    catalog: Catalog, model: Catalog, facts: Facts, rules: Rules, *, store: ReadStore | None
+    catalog: Catalog, model: Catalog, facts: ModelFacts, rules: Rules, *, store: ReadStore | None
 ) -> BucketStates:
-    """The optimizer out of the buffers.
+    """Read the optimizer out of the buffers.
 
     Args:
-        catalog: of torch_dist, its objects loaded.
+        catalog: a torch_dist catalog, its objects loaded.
         model: the global per-layer form of its weights.
-        facts: of the run that saved.
+        facts: facts about the run that saved.
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:
-        UnsupportedError: it is not determined, or nothing proves, which parameter is where.
+        UnsupportedError: nothing determines or proves where the parameters are.
         MissingShardError: a rank's buffers are absent.
         CorruptError: buffers and arguments contradict each other.
     """
     if facts.expert_names == "grouped":
         raise UnsupportedError("the optimizer's buffers of grouped experts (GroupedMLP) are not read", hint=HINT)
+
+    # Find every state of every parameter in the buffers.
     fields = fields_of(model.args if catalog.args is None else catalog.args)
-    reader = _Reader(catalog, model, facts, rules, store, bucketing_of(fields))
+    reader = _BucketReader(catalog, model, facts, rules, store, bucketing_of(fields))
     groups = groups_of(catalog)
-    places: dict[str, list[_Place]] = {}
-    notes: list[str] = []
+    places: dict[str, list[_StatePlace]] = {}
     dtypes: dict[str, str] = {}
-    for place in reader.places(groups, notes):
+    for place in reader.places(groups):
         places.setdefault(place.key, []).append(place)
         dtypes[place.key] = place.stored[0][1].dtype
     tensors = {
-        key: TensorMeta(key, dtypes[key], model.tensors[found[0].held.key].shape) for key, found in places.items()
+        key: TensorMeta(key, dtypes[key], model.tensors[of_key[0].param.key].shape) for key, of_key in places.items()
     }
+
+    # Combine the groups and entries of all ranks.
     copies: dict[str, list[str]] = {}
     shared = shared_groups(
         [(group.label, group.entries) for group in groups.values()],
         lambda key, old: copies.setdefault(key, []).append(old),
     )
-    states = dict.fromkeys(place.state for found in places.values() for place in found if place.state != MASTER)
+    states = dict.fromkeys(place.state for of_key in places.values() for place in of_key if place.state != MASTER)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
-            return tuple(replace(one, key=key) for old in copies[key] for one in catalog.fragments(old))
+            return tuple(replace(piece, key=key) for old in copies[key] for piece in catalog.fragments(old))
         return tuple(fragment for place in places[key] for fragment in place.fragments())
 
     hidden = {key: replace(catalog.meta(old[0]), key=key) for key, old in copies.items()}
-    return BucketStates(tensors, fragments_of, shared.optimizer(states), hidden, notes)
+    return BucketStates(tensors, fragments_of, shared.optimizer(states), hidden, reader.notes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank's shard of a state is: from an element of a flat tensor on."""
+class _StatePlace:
+    """The place of a rank's shard of a state: it begins at an element of a flat tensor."""
 
     state: str
-    held: Held
+    param: BucketParam
     stored: Stored
     start: int
 
     @property
     def key(self) -> str:
-        """Of the state."""
-        return state_key(self.state, self.held.key)
+        """Global key of the state."""
+        return state_key(self.state, self.param.key)
 
     def fragments(self) -> Iterator[Fragment]:
-        """The boxes of the global tensor that the shard's chunks hold."""
-        shape = self.held.cut.shard_shape
+        """Yield the boxes of the global tensor that the shard's chunks hold."""
+        shape = self.param.cut.shard_shape
         for run in runs_in(self.stored, self.start, prod(shape)):
-            yield from fragments_of_run(self.key, run, self.held.pieces, shape=shape)
+            yield from fragments_of_run(self.key, run, self.param.pieces, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """Finds the parameters in the buffers of all ranks."""
+class _BucketReader:
+    """Finds the parameters in the buffers of all ranks, and keeps what the user should know in ``notes``."""
 
     catalog: Catalog
     model: Catalog
-    facts: Facts
+    facts: ModelFacts
     rules: Rules
     store: ReadStore | None
     bucketing: Bucketing
+    notes: list[str] = field(default_factory=list)
 
-    def places(self, groups: Mapping[tuple[int, int], Group], notes: list[str]) -> Iterator[_Place]:
-        """Where every state of every parameter of every rank is."""
+    def places(self, groups: Mapping[tuple[int, int], BucketGroup]) -> Iterator[_StatePlace]:
+        """Yield where every state of every parameter of every rank is.
+
+        Args:
+            groups: the result of ``groups_of``.
+        """
         topology = self.facts.topology
         holdings = Holdings(self.model, self.facts, self.rules)
         members = members_at(topology, self.bucketing, has_experts=topology.ep > 1)
-        for extra in groups:
-            if extra[0] >= len(members) or extra[1] >= _n_groups(topology, is_expert=members[extra[0]].is_expert):
-                raise CorruptError(f"there are buffers of {groups[extra].label}, but {topology} has no such rank")
+        for number, index in groups:
+            if number >= len(members) or index >= _n_groups(topology, is_expert=members[number].is_expert):
+                label = groups[number, index].label
+                raise CorruptError(f"there are buffers of {label}, but {topology} has no such rank")
+
+        # Every rank of the saved sizes must have its buffers.
         for number, member in enumerate(members):
             for index in range(_n_groups(topology, is_expert=member.is_expert)):
                 rank = _rank_of(topology, index, is_expert=member.is_expert)
-                every = holdings.of(rank)
-                held = [
-                    one
-                    for one in every
-                    if one.vp_rank in member.chunks
-                    and is_distributed_expert(one.name, topology, self.rules) == member.is_expert
+                all_params = holdings.of(rank)
+                params = [
+                    param
+                    for param in all_params
+                    if param.vp_rank in member.chunks
+                    and is_distributed_expert(param.name, topology, self.rules) == member.is_expert
                 ]
                 group = groups.get((number, index))
-                if group is None and held:
+                if group is None and params:
                     raise MissingShardError(
-                        f"the optimizer's buffers of {rank} are not there (dp_group_idx_{index})",
-                        key=held[0].key,
+                        f"the optimizer's buffers of {rank} are missing (dp_group_idx_{index})",
+                        key=params[0].key,
                         hint="copy the checkpoint again, or leave the optimizer out with --no-optim",
                     )
                 if group is not None:
-                    n_rank = sum(prod(one.cut.shard_shape) for one in every)
-                    yield from self._group_places(group, held, rank, n_rank, notes)
+                    n_rank = sum(prod(param.cut.shard_shape) for param in all_params)
+                    yield from self._group_places(group, params, rank, n_rank)
 
     def _group_places(
-        self, group: Group, held: Sequence[Held], rank: Rank, n_rank: int, notes: list[str]
-    ) -> Iterator[_Place]:
-        """Buffers in order: chunk by chunk, one a dtype in the order in which dtypes appear."""
+        self, group: BucketGroup, params: Sequence[BucketParam], rank: Rank, n_rank: int
+    ) -> Iterator[_StatePlace]:
+        """Yield the places in a rank's buffers: each chunk has one for each dtype, in the order of their appearance."""
         buffers = iter(enumerate(group.buffers))
-        for vp_rank in dict.fromkeys(one.vp_rank for one in held):
-            left = [one for one in held if one.vp_rank == vp_rank]
-            while left:
+        for vp_rank in dict.fromkeys(param.vp_rank for param in params):
+            unread = [param for param in params if param.vp_rank == vp_rank]
+            while unread:
                 number, buffer = next(buffers, (len(group.buffers), None))
-                dtype = self._dtype(left[0])
+                dtype = self._dtype(unread[0])
                 label = f"buffer {number} of {group.label}"
                 if buffer is None or buffer.dtype not in (None, dtype):
-                    raise CorruptError(f"{label} should hold {dtype} parameters such as {left[0].key}")
-                mine = [one for one in left if buffer.dtype is None or self._dtype(one) == dtype]
-                left = [one for one in left if buffer.dtype is not None and self._dtype(one) != dtype]
-                yield from self._buffer_places(buffer, mine, rank, n_rank, label, notes)
+                    raise CorruptError(f"{label} should hold {dtype} parameters such as {unread[0].key}")
+                of_buffer = [param for param in unread if buffer.dtype is None or self._dtype(param) == dtype]
+                unread = [param for param in unread if buffer.dtype is not None and self._dtype(param) != dtype]
+                yield from self._buffer_places(buffer, of_buffer, rank, n_rank, label)
         extra = next(buffers, None)
         if extra is not None:
             raise CorruptError(f"there is a buffer {extra[0]} of {group.label}, but no parameter for it")
 
-    def _dtype(self, held: Held) -> str:
-        return self.model.tensors[held.key].dtype
+    def _dtype(self, param: BucketParam) -> str:
+        return self.model.tensors[param.key].dtype
 
     def _buffer_places(
-        self, buffer: FlatBuffer, held: Sequence[Held], rank: Rank, n_rank: int, label: str, notes: list[str]
-    ) -> Iterator[_Place]:
+        self, buffer: FlatBuffer, params: Sequence[BucketParam], rank: Rank, n_rank: int, label: str
+    ) -> Iterator[_StatePlace]:
+        """Yield the places in one buffer; where masters can be read, they prove them."""
         topology = self.facts.topology
         space = FlatSpace(
             params=[
                 FlatParam(
-                    one.key,
-                    prod(one.cut.shard_shape),
-                    is_shared_embedding(one.name, topology, self.facts, self.rules),
+                    param.key,
+                    prod(param.cut.shard_shape),
+                    is_shared_embedding(param.name, topology, self.facts, self.rules),
                 )
-                for one in held
+                for param in params
             ],
             n_elements=buffer.n_elements,
             buckets=buffer.buckets,
             bucketing=self.bucketing,
-            chunk=(held[0].vp_rank, rank.pp),
+            chunk=(params[0].vp_rank, rank.pp),
             n_rank=n_rank,
             n_copies=self.bucketing.n_ranks,
             label=label,
             rank=f"TP {rank.tp}, PP {rank.pp}, EP {rank.ep}",
         )
-        fits = None if self.store is None else self._proof(buffer, held, self.store)
-        starts = starts_in(space, fits, notes)
-        for one, start in zip(held, starts, strict=True):
-            for state, stored in buffer.states.items():
-                yield _Place(state, one, stored, start)
+        fits = None if self.store is None else self._proof(buffer, params, self.store)
 
-    def _proof(self, buffer: FlatBuffer, held: Sequence[Held], store: ReadStore) -> Callable[[int, int], bool]:
-        """Whether masters round to weights."""
-        known: dict[int, Spots] = {}
+        # Masters that round to weights prove the places.
+        result = find_starts(space, fits)
+        self.notes.extend(result.notes)
+        for param, start in zip(params, result.starts, strict=True):
+            for state, stored in buffer.states.items():
+                yield _StatePlace(state, param, stored, start)
+
+    def _proof(self, buffer: FlatBuffer, params: Sequence[BucketParam], store: ReadStore) -> Callable[[int, int], bool]:
+        """Return a function that tells whether the masters of a parameter may begin at an element."""
+        samples: dict[int, WeightSamples] = {}
         masters = buffer.states[MASTER]
 
         def fits(place: int, start: int) -> bool:
-            if place not in known:
-                one = held[place]
-                known[place] = Spots(store, self.model, one.key, one.pieces, shape=one.cut.shard_shape)
-            return known[place].hold(masters, start, bind=self.catalog.bind)
+            if place not in samples:
+                param = params[place]
+                samples[place] = WeightSamples(store, self.model, param.key, param.pieces, shape=param.cut.shard_shape)
+            return samples[place].hold(masters, start, bind=self.catalog.bind)
 
         return fits
 
 
 def _n_groups(topology: Topology, *, is_expert: bool) -> int:
-    """Model parallel ranks whose data parallel ranks share buffers."""
+    """Return the number of model parallel ranks whose data parallel ranks share buffers."""
     return topology.expert_tp * topology.ep * topology.pp if is_expert else topology.tp * topology.pp
 
 
 def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:
-    """A rank of a data parallel group: TP ranks count first, then (for experts) EP ranks, then stages."""
+    """Return a rank of a data parallel group: TP ranks count first, then (for experts) EP ranks, then stages."""
     pp_rank, inner = divmod(index, topology.expert_tp * topology.ep if is_expert else topology.tp)
     for rank in topology.ranks():
         if rank.pp != pp_rank:

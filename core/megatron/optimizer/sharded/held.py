@@ -1,4 +1,4 @@
-"""What the ranks of a run held of a model, out of its global form: which parameters, in which order, cut how."""
+"""The parameters that the ranks of a run held, in order and with their cuts, computed from the model's global form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
 from core.megatron.extras.order import Place, place_of
 from core.megatron.model.cut import Cut, cuts_of
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
@@ -17,13 +17,13 @@ from core.megatron.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BucketParam:
     """A parameter of a rank.
 
     Args:
-        key: its global name.
-        name: its name in the rank's file.
-        vp_rank: its model chunk.
+        key: global name of the tensor.
+        name: name of the parameter in the rank's file.
+        vp_rank: number of the model chunk.
         cut: how it is cut; its shape is that in the run, padding of the vocabulary included.
         pieces: what the rank's shard holds of the global tensor, without that padding.
     """
@@ -40,30 +40,30 @@ class Holdings:
 
     Args:
         model: the global per-layer form, without an optimizer.
-        facts: of the run.
+        facts: facts about the run.
 
     Raises:
         UnsupportedError, CorruptError: as for ``core.megatron.model.cut.cuts_of`` and
         ``core.megatron.placement.homes.Homes.home``.
     """
 
-    def __init__(self, model: Catalog, facts: Facts, rules: Rules) -> None:
+    def __init__(self, model: Catalog, facts: ModelFacts, rules: Rules) -> None:
         self._model = model
         self._rules = rules
         self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=rows_of(model, None))
         self._homes = _homes(model, facts, rules)
 
-    def of(self, rank: Rank) -> list[Held]:
-        """The parameters of a rank, chunk by chunk, in the order of its file."""
-        found = []
+    def of(self, rank: Rank) -> list[BucketParam]:
+        """Return the parameters of a rank, chunk by chunk, in the order of its file."""
+        params = []
         for (vp_rank, pp_rank), homes in sorted(self._homes.items()):
             if pp_rank != rank.pp:
                 continue
-            here = [(key, home.name) for key, home in homes if home.has(rank)]
-            for key, name in by_file_order(here, self._rules):
+            names = [(key, home.name) for key, home in homes if home.has(rank)]
+            for key, name in by_file_order(names, self._rules):
                 cut = self._cuts[key]
-                found.append(Held(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
-        return found
+                params.append(BucketParam(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
+        return params
 
     def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[ShardPiece, ...]:
         pieces = cut.pieces(rank)
@@ -74,8 +74,8 @@ class Holdings:
         return tuple(piece for piece in kept if piece is not None)
 
 
-def _homes(model: Catalog, facts: Facts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
-    """(vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
+def _homes(model: Catalog, facts: ModelFacts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
+    """Return (vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
     topology = facts.topology
     places = homes_at(model, topology, facts, rules)
     homes = [(key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)]

@@ -36,12 +36,12 @@ from core.catalog.optimizer_keys import MASTER, STEP, Optimizer, param_of, state
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.entries import MODEL_SPACE, read_entries
-from core.megatron.optimizer.flat.boxes import Run, fragments_of_run
+from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.megatron.optimizer.sharded.buckets import has_buckets, read_buckets
-from core.megatron.placement.origins import Origin, Pieces, meta_of, origins_of
+from core.megatron.placement.origins import Origin, OriginFragments, meta_of, origins_of
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -55,7 +55,7 @@ class GlobalStates:
     """The optimizer of a checkpoint of global tensors, in the global per-layer form.
 
     Args:
-        tensors: its states, by ``core.catalog.optimizer_keys.state_key``.
+        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
         fragments_of: their fragments.
         optimizer: what is not a tensor.
         hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them too.
@@ -74,61 +74,64 @@ def read_states(
     catalog: Catalog,
     model: Catalog,
     entry: object,
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     prefix: str = "",
     store: ReadStore | None = None,
 ) -> GlobalStates:
-    """The optimizer of a catalog that has one.
+    """Read the optimizer of a catalog that has one.
 
     Args:
         catalog: global tensors, its objects loaded.
         model: the global per-layer form of its weights.
         entry: ``optimizer`` of the common state, or the object of that name.
-        facts: of the run that saved.
-        prefix: what stands before Megatron's names in the model's keys; the optimizer's may have it as well.
+        facts: facts about the run that saved.
+        prefix: prefix of Megatron's names in the model's keys; the optimizer's may have it as well.
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:
-        UnsupportedError: of a kind that is not read, or nothing tells which state is whose.
+        UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be assigned.
         CorruptError: shapes or entries contradict each other.
     """
-    form = optim_format_of(catalog.tensors, catalog.objects, has_flattened=_is_flattened(catalog))
+    is_flattened = any(isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values())
+    form = optim_format_of(catalog.tensors, catalog.objects, has_flattened=is_flattened)
     if has_buckets(catalog):
-        found = read_buckets(catalog, model, facts, rules, store=store)
-        return GlobalStates(found.tensors, found.fragments_of, found.optimizer, hidden=found.hidden, notes=found.notes)
+        buckets = read_buckets(catalog, model, facts, rules, store=store)
+        return GlobalStates(
+            buckets.tensors, buckets.fragments_of, buckets.optimizer, hidden=buckets.hidden, notes=buckets.notes
+        )
     if form not in _BY_PARAMETER or entry is None:
-        what = "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
+        problem = "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
         raise UnsupportedError(
-            f"the optimizer's state {what} ({TITLES[form or 'other']}) cannot be brought into another layout",
+            f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be brought into another layout",
             hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
         )
     return _read_by_parameter(catalog, model, entry, facts, rules, prefix=prefix)
 
 
-def with_states(model: Catalog, found: GlobalStates) -> Catalog:
-    """The global per-layer form with its optimizer."""
+def with_states(model: Catalog, states: GlobalStates) -> Catalog:
+    """Return the global per-layer form with its optimizer."""
     of_model = model.fragments_of
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        return found.fragments_of(key) if key in found.tensors or key in found.hidden else of_model(key)
+        return states.fragments_of(key) if key in states.tensors or key in states.hidden else of_model(key)
 
     return replace(
         model,
-        tensors={**model.tensors, **found.tensors},
-        hidden={**model.hidden, **found.hidden},
+        tensors={**model.tensors, **states.tensors},
+        hidden={**model.hidden, **states.hidden},
         fragments_of=fragments_of,
-        optimizer=found.optimizer,
-        notes=(*model.notes, *found.notes),
-        dropped=(*model.dropped, *found.dropped),
+        optimizer=states.optimizer,
+        notes=(*model.notes, *states.notes),
+        dropped=(*model.dropped, *states.dropped),
     )
 
 
 def _read_by_parameter(
-    catalog: Catalog, model: Catalog, entry: object, facts: Facts, rules: Rules, *, prefix: str
+    catalog: Catalog, model: Catalog, entry: object, facts: ModelFacts, rules: Rules, *, prefix: str
 ) -> GlobalStates:
-    """The optimizer whose tensors are states of single parameters, or stacks of such."""
+    """Read an optimizer whose tensors are states of single parameters, or stacks of such."""
     leaves = {leaf.key for leaf in walk(entry) if isinstance(leaf, TensorLeaf)}
     stored = _states(key for key in catalog.tensors if key not in leaves or _STATE.fullmatch(key))
     read = read_entries(entry, states=stored)
@@ -138,17 +141,21 @@ def _read_by_parameter(
             "handled",
             hint="leave the optimizer out with --no-optim",
         )
+
+    # Find every state under the global per-layer names, like the weights.
     catalog = in_true_shapes(catalog, [key for keys in stored.values() for key in keys])
     origins: dict[str, Origin] = {}
     for state, keys in stored.items():
         names = {key: name.removeprefix(prefix) for key, name in keys.items()}
-        found = origins_of(catalog, names, facts, rules)
-        origins |= {state_key(state, name): origin for name, origin in found.items()}
+        of_state = origins_of(catalog, names, facts, rules)
+        origins |= {state_key(state, name): origin for name, origin in of_state.items()}
     metas = {key: _meta(key, meta_of(catalog, key, origin), model) for key, origin in origins.items()}
+
+    # The number of steps may be a tensor, with copies of equal content.
     hidden = {leaf.key: catalog.meta(leaf.key) for leaf in walk(read.optimizer.entries) if isinstance(leaf, TensorLeaf)}
     if read.steps:
         hidden[STEP] = replace(catalog.meta(read.steps[0]), key=STEP)
-    of_states = Pieces(catalog, origins, metas).fragments_of
+    of_states = OriginFragments(catalog, origins, metas).fragments_of
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key == STEP:
@@ -159,28 +166,28 @@ def _read_by_parameter(
 
 
 def _states(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """State → key → parameter, of all keys that are of an optimizer; masters first."""
-    found: dict[str, dict[str, str]] = {MASTER: {}}
+    """Return state → key → parameter, of all keys that belong to an optimizer; masters first."""
+    keys_of: dict[str, dict[str, str]] = {MASTER: {}}
     for key in filter(is_optimizer_key, keys):
         match = _STATE.fullmatch(key)
         if match is None:
             raise UnsupportedError(
-                "the tensor is no state of a parameter", key=key, hint="leave it out with --exclude, or --no-optim"
+                "the tensor is not a state of a parameter", key=key, hint="leave it out with --exclude, or --no-optim"
             )
         state = MASTER if match["state"] == "param" else match["state"]
-        found.setdefault(state, {})[key] = match["param"]
-    return {state: keys for state, keys in found.items() if keys}
+        keys_of.setdefault(state, {})[key] = match["param"]
+    return {state: keys for state, keys in keys_of.items() if keys}
 
 
 def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
-    """A state with its parameter's shape, which may leave out padding rows.
+    """Return a state with its parameter's shape, which may leave out padding rows.
 
     Raises:
-        CorruptError: there is no such parameter, or it has another shape.
+        CorruptError: the model has no such parameter, or it has another shape.
     """
     param = model.tensors.get(param_of(key))
     if param is None:
-        raise CorruptError("the optimizer has a state of a parameter that the model has not", key=key)
+        raise CorruptError("the optimizer has a state of a parameter that the model does not have", key=key)
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:
         raise CorruptError(
@@ -192,17 +199,15 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
 
 
 def _facts_of(catalog: Catalog) -> Mapping[str, object]:
-    """Return what ``.metadata`` of megatron-core up to 0.15 says of single tensors, by their keys."""
+    """Return what ``.metadata`` says about single tensors (megatron-core up to 0.15), by key."""
     facts = catalog.facet(TorchDistFacts)
     return {} if facts is None or facts.mcore_data is None else facts.mcore_data
 
 
-def _is_flattened(catalog: Catalog) -> bool:
-    return any(isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values())
-
-
 def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
-    """The catalog with the true shapes of the tensors that megatron-core up to 0.15 stored reformulated.
+    """Return the catalog with the true shapes of reformulated tensors.
+
+    megatron-core up to 0.15 stored them so.
 
     Args:
         keys: tensors to look at.
@@ -211,6 +216,8 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
         CorruptError: a true shape is none, or not that of the stored tensor.
     """
     facts = _facts_of(catalog)
+
+    # .metadata knows the true shapes; plain tensors have none there.
     shapes: dict[str, Shape] = {}
     for key in keys:
         fact = facts.get(key)
@@ -221,17 +228,17 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         shape = shapes.get(key)
-        found = catalog.fragments(key)
+        fragments = catalog.fragments(key)
         if shape is None:
-            return found
-        return [made for piece in found for made in _unflattened(piece, catalog.tensors[key].shape, shape)]
+            return fragments
+        return [part for piece in fragments for part in _unflattened(piece, catalog.tensors[key].shape, shape)]
 
     metas = {key: replace(meta, shape=shapes.get(key, meta.shape)) for key, meta in catalog.tensors.items()}
     return replace(catalog, tensors=metas, fragments_of=fragments_of)
 
 
 def _true_shape(meta: TensorMeta, value: object) -> Shape:
-    """The shape that a reformulated tensor had."""
+    """Return the shape that a reformulated tensor had."""
     is_shape = isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
     shape: Shape = tuple(value) if is_shape and isinstance(value, tuple) else ()
     parts = meta.shape[:-1]
@@ -240,13 +247,14 @@ def _true_shape(meta: TensorMeta, value: object) -> Shape:
     )
     if not fits or prod(shape) != prod(meta.shape):
         raise CorruptError(
-            f"the tensor of shape {meta.shape} is said to have been one of shape {value!r} (mcore_data)", key=meta.key
+            f"the tensor of shape {meta.shape} cannot have been one of shape {value!r}, as mcore_data states",
+            key=meta.key,
         )
     return shape
 
 
 def _unflattened(piece: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragment]:
-    """What a fragment of a reformulated tensor holds of the true one.
+    """Yield the fragments of the true tensor that a fragment of the reformulated one holds.
 
     Args:
         stored: shape of the reformulated tensor.
@@ -261,5 +269,5 @@ def _unflattened(piece: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragm
         number = tuple(first + step for first, step in zip(piece.box.offset, steps, strict=False))
         at = sum((i + step) * stride for i, step, stride in zip(piece.at, (*steps, 0), strides, strict=True))
         box = Box(tuple(i * extent for i, extent in zip(number, shard, strict=True)), shard)
-        whole = ShardPiece(box, (0,) * len(shard))
-        yield from fragments_of_run(piece.key, Run(start, n, array, at), [whole], shape=shard)
+        shard_piece = ShardPiece(box, (0,) * len(shard))
+        yield from fragments_of_run(piece.key, FlatRun(start, n, array, at), [shard_piece], shape=shard)

@@ -41,10 +41,10 @@ def sharding_of(catalog: Catalog) -> str | None:
 
 
 def _sharding_types(entry: object) -> Iterator[object]:
-    found = as_mapping(entry) or {}
-    if SHARDING in found:
-        yield found[SHARDING]
-    for name, member in found.items():
+    mapping = as_mapping(entry) or {}
+    if SHARDING in mapping:
+        yield mapping[SHARDING]
+    for name, member in mapping.items():
         if isinstance(name, int):
             yield from _sharding_types(member)
 
@@ -64,7 +64,9 @@ def _regrouped(target: ReshardTarget) -> Optimizer:
 
 
 class StackedOptimizer:
-    """The entries of an optimizer beside its tensors, in a torch_dist or zarr checkpoint; none where there is none.
+    """The entries of an optimizer apart from its tensors, in a torch_dist or zarr checkpoint.
+
+    There are none where there is no optimizer.
 
     Args:
         target: the destination: with expert parallelism, experts have groups of their own. None for no optimizer.
@@ -84,6 +86,8 @@ class StackedOptimizer:
         self.notes: list[str] = []
         if target is None:
             return
+
+        # The entry of the common state, and what tells Megatron its form.
         self._optimizer = _regrouped(target)
         content = as_mapping(common_of(target.catalog).get(CONTENT)) or {}
         self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
@@ -103,22 +107,22 @@ class StackedOptimizer:
             key: in the global form.
             name: the key of the tensor or, of a state, its parameter's.
         """
-        found = state_of(key)
-        if found is None:
+        state = state_of(key)
+        if state is None:
             return name
-        is_param = found[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
-        return f"{STATES}{'param' if is_param else found[0]}.{name}"
+        is_param = state[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
+        return f"{STATES}{'param' if is_param else state[0]}.{name}"
 
     def _content(self, before: dict[object, object]) -> dict[object, object]:
         """Return the description of the content for Megatron's loader."""
-        made: dict[object, object] = {}
+        content: dict[object, object] = {}
         if self._is_distributed:
-            made[_CONTENT_SHARDING] = self._sharding
-            made["distrib_optim_fully_reshardable_mem_efficient"] = False
-        made |= {name: value for name, value in before.items() if not str(name).startswith("distrib_optim_")}
-        made["singleton_local_shards"] = False
-        made["chained_optim_avoid_prefix"] = True
-        return made
+            content[_CONTENT_SHARDING] = self._sharding
+            content["distrib_optim_fully_reshardable_mem_efficient"] = False
+        content |= {name: value for name, value in before.items() if not str(name).startswith("distrib_optim_")}
+        content["singleton_local_shards"] = False
+        content["chained_optim_avoid_prefix"] = True
+        return content
 
     def _note_form(self, catalog: Catalog) -> None:
         if self._sharding == MODEL_SPACE:

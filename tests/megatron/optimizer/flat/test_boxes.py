@@ -12,7 +12,7 @@ from core.arrays.box import Shape
 from core.arrays.sharding import replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
-from core.megatron.optimizer.flat.boxes import Run, fragments_of_run, runs_in
+from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run, runs_in
 
 
 def _stored(name: str, n: int, offset: int = 0) -> StoredArray:
@@ -57,7 +57,7 @@ def test_runs_of_all_shards_make_the_tensor(case: tuple[Shape, int, list[int], i
         for start, stop in zip(cuts, [*cuts[1:], prod(local)], strict=True):
             name = f"{rank}.{start}"
             flat = np.concatenate([np.full(at, -7), shard.reshape(-1)[start:stop], np.full(3, -7)])
-            run = Run(start, stop - start, _stored(name, len(flat)), at)
+            run = FlatRun(start, stop - start, _stored(name, len(flat)), at)
             for fragment in fragments_of_run("w", run, pieces, shape=local):
                 _fill(whole, fragment, {name: flat})
     assert (whole == true).all()
@@ -67,19 +67,19 @@ def test_what_pieces_leave_out_is_in_no_fragment() -> None:
     (piece,) = split_axis((8, 3), 0, parts=[8], rank=1, n=2)
     kept = trim_piece(piece, 0, 6)
     assert kept is not None
-    found = list(fragments_of_run("w", Run(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
+    found = list(fragments_of_run("w", FlatRun(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
     assert [fragment.box.offset for fragment in found] == [(4, 1), (5, 0)]
     assert sum(fragment.box.n_elements for fragment in found) == 5
 
 
 def test_a_scalar_and_an_empty_run() -> None:
-    (found,) = fragments_of_run("s", Run(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
+    (found,) = fragments_of_run("s", FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
     assert found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
-    assert list(fragments_of_run("w", Run(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2))) == []
+    assert list(fragments_of_run("w", FlatRun(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2))) == []
 
 
 def test_a_run_of_a_flat_tensor_in_several_arrays() -> None:
     first, second, third = (_stored(name, n) for name, n in (("a", 5), ("b", 2), ("c", 9)))
     stored = [(0, first), (5, second), (7, third)]
-    assert list(runs_in(stored, 3, 6)) == [Run(0, 2, first, 3), Run(2, 2, second, 0), Run(4, 2, third, 0)]
-    assert list(runs_in(stored, 7, 9)) == [Run(0, 9, third, 0)]
+    assert list(runs_in(stored, 3, 6)) == [FlatRun(0, 2, first, 3), FlatRun(2, 2, second, 0), FlatRun(4, 2, third, 0)]
+    assert list(runs_in(stored, 7, 9)) == [FlatRun(0, 9, third, 0)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.optimizer.flat.buffers import Layout, Slot, bucketing_of, discover, fit_buckets, lay_out_buffer
+from core.megatron.optimizer.flat.buffers import BufferLayout, Slot, bucketing_of, discover, fit_buckets, lay_out_buffer
 
 SIZES = [(100, 64), (7,), (64, 65, 3), (40, 30, 200, 1, 129, 64), tuple(range(1, 60))]
 
@@ -27,7 +27,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def megatron_layout(
     sizes: Sequence[int], *, bucket_size: int | None, shared: frozenset[int], n_ranks: int, is_wide: bool
-) -> Layout:
+) -> BufferLayout:
     """The layout of a buffer that megatron-core 0.16.1 makes."""
     import torch
 
@@ -64,7 +64,7 @@ def megatron_layout(
         offset = start - made.bucket_indices[bucket][0]
         slots.append(Slot(bucket, sum(unpadded[:bucket]) + offset))
     assert made.numel_unpadded == sum(unpadded)
-    return Layout(tuple(slots), unpadded)
+    return BufferLayout(tuple(slots), unpadded)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=len)
@@ -124,9 +124,9 @@ def test_buckets_of_known_sizes_that_do_not_fit() -> None:
     assert fit_buckets([10, 10], [74]) is not None
     assert fit_buckets([10, 10], [75]) is None
     assert fit_buckets([10, 10], [20]) is None
-    assert fit_buckets([10, 10], [20], step=1) == Layout((Slot(0, 10), Slot(0, 0)), (20,))
+    assert fit_buckets([10, 10], [20], step=1) == BufferLayout((Slot(0, 10), Slot(0, 0)), (20,))
     assert fit_buckets([10, 10], [10, 10, 64]) is None
-    assert fit_buckets([], []) == Layout((), ())
+    assert fit_buckets([], []) == BufferLayout((), ())
 
 
 def test_what_arguments_say_about_buckets() -> None:

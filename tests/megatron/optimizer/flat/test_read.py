@@ -19,7 +19,7 @@ from core.files.store import ReadStore
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import bucketing_of
-from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, starts_in
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts
 from core.megatron.optimizer.flat.params import is_shared_embedding
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import Global, as_mapping
@@ -196,12 +196,12 @@ def test_values_that_fit_several_places_are_refused() -> None:
         rank="mp_rank_00",
     )
     with pytest.raises(UnsupportedError, match="not certain: b may begin at several places"):
-        starts_in(space, lambda place, start: True, [])
-    notes: list[str] = []
-    assert starts_in(space, lambda place, start: start != 67, notes) == [131, 128, 64, 0]
-    assert len(notes) == 1
+        find_starts(space, lambda place, start: True)
+    result = find_starts(space, lambda place, start: start != 67)
+    assert result.starts == [131, 128, 64, 0]
+    assert len(result.notes) == 1
     with pytest.raises(UnsupportedError, match="has 132 elements, the 4 parameters it should hold 12"):
-        starts_in(space, lambda place, start: start != 64, [])
+        find_starts(space, lambda place, start: start != 64)
 
 
 def test_optimizers_that_other_ranks_hold_are_taken_from_them() -> None:
@@ -242,7 +242,7 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
 
     refused(keyed(uint8), UnsupportedError, "FP8 parameters")
     refused(keyed(half), CorruptError, "buffer 0 is of bfloat16 parameters, but should be of float32 ones")
-    refused(keyed("x"), CorruptError, "no two dtypes")
+    refused(keyed("x"), CorruptError, "not a pair of dtypes")
     refused(stating(5), CorruptError, "should have 5 elements")
     refused(lambda content: content | {1: content[0]}, CorruptError, "there is a buffer 1")
     refused(lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer holds embedding")
