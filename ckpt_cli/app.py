@@ -231,7 +231,10 @@ def _report(err: BaseException, arguments: list[str], failure_filter: FailureFil
             print(failure.text(screen_of(sys.stderr), is_one_line=is_quiet), file=sys.stderr)
     # Programs read stdout: with --json the error is an object there.
     try:
-        if _wants_json(options) and failure.message:
+        wants_json = (  # found without the parser, as the command line may be invalid
+            "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)
+        )
+        if wants_json and failure.message:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
@@ -248,8 +251,3 @@ def _option_words(arguments: list[str]) -> list[str]:
     start = arguments.index("--") + 1 if arguments[:1] == ["launch"] and "--" in arguments else 0
     end = arguments.index("--", start) if "--" in arguments[start:] else len(arguments)
     return arguments[:end]
-
-
-def _wants_json(options: list[str]) -> bool:
-    """Return whether the options ask for JSON, for a command line that may be invalid."""
-    return "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)

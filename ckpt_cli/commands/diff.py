@@ -110,10 +110,13 @@ def _build_job(options: DiffOptions) -> DiffJob:
 
 def _as_json(result: Diff) -> dict[str, object]:
     """Return the object of ``--json``; the module's docstring is its schema."""
+    method = "metadata"
+    if result.is_read:
+        method = "fingerprints" if result.n_by_fingerprint and not result.read_bytes else "read"
     return {
         "schema": "ckpt.diff/1",
         "same": result.is_same,
-        "method": _method(result),
+        "method": method,
         "by_fingerprint": result.n_by_fingerprint,
         "tolerance": None if result.rule is None else asdict(result.rule),
         "a": _side_json(result.a),
@@ -128,13 +131,6 @@ def _as_json(result: Diff) -> dict[str, object]:
         "bytes_read": result.read_bytes,
         "seconds": round(result.seconds, 3),
     } | launch_of(result.figures)
-
-
-def _method(result: Diff) -> str:
-    """Return how the tensors were compared; ``fingerprints`` if none had to be read."""
-    if not result.is_read:
-        return "metadata"
-    return "fingerprints" if result.n_by_fingerprint and not result.read_bytes else "read"
 
 
 def _side_json(side: Side) -> dict[str, object]:

@@ -34,14 +34,19 @@ def manifest(options: ManifestOptions) -> int:
         CheckpointingException: the checkpoint cannot be read, or a manifest exists already.
     """
     from core.convert.job import DEFAULT_MEMORY_BYTES
-    from core.manifest.inventory import inventory, write_inventory
+    from core.manifest.inventory import check_free, inventory, usual_path, write_inventory
     from core.opening.open import FILL
 
     workers = team()
     begun = time.monotonic()
     check_rules_file(options.rules)
     # Check that the manifest can be written before reading the checkpoint, which may take hours.
-    told(workers, lambda: _check_free(options))
+    told(
+        workers,
+        lambda: check_free(
+            options.output or usual_path(options.path, iteration=options.iteration), force=options.force
+        ),
+    )
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
         contents = inventory(
             options.path,
@@ -65,12 +70,6 @@ def manifest(options: ManifestOptions) -> int:
     elif not options.quiet:
         _print_report(screen_of(sys.stdout), contents, path, seconds)
     return 0
-
-
-def _check_free(options: ManifestOptions) -> None:
-    from core.manifest.inventory import check_free, usual_path
-
-    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
 
 
 def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, object]:

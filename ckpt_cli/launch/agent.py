@@ -155,7 +155,11 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
         except _JobDone:
             pass
         except ChildFailedError as err:
-            history.ended = [_ended_process(history, failure) for failure in err.failures.values()]
+            attempt = history.attempts[-1]
+            history.ended = [
+                Ended(attempt.ranks[failure.local_rank], failure.exitcode, attempt.logs[failure.local_rank])
+                for failure in err.failures.values()
+            ]
         except SignalException as err:
             raise Terminated(err.sigval) from err
         except (RendezvousError, DistError, ConnectionError, TimeoutError) as err:
@@ -252,12 +256,6 @@ class _AttemptLogs:
             )
         )
         return destinations
-
-
-def _ended_process(history: LaunchHistory, failure: Any) -> Ended:
-    """Return the process that torch's ``ProcessFailure`` describes."""
-    attempt = history.attempts[-1]
-    return Ended(attempt.ranks[failure.local_rank], failure.exitcode, attempt.logs[failure.local_rank])
 
 
 class _FailureLogHandler(logging.Handler):

@@ -190,13 +190,12 @@ def _count_rows(result: Diff) -> Iterator[list[Cell | str]]:
     for role in ROLES:
         members = [tensor.kind for tensor in result.tensors if tensor.role == role]
         if members:
-            yield [_GROUPS[role], *(_count_cell(kind, members.count(kind)) for kind in kinds)]
-
-
-def _count_cell(kind: str, n: int) -> Cell:
-    if n == 0:
-        return Cell("·", ("dim",))
-    return Cell(f"{n:,}", ("green",) if kind in ("equal", "close", "unread") else ("red",))
+            row: list[Cell | str] = [_GROUPS[role]]
+            for kind in kinds:
+                n = members.count(kind)
+                color = "green" if kind in ("equal", "close", "unread") else "red"
+                row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
+            yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +275,11 @@ class _ListPrinter:
             return
         # Too wide: each name above the other cells of its row.
         rest = [[Cell("  "), *row[1:]] for row in rows]
-        # Still too wide: the last cell without the values of the first difference.
+        # Still too wide: the last cell has only the index of the first difference, not its two values.
         if has_head and any(columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)):
-            rest = [[*row[:-1], _without_values(row[-1])] for row in rest]
+            for row in rest:
+                text = row[-1].text if isinstance(row[-1], Cell) else row[-1]
+                row[-1] = Cell(text.partition(": ")[0], ("dim",))
         for row, line in zip(rows, table(self.screen, rest, align=align, indent=2), strict=True):
             name = row[0].text if isinstance(row[0], Cell) else row[0]
             if name:
@@ -290,12 +291,6 @@ def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
     """Return the groups (roles) of which all tensors are missing on one side, apart from the model."""
     n_all, n_missing = (Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing))
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
-
-
-def _without_values(cell: Cell | str) -> Cell:
-    """Return the index of the first difference without the two values: ``[0, 3]`` of ``[0, 3]: 1 → 2``."""
-    text = cell.text if isinstance(cell, Cell) else cell
-    return Cell(text.partition(": ")[0], ("dim",))
 
 
 def _change_text(entry: EntryDiff) -> str:

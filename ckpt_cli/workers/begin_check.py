@@ -77,7 +77,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
     ):
         for rank, member in enumerate(members):
             if member[name] != members[0][name]:
-                first, other = (_text(worker[name]) for worker in (members[0], member))
+                values = (members[0][name], member[name])
+                first, other = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
                 return UsageError(
                     f"workers differ in the {title}: rank 0 on {members[0]['host']} has {first}, "
                     f"rank {rank} on {member['host']} has {other}",
@@ -95,7 +96,3 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
                 hint="start one worker per GPU, or give --device cpu",
             )
     return None
-
-
-def _text(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
