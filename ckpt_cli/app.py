@@ -1,4 +1,5 @@
-"""The command ``ckpt``: parses the command line, runs one command, and turns every error into a message and exit code.
+"""The command ``ckpt``: parses the command line, runs one command, and turns every error into a
+message and exit code.
 
 Parsing and running are separate: a typer command returns its work as a function, which ``main``
 calls, so that no exception of the work passes through typer. Bodies are imported when they run;
@@ -84,7 +85,9 @@ def _root(
 @app.command("inspect", cls=Command, short_help="Show what a checkpoint contains and what can be done with it.")
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
-    """Show what a checkpoint contains, how it is laid out and what can be done with it; read no tensor data."""
+    """Show what a checkpoint contains, how it is laid out and what can be done with it; read no
+    tensor data.
+    """
     from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)
@@ -113,7 +116,9 @@ def _reshard(options: TransferOptions) -> Work:
 @app.command("manifest", cls=Command, short_help="Record checksums and fingerprints, to verify a checkpoint later.")
 @accepts(ManifestOptions)
 def _manifest(options: ManifestOptions) -> Work:
-    """Record file sizes, checksums and tensor fingerprints in ckpt-manifest.json, to verify the checkpoint later."""
+    """Record file sizes, checksums and tensor fingerprints in ckpt-manifest.json, to verify the
+    checkpoint later.
+    """
     from ckpt_cli.commands.manifest import manifest
 
     return partial(manifest, options)
@@ -145,7 +150,8 @@ def _diff(options: DiffOptions) -> Work:
 )
 @accepts(LaunchOptions)
 def _launch(options: LaunchOptions) -> Work:
-    """Run convert, reshard, manifest, validate or diff with several workers, using PyTorch's elastic launcher.
+    """Run convert, reshard, manifest, validate or diff with several workers, using PyTorch's
+    elastic launcher.
 
     Options have torchrun's names, with - or _ inside, and go before COMMAND.
     """
@@ -197,7 +203,9 @@ def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | N
 
 
 def _prepare_streams() -> None:
-    """Redirect closed streams to the null device and escape unencodable characters, so that printing cannot fail."""
+    """Redirect closed streams to the null device and escape unencodable characters, so that
+    printing cannot fail.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:

@@ -1,4 +1,5 @@
-"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options] VERB ARGS``.
+"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options]
+VERB ARGS``.
 
 Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or an
 MPI launcher. It finds its rank (``host.rank_env``), meets the others (``workers.rendezvous``), and
@@ -79,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _join_team(
     identity: WorkerIdentity, options: WorkerOptions, command: Sequence[str], started_bytes: int
 ) -> TorchTeam | None:
-    """Make this process a member of its team, and return the team; None for the only worker of a job.
+    """Make this process a member of its team, and return the team.
+
+    Returns None for the only worker of a job.
 
     Args:
         started_bytes: memory of the process when it started.
@@ -160,7 +163,8 @@ class _Outcome:
         self._origin: int | None = None
 
     def note(self, err: BaseException, failure: Failure) -> Failure | None:
-        """Record the failure that ended the work, and tell the team unless all of it has the same failure.
+        """Record the failure that ended the work, and tell the team unless all of it has the same
+        failure.
 
         Returns:
             The failure that this process must print; None if another process does.

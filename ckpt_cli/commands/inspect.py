@@ -239,7 +239,9 @@ def _capability_cell(capability: Capability) -> Cell:
 
 
 def model_text(summary: Summary) -> str:
-    """Return the model's sizes on one line: ``4 layers · hidden 64 · 8 heads in 4 groups · vocabulary 300``."""
+    """Return the model's sizes on one line: ``4 layers · hidden 64 · 8 heads in 4 groups ·
+    vocabulary 300``.
+    """
     args = summary.model
     parts = []
     if "num_layers" in args:

@@ -1,4 +1,5 @@
-"""``ckpt manifest``: record checksums and fingerprints, so that damage and differences can be detected later.
+"""``ckpt manifest``: record checksums and fingerprints, so that damage and differences can be
+detected later.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 

@@ -1,4 +1,5 @@
-"""``ckpt validate --newest-valid ROOT``: print the path of the newest valid iteration, and nothing else, to stdout.
+"""``ckpt validate --newest-valid ROOT``: print the path of the newest valid iteration, and nothing
+else, to stdout.
 
 The reasons for skipping newer ones go to stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
 "iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and ``launch``

@@ -25,7 +25,10 @@ def reshard(options: TransferOptions) -> int:
 
 
 def _target_size_hint(options: TransferOptions) -> str:
-    """Return how to give target sizes; sizes given without ``-new``, which describe SRC, are repeated with it."""
+    """Return how to give target sizes.
+
+    Sizes given without ``-new``, which describe SRC, are repeated with it.
+    """
     source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     if not source_sizes:
         return "for example: --tp-new 4 --pp-new 2"

@@ -1,4 +1,5 @@
-"""The part that ``convert`` and ``reshard`` share: building the job, the dry run, the progress and the report.
+"""The part that ``convert`` and ``reshard`` share: building the job, the dry run, the progress and
+the report.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
@@ -257,7 +258,9 @@ def _convert(job: Job, workers: Team, progress: Progress | None) -> Report:
 
 
 def _published_report(workers: Team) -> Report | None:
-    """Return the report of an earlier attempt of this launch that got its destination published; None without one.
+    """Return the report of an earlier attempt of this launch that got its destination published.
+
+    Returns None without one.
 
     Every worker looks for it, because the lead of that attempt may have been on another host.
     """

@@ -139,7 +139,10 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
 
 
 def _report_lines(format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
-    """Return the lines of the report in one of ``FORMATS``. Only the module of that format is imported."""
+    """Return the lines of the report in one of ``FORMATS``.
+
+    Only the module of that format is imported.
+    """
     if format == "json":
         from ckpt_cli.findings.json_report import json_lines
 

@@ -47,7 +47,9 @@ def github_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def _inert(text: str) -> str:
-    """Return the text with ``##[`` broken up, which the runner takes for a command anywhere in a line."""
+    """Return the text with ``##[`` broken up, which the runner takes for a command anywhere in a
+    line.
+    """
     return escaped(text).replace("##[", "##\\[")
 
 

@@ -1,4 +1,5 @@
-"""Groups findings whose places differ only in numbers: ``__[0-7]_0.distcp``, ``decoder.layers.[0-31].weight``.
+"""Groups findings whose places differ only in numbers: ``__[0-7]_0.distcp``,
+``decoder.layers.[0-31].weight``.
 
 Nothing is lost: brackets contain exactly the numbers of the findings, so findings at all files of
 two ranks except one are not folded into "all files of both ranks".
@@ -57,7 +58,10 @@ class FindingGroup:
 
     @property
     def message(self) -> str:
-        """The message with the expected and found values; that of the first finding as an example if they vary."""
+        """The message with the expected and found values.
+
+        If they vary, it is that of the first finding, as an example.
+        """
         texts = {message_of(finding) for finding in self.findings}
         return f"{'' if len(texts) == 1 else 'for example: '}{message_of(self.first)}"
 
@@ -95,7 +99,8 @@ def _split_place(finding: Finding) -> tuple[list[str], list[str]]:
 
 
 def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterator[FindingGroup]:
-    """Join rows that have the same texts, one number of their places after the other, from the last to the first.
+    """Join rows that have the same texts, one number of their places after the other, from the last
+    to the first.
 
     Args:
         texts: the texts around the numbers of the place.

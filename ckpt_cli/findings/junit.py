@@ -93,7 +93,9 @@ class _Suite:
         yield "  </testsuite>"
 
     def _case(self, name: str, code: Code | None) -> tuple[str, list[str]]:
-        """Return the outcome (``passed``, ``failure``, ``skipped``) of a code's case, and its element's lines."""
+        """Return the outcome (``passed``, ``failure``, ``skipped``) of a code's case, and its
+        element's lines.
+        """
         judgement, path = self._verdict.judgement, self._verdict.validation.path
         counted = [finding for finding in judgement.counted if finding.code == name]
         n_accepted = sum(finding.code == name for finding in (*judgement.ignored, *judgement.known))
@@ -138,6 +140,9 @@ def _findings_text(findings: Sequence[Finding], path: str) -> str:
 
 
 def _text(text: str, *, keeps_lines: bool = False) -> str:
-    """Escape text for an element or attribute; spell out control characters, most of which XML cannot express."""
+    """Escape text for an element or attribute.
+
+    Spell out control characters, most of which XML cannot express.
+    """
     parts = text.split("\n") if keeps_lines else [text]
     return escape("\n".join(map(escaped, parts)))

@@ -70,7 +70,10 @@ def _invocation(verdicts: Sequence[Verdict]) -> dict[str, object]:
 
 
 def _rule(code: str) -> dict[str, object]:
-    """Return the reporting descriptor of a code; only its id if the code does not exist any more."""
+    """Return the reporting descriptor of a code.
+
+    Returns only its id if the code does not exist any more.
+    """
     entry = codes().get(code)
     if entry is None:
         return {"id": code}

@@ -24,7 +24,8 @@ _READ = {
     Level.DEEP: "every byte",
 }
 _COMMAND = re.compile(r"^(?=\s*::)|(?<=##)(?=\[)")
-"""Start of a command for GitHub's runner, old ones anywhere in a line; a checkpoint must not inject one by a name."""
+"""Start of a command for GitHub's runner, old ones anywhere in a line; a checkpoint must not inject
+one by a name."""
 _UNREAD = {
     Level.METADATA: "container headers (--headers); checksums, NaN, replicas (--deep)",
     Level.HEADERS: "checksums, NaN, replicas (--deep)",
@@ -72,7 +73,9 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
 
 
 def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
-    """Yield facts about one validation: what was read, what was not, and which findings were accepted."""
+    """Yield facts about one validation: what was read, what was not, and which findings were
+    accepted.
+    """
     validation, judgement = verdict.validation, verdict.judgement
     # What was read.
     yield "format", Cell("not recognised", ("yellow",)) if validation.format is None else validation.format
@@ -151,7 +154,10 @@ def _key_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]
 
 
 def _wrapped(screen: Screen, text: str, indent: int, *styles: str) -> Iterator[str]:
-    """Yield an indented paragraph; the later lines of a hint are aligned with its text, after the arrow."""
+    """Yield an indented paragraph.
+
+    The later lines of a hint are aligned with its text, after the arrow.
+    """
     lead = " " * indent
     next_lead = lead + "  " if text.startswith("→ ") else lead
     lines: list[str] = []

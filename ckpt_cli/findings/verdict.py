@@ -35,7 +35,10 @@ class Verdict:
         return ", ".join(n_text(n, severity.label) for severity, n in counted if n) or "no findings"
 
     def path_of(self, finding: Finding) -> str:
-        """Return the path of a finding's file, else of the checkpoint; relative if the checkpoint's is."""
+        """Return the path of a finding's file, else of the checkpoint.
+
+        The result is relative if the checkpoint's path is.
+        """
         root = self.validation.path
         name = finding.file
         if name is None or "\0" in name:

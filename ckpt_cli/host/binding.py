@@ -42,7 +42,8 @@ class CpuShare:
 def bind(
     mode: str, *, local_rank: int, local_size: int, is_below_agent: bool, environ: Mapping[str, str] = os.environ
 ) -> CpuShare:
-    """Pin this process (and the threads that it starts from now on) to its share of the host's cores.
+    """Pin this process (and the threads that it starts from now on) to its share of the host's
+    cores.
 
     Call it before torch is imported, whose threads inherit the mask of that moment.
 
@@ -132,7 +133,10 @@ def _quota(cgroup_dir: Path) -> float | None:
 
 
 def nodes_of(allowed: Collection[int], *, node_dir: Path = Path("/sys/devices/system/node")) -> list[list[int]]:
-    """Return the allowed cores by NUMA node, without empty nodes; one node if the system does not list them."""
+    """Return the allowed cores by NUMA node, without empty nodes.
+
+    If the system does not list the nodes, there is one.
+    """
     nodes = []
     for path in sorted(node_dir.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -167,9 +171,10 @@ def node_of_gpu(
     bus_dir: Path = Path("/sys/bus/pci/devices"),
     node_dir: Path = Path("/sys/devices/system/node"),
 ) -> int | None:
-    """Return the index (in ``nodes_of``) of the NUMA node that the GPU of worker ``local_rank`` is attached to.
+    """Return the index (in ``nodes_of``) of the NUMA node that the GPU of worker ``local_rank`` is
+    attached to.
 
-    None without such a GPU, or if the system does not tell. GPUs are taken in the order of their bus
+    Returns None without such a GPU, or if the system does not tell. GPUs are taken in the order of their bus
     addresses, which is CUDA's for GPUs of one kind; torch cannot be asked, as it is imported only
     after the process is pinned.
     """

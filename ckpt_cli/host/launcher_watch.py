@@ -17,7 +17,8 @@ _END_S = 10.0
 
 
 def end_with(launcher: int) -> None:
-    """Start a thread that ends this process after its launcher: by SIGTERM, then by SIGKILL if that takes too long.
+    """Start a thread that ends this process after its launcher: by SIGTERM, then by SIGKILL if that
+    takes too long.
 
     Args:
         launcher: process id of the launcher, the parent of this process.

@@ -1,4 +1,5 @@
-"""Finds out which worker this process is, and where the workers meet, from the environment that launchers set.
+"""Finds out which worker this process is, and where the workers meet, from the environment that
+launchers set.
 
 ===============  ==========================================  =============================================
  launcher         rank, size, local rank, local size          address and port of the store
@@ -34,7 +35,8 @@ from core.errors import UsageError
 
 _FIRST_PORT = 20_000
 _N_PORTS = 10_000
-"""Range of the ports derived from a job: below those that systems give to clients (32768 and up)."""
+"""Range of the ports derived from a job: below those that systems give to clients (32768 and up).
+"""
 
 _BY_HAND = "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
@@ -150,7 +152,10 @@ _MPI = {
 
 
 def _identify_below_mpi(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> WorkerIdentity:
-    """Return the identity that an MPI launcher gives; ``names`` are its variables, as in ``_MPI``."""
+    """Return the identity that an MPI launcher gives.
+
+    ``names`` are its variables, as in ``_MPI``.
+    """
     rank, size = _rank_and_size(environ, names[0], names[1])
     local_size = _number(environ, names[3])
     address = environ.get("MASTER_ADDR")
@@ -174,7 +179,10 @@ def _identify_below_mpi(environ: Mapping[str, str], launcher: str, names: tuple[
 
 
 def first_host(nodes: str) -> str | None:
-    """Return the first host of a Slurm node list (``gpu007`` of ``gpu[007-010,12],login``); None if it is empty."""
+    """Return the first host of a Slurm node list (``gpu007`` of ``gpu[007-010,12],login``).
+
+    Returns None if it is empty.
+    """
     match = re.match(r"([^,\[]+)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
     if match is None:
         return None
@@ -184,7 +192,10 @@ def first_host(nodes: str) -> str | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of workers on this host, from a list by node such as ``2(x3),1``; None if it is unknown."""
+    """Return the number of workers on this host, from a list by node such as ``2(x3),1``.
+
+    Returns None if it is unknown.
+    """
     node = _number(environ, "SLURM_NODEID")
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     if node is None:

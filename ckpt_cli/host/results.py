@@ -1,4 +1,5 @@
-"""The results of workers, which ``ckpt launch`` reads: one small file per worker in a directory of this host.
+"""The results of workers, which ``ckpt launch`` reads: one small file per worker in a directory of
+this host.
 
 ::
 
@@ -27,7 +28,8 @@ RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"
 LAUNCHER_VARIABLE = "CKPT_LAUNCH_PID"
 """Environment variable with the launcher's process id."""
 VERDICTS = FINAL_CODES | {0, 141}
-"""Exit codes that would be the same if the job ran again; 141: the reader of the output went away."""
+"""Exit codes that would be the same if the job ran again; 141: the reader of the output went away.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ _SILENT, _DEFAULT_LEVEL = "FATAL", "ERROR"
 
 
 def silence_torch() -> None:
-    """Keep torch's native code from printing stack traces while this process waits; call it before importing torch.
+    """Keep torch's native code from printing stack traces while this process waits.
+
+    Call it before importing torch.
 
     Errors that torch raises are still reported. Workers get their own log level.
     """
@@ -135,7 +137,8 @@ class FailureHooks:
 
 
 def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
-    """Run the workers until they are done or have failed for good, and record what happens in ``history``.
+    """Run the workers until they are done or have failed for good, and record what happens in
+    ``history``.
 
     Raises:
         WorkerError: the hosts did not meet, or not again after a failure.
@@ -200,7 +203,8 @@ def _config(job: AgentJob, logs: _AttemptLogs) -> Any:
 
 
 class _AttemptLogs:
-    """An implementation of torch's ``LogsSpecs``, which the agent asks for log files before it starts the workers.
+    """An implementation of torch's ``LogsSpecs``, which the agent asks for log files before it
+    starts the workers.
 
     So an attempt begins in ``reify``: the workers get their directory for results, and the history a
     new attempt.
@@ -231,7 +235,9 @@ class _AttemptLogs:
         return str(self._specs.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """Return the files for each worker's streams, and put the directory of its results into its environment."""
+        """Return the files for each worker's streams, and put the directory of its results into its
+        environment.
+        """
         history = self._history
         # A restart: ask whether it makes sense.
         if history.attempts:
@@ -259,7 +265,9 @@ class _AttemptLogs:
 
 
 class _FailureLogHandler(logging.Handler):
-    """Finds out from the agent's log which process failed first; the agent does not tell otherwise before a restart.
+    """Finds out from the agent's log which process failed first.
+
+    The agent does not tell otherwise before a restart.
 
     Args:
         history: gets the process.

@@ -1,4 +1,5 @@
-"""Chooses the one error to report when workers have ended: which failed first, why, and where its log is.
+"""Chooses the one error to report when workers have ended: which failed first, why, and where its
+log is.
 
 When one worker fails the others fail too, because it is gone or because they are stopped; the one to
 report is the one that did not fail because of another.
@@ -94,7 +95,9 @@ class LaunchError(WorkerError):
 def cause_of(
     ended: Sequence[Ended], results: Mapping[int, WorkerResult], *, first: Ended | None, host: str
 ) -> Cause | None:
-    """Return the cause of the job's failure, as far as this host knows; None if it knows of no failure.
+    """Return the cause of the job's failure, as far as this host knows.
+
+    Returns None if it knows of no failure.
 
     Args:
         ended: processes that did not exit with 0.
@@ -124,7 +127,10 @@ def cause_of(
 
 
 def _silent_process(unreported: Sequence[Ended]) -> Ended | None:
-    """Return the process, of those without a result, that most likely failed by itself; None without one."""
+    """Return the process, of those without a result, that most likely failed by itself.
+
+    Returns None without one.
+    """
     killed = [process for process in unreported if process.exit_code < 0 and process.exit_code != -signal.SIGTERM]
     exited = [process for process in unreported if process.exit_code > 0 and process.exit_code not in _STOPPED]
     # Native code aborts when a peer is gone, so a process that aborted is the last choice of those killed.

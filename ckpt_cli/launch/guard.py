@@ -1,4 +1,5 @@
-"""Ends a launcher whose agent hangs, so that no wait of torch is longer than the limits of this module.
+"""Ends a launcher whose agent hangs, so that no wait of torch is longer than the limits of this
+module.
 
 After a failure the agent ends its workers and meets the other agents again. It waits for a host that
 has vanished as for one that has not come yet, ten minutes; and if that host ran the rendezvous, every
@@ -27,7 +28,8 @@ from ckpt_cli.launch.agent import LaunchHistory
 
 _POLL_S = 0.5
 _QUIET_S = 15.0
-"""Wait for other hosts that is not mentioned to the user, as importing torch alone takes some seconds."""
+"""Wait for other hosts that is not mentioned to the user, as importing torch alone takes some
+seconds."""
 _DONE_S = 60.0
 """How long the agent may wait for other hosts when its own workers are done."""
 _UNHANDLED_S = 5.0
@@ -36,7 +38,8 @@ _END_S = 5.0
 """How long remaining workers may take to exit after each signal."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVE_S = 15.0
-"""How long the agent may take to leave the rendezvous when its workers have failed for the last time."""
+"""How long the agent may take to leave the rendezvous when its workers have failed for the last
+time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _JOIN_S = 600
 """Default time to wait for hosts, in seconds: torch's own limit."""
 _READ_S = 20
-"""Limit of one request to the rendezvous: three times the time after which it counts a host as lost."""
+"""Limit of one request to the rendezvous: three times the time after which it counts a host as
+lost."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
 _ETCD = ("etcd", "etcd-v2")
 """Backends that need a server, which must already listen at the endpoint."""
@@ -176,7 +177,9 @@ def parse_endpoint(text: str, port: int) -> tuple[str, int]:
 
 
 def check_rendezvous(rendezvous: Rendezvous, *, is_listener: bool, note: Callable[[str], None]) -> None:
-    """Check, before torch tries, that the rendezvous can be reached; wait for the host that must listen.
+    """Check, before torch tries, that the rendezvous can be reached.
+
+    Wait for the host that must listen.
 
     Args:
         is_listener: this host is the one that must listen.

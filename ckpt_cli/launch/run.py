@@ -43,11 +43,13 @@ COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 _WRITING = ("convert", "reshard")
 _CONTINUE = "partial output is kept; rerun the same command to continue"
 _REJOIN_S = 60
-"""Time in addition to ``--timeout`` for ending the workers and for the agents to meet again, in seconds."""
+"""Time in addition to ``--timeout`` for ending the workers and for the agents to meet again, in
+seconds."""
 _MEET_S = 120
 """Least time for started workers to meet, in seconds: the slowest may take long to import torch."""
 _MOST_AUTO = 16
-"""Most workers of ``--nproc-per-node auto`` without GPUs; beyond that, threads are cheaper than processes."""
+"""Most workers of ``--nproc-per-node auto`` without GPUs; beyond that, threads are cheaper than
+processes."""
 
 
 def check_command(command: Sequence[str] | None) -> Sequence[str]:
@@ -197,7 +199,10 @@ def _agreed_exit_code(history: LaunchHistory, command: Sequence[str]) -> int | N
 
 
 def _is_published(history: LaunchHistory) -> bool:
-    """Return whether the destination is complete although the lead died before it reported that; note it if so."""
+    """Return whether the destination is complete although the lead died before it reported that.
+
+    Note it if so.
+    """
     has_reported = 0 in history.results and history.results[0].is_verdict
     report = recall_report(history.attempts[-1].results_dir) if history.attempts and not has_reported else None
     if report is None:
@@ -297,7 +302,9 @@ def _is_listener(rendezvous: Rendezvous) -> bool:
 
 @contextmanager
 def _log_dir(log_dir: Path | None) -> Iterator[Path]:
-    """Create and yield the directory for logs; a temporary one is removed at the end, unless workers failed.
+    """Create and yield the directory for logs.
+
+    A temporary one is removed at the end, unless workers failed.
 
     Args:
         log_dir: value of ``--log-dir``; None for a temporary directory.

@@ -29,7 +29,10 @@ _TEXT = partial(Option, show_default=False, show_envvar=False)
 
 
 def parse_nodes(text: str | None) -> tuple[int, int]:
-    """Return the smallest and largest number of hosts of ``N`` or ``MIN:MAX``; (1, 1) without a text."""
+    """Return the smallest and largest number of hosts of ``N`` or ``MIN:MAX``.
+
+    Returns (1, 1) without a text.
+    """
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text or "1")
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 

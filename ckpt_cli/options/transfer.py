@@ -32,7 +32,8 @@ CONTENT_OPTIONS = (
     *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
     *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
 )
-"""Fields of ``TransferOptions`` that change the content; with one of them, ``--to`` may be left out."""
+"""Fields of ``TransferOptions`` that change the content; with one of them, ``--to`` may be left
+out."""
 
 
 def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
@@ -78,7 +79,10 @@ def _iteration(panel: str) -> object:
 
 
 def threads_option(text: str) -> object:
-    """Return the option ``--threads``; the help text says what the threads do and their default number."""
+    """Return the option ``--threads``.
+
+    The help text says what the threads do and their default number.
+    """
     return Option("--threads", "-j", metavar="N", parser=whole_number(1, 64), rich_help_panel=ENGINE, help=text)
 
 

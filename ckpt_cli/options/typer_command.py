@@ -20,14 +20,20 @@ LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
 
 
 class Command(TyperCommand):
-    """A subcommand of ``ckpt``. (typer takes a class here and offers no other way to change its behaviour.)"""
+    """A subcommand of ``ckpt``.
+
+    typer takes a class here and offers no other way to change its behaviour.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, converted by their own parsers instead of pydantic."""
         return _without_pydantic(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the words of the usage line; a metavar of several words gets no brackets and dots."""
+        """Return the words of the usage line.
+
+        A metavar of several words gets no brackets and dots.
+        """
         metavars = {f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")}
         return [metavars.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
@@ -67,7 +73,10 @@ class Group(TyperGroup):
 
 
 def _without_pydantic(params: list[Any]) -> list[Any]:
-    """Return the parameters with pydantic's conversion replaced; typer before 0.29 has none to replace."""
+    """Return the parameters with pydantic's conversion replaced.
+
+    Versions of typer before 0.29 have none to replace.
+    """
     for param in params:
         if hasattr(param, "_runtime_param"):
             param._runtime_param = _ValueConverter(param.type_descriptor)
@@ -100,7 +109,10 @@ class _ValueConverter:
 
 
 def _shown_names(param: Any, all_names: str) -> str:
-    """Return an option's short name, first long name and metavar; the epilogue tells of its aliases."""
+    """Return an option's short name, first long name and metavar.
+
+    The epilogue tells of its aliases.
+    """
     if param.is_flag:
         return all_names
     long = next(name for name in param.opts if name.startswith("--"))

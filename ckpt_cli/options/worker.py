@@ -1,4 +1,6 @@
-"""Options of a worker: the arguments before the verb in ``python -m ckpt_cli.worker [options] VERB ARGS``."""
+"""Options of a worker: the arguments before the verb in ``python -m ckpt_cli.worker [options] VERB
+ARGS``.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
 
 
 def verdict_line(screen: Screen, result: Diff) -> str:
-    """Return one line that tells whether the checkpoints are the same, and if not, how much of them differs."""
+    """Return one line that tells whether the checkpoints are the same, and if not, how much of them
+    differs.
+    """
     is_good = result.is_same
     mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
     return screen.plain(f"{mark} {screen.styled(_verdict_text(result), 'bold')}")
@@ -265,7 +267,10 @@ class _ListPrinter:
             yield self.screen.plain(self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim"))
 
     def _table(self, rows: list[list[Cell | str]], *, has_head: bool) -> Iterator[str]:
-        """Yield aligned columns; if they are too wide for the screen, names get lines of their own."""
+        """Yield aligned columns.
+
+        If they are too wide for the screen, names get lines of their own.
+        """
         n_columns = max(map(len, rows))
         align = "<" + ">" * (n_columns - 2) * has_head + "<" * (1 if has_head else n_columns - 1)
         width = self.screen.width

@@ -31,7 +31,9 @@ VALUES_HEAD = ("", "differing", "max |Δ|", "|Δ|/|A|", "cosine", "first differe
 
 
 def folded_rows(tensors: Iterable[TensorDiff]) -> Iterator[Row]:
-    """Yield a row for each group of tensors whose keys differ only in numbers, in the order of the worst."""
+    """Yield a row for each group of tensors whose keys differ only in numbers, in the order of the
+    worst.
+    """
     groups: dict[tuple[object, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         shapes = tuple((meta.dtype, meta.shape) if meta else None for meta in (tensor.a, tensor.b))
@@ -109,7 +111,10 @@ def values_row(row: Row) -> list[Cell | str]:
 
 
 def _first_difference(row: Row) -> str:
-    """Return where the worst tensor of a row differs first, and its two values there: ``[0, 3]: 1 → 2``."""
+    """Return where the worst tensor of a row differs first, and its two values there.
+
+    For example ``[0, 3]: 1 → 2``.
+    """
     tensor = row.worst
     if tensor.values is None or tensor.values.first is None:
         return ""

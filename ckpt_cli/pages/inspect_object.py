@@ -1,4 +1,6 @@
-"""Objects (arguments, random states, optimizer settings) as JSON values; nothing in them is ever executed.
+"""Objects (arguments, random states, optimizer settings) as JSON values.
+
+Nothing in them is ever executed.
 
 An instance is result as ``{"<class>": "argparse.Namespace", …attributes}``, a class or function as
 its dotted name, a tensor as ``{"<tensor>": key}``, bytes as their number.
@@ -19,7 +21,10 @@ _MAX_BITS = 8192
 
 
 def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
-    """Return an object as a JSON value; read it from its own stream if the metadata does not hold it."""
+    """Return an object as a JSON value.
+
+    Read it from its own stream if the metadata does not hold it.
+    """
     value = item.value
     if item.raw_key is not None:
         from core.formats.torch.format import load_object
@@ -31,7 +36,10 @@ def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
 
 
 class _JsonConverter:
-    """Converts an inert tree into JSON values; ends for every tree (deep, cyclic, shared a million times)."""
+    """Converts an inert tree into JSON values.
+
+    The conversion ends for every tree (deep, cyclic, shared a million times).
+    """
 
     def __init__(self) -> None:
         self._n_remaining = MAX_NODES

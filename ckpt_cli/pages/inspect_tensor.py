@@ -73,7 +73,10 @@ def _stored_text(place: Place, size: int) -> str:
 
 
 def _encoding_text(places: Sequence[Place]) -> str:
-    """Return the codecs of a tensor with their bytes, as the end of a sentence; "" if none is used."""
+    """Return the codecs of a tensor with their bytes, as the end of a sentence.
+
+    Returns "" if none is used.
+    """
     names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
     if not names:
         return ""

@@ -124,7 +124,10 @@ def _workers_text(workers: Sequence[Figures]) -> str:
 
 
 def _list_facts(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:
-    """Return one fact per item, the first labelled ``name``; items beyond ``LISTED`` are only counted."""
+    """Return one fact per item, the first labelled ``name``.
+
+    Items beyond ``LISTED`` are only counted.
+    """
     styles = (style,) if style else ()
     rows: list[tuple[str, Cell | str]] = [
         ("" if number else name, Cell(escaped(item), styles)) for number, item in enumerate(items[:LISTED])

@@ -1,4 +1,5 @@
-"""Blocks of text: numbers with units, aligned columns, lists of facts, trees. Pure functions from values to lines.
+"""Blocks of text: numbers with units, aligned columns, lists of facts, trees. Pure functions from
+values to lines.
 
 Not rich: docs/decisions/0030-tables-without-rich.md says why.
 """
@@ -98,7 +99,10 @@ def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, i
 
 
 def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0) -> Iterator[str]:
-    """Yield names in a dim column with their values, wrapped, next to them; an empty name continues the one above."""
+    """Yield names in a dim column with their values, wrapped, next to them.
+
+    An empty name continues the one above.
+    """
     pairs = list(pairs)
     label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
     for name, value in pairs:

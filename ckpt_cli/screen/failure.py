@@ -170,7 +170,9 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
 
 
 def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
-    """Return the UsageError for an error of typer, with its message in lower case and without a full stop."""
+    """Return the UsageError for an error of typer, with its message in lower case and without a
+    full stop.
+    """
     context = getattr(err, "ctx", None)
     command = getattr(context, "command_path", command)
     # An option of another tool: name ours.

@@ -1,4 +1,5 @@
-"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun and other tools, with what to use instead.
+"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun and other tools, with what to use
+instead.
 
 They are not options of ``ckpt``, as most of them mean something slightly different in those tools;
 they are refused with a hint that names the option to use. Names are as ``ckpt`` sees them, with
@@ -104,4 +105,5 @@ TORCHRUN_OPTION_HINTS: dict[str, str] = {
         ("--main-process-ip", "--machine-rank", "--hostfile"), "use --rdzv-endpoint HOST:PORT on each host"
     ),
 }
-"""Option of torchrun that ``ckpt launch`` does not have, or of accelerate, deepspeed or mpirun → hint."""
+"""Option of torchrun that ``ckpt launch`` does not have, or of accelerate, deepspeed or mpirun →
+hint."""

@@ -12,11 +12,14 @@ from core.errors import UsageError
 from core.files.store import translated
 
 _OPENINGS = (b'{"schema": "ckpt.', b'{\n "$schema": ', b"<?xml ", b"::", "✓ ".encode(), "✗ ".encode(), b"! ")
-"""First bytes of the reports and baselines that this program writes; colours are never written to a file."""
+"""First bytes of the reports and baselines that this program writes; colours are never written to a
+file."""
 
 
 def check_report_path(path: Path) -> None:
-    """Raise unless a report can be written to the path; called before the work to be reported begins.
+    """Raise unless a report can be written to the path.
+
+    Called before the work to be reported begins.
 
     An older report may be replaced. Any other file may not, so that a slip of the shell's completion
     costs no checkpoint.

@@ -38,7 +38,9 @@ class Screen:
         return f"\x1b[{';'.join(_SGR[style] for style in styles)}m{text}\x1b[0m"
 
     def plain(self, text: str) -> str:
-        """Return the text with the program's own glyphs replaced by ASCII if the encoding lacks them."""
+        """Return the text with the program's own glyphs replaced by ASCII if the encoding lacks
+        them.
+        """
         return text if self.has_unicode else text.translate(_ASCII)
 
 
@@ -86,7 +88,10 @@ def columns_of(text: str) -> int:
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """Return the text filled with spaces to ``width`` columns; aligned to the left unless ``right``."""
+    """Return the text filled with spaces to ``width`` columns.
+
+    The text is aligned to the left unless ``right``.
+    """
     room = " " * max(width - columns_of(text), 0)
     return room + text if right else text + room
 

@@ -1,4 +1,6 @@
-"""Checks that workers can do one job together: each describes itself when it joins, and the lead compares them."""
+"""Checks that workers can do one job together: each describes itself when it joins, and the lead
+compares them.
+"""
 
 from __future__ import annotations
 

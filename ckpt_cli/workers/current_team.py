@@ -1,4 +1,5 @@
-"""The team that this process belongs to: this process alone, unless ``ckpt_cli.worker`` has joined others.
+"""The team that this process belongs to: this process alone, unless ``ckpt_cli.worker`` has joined
+others.
 
 Commands pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints.
 The figures of all workers are ``launch`` in the JSON of a command (fields may be added)::
@@ -40,13 +41,16 @@ def device() -> Device | None:
 def worker_threads() -> int | None:
     """Return the default number of threads of a worker: one for each of its cores, but at least 2.
 
-    None if the process works alone, or the launcher does not tell how many workers share a host.
+    Returns None if the process works alone, or the launcher does not tell how many workers share a
+    host.
     """
     return None if _n_cores is None else min(max(_n_cores, 2), 64)
 
 
 def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
-    """Return ``{"launch": …}`` for a command's JSON; {} for a process that works alone without a device.
+    """Return ``{"launch": …}`` for a command's JSON.
+
+    Returns {} for a process that works alone without a device.
 
     Args:
         figures: the workers' figures, at the lead; empty for a process that works alone.

@@ -27,7 +27,9 @@ _SECONDS_PER_FRAME = 0.1
 
 @contextmanager
 def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
-    """Yield a callback that draws the bar; None if no bar is wanted, or a team draws its own display.
+    """Yield a callback that draws the bar.
+
+    The callback is None if no bar is wanted, or a team draws its own display.
 
     The line is erased at the end, also when the work fails or is interrupted. The threads that report
     draw the bar, one at a time. rich is imported at the first report, when the work has begun.

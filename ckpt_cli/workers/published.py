@@ -29,7 +29,9 @@ _NAME = "published.json"
 
 
 def remember_report(report: Report, inode: int) -> None:
-    """Write the report of a destination that is about to be published; do nothing without a launcher.
+    """Write the report of a destination that is about to be published.
+
+    Do nothing without a launcher.
 
     Args:
         inode: inode of the file or directory that will get the destination's name.
@@ -46,7 +48,9 @@ def remember_report(report: Report, inode: int) -> None:
 
 
 def recall_report(directory: Path | None = None) -> Report | None:
-    """Return the report of the destination that this launch has published; None if it has not, or it is gone.
+    """Return the report of the destination that this launch has published.
+
+    Returns None if it has not, or it is gone.
 
     Args:
         directory: directory of an attempt's results; None for that of this process.
@@ -67,7 +71,9 @@ def recall_report(directory: Path | None = None) -> Report | None:
 
 
 def finish_published(report: Report) -> Report:
-    """Finish the work of a lead that died after its destination got its name; return the report unchanged.
+    """Finish the work of a lead that died after its destination got its name.
+
+    Return the report unchanged.
 
     Raises:
         StorageError: the system refuses an operation.

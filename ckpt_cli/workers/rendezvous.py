@@ -34,7 +34,8 @@ _PART_S = 3.0
 """The longest time that a lead waits for the others to read its verdict, in seconds."""
 
 MemberCheck = Callable[[Sequence[Mapping[str, Any]]], CheckpointingException | None]
-"""Returns the reason why workers with these facts (by rank) cannot work together; None if they can."""
+"""Returns the reason why workers with these facts (by rank) cannot work together; None if they can.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def meet_workers(
     timeout_s: float,
     join_timeout_s: float,
 ) -> Meeting:
-    """Wait until all workers have come to the store and the lead has checked that they fit together.
+    """Wait until all workers have come to the store and the lead has checked that they fit
+    together.
 
     Args:
         identity: identity of this worker.
@@ -108,7 +110,9 @@ def _keeper_name(identity: WorkerIdentity, host: str | None = None) -> str:
 
 
 def _wait_for_store(identity: WorkerIdentity, deadline: float, join_timeout_s: float) -> str:
-    """Wait until something listens at the store's address; return this host's address on the way there.
+    """Wait until something listens at the store's address.
+
+    Return this host's address on the way there.
 
     Raises:
         WorkerError: nothing listens by the deadline.
@@ -158,7 +162,10 @@ def _welcome_others(
     deadline: float,
     join_timeout_s: float,
 ) -> dict[str, Any]:
-    """Wait for the other workers, check all of them, and write and return the welcome; called at the lead."""
+    """Wait for the other workers, check all of them, and write and return the welcome.
+
+    Called at the lead.
+    """
     prefix = own_facts["token"]
     line.ask(lambda store: store.set("lead", prefix))
     keys = {rank: f"{prefix}/join/{rank}" for rank in range(1, identity.size)}
@@ -218,7 +225,10 @@ def _join_lead(
 
 
 def _confirm_failure(line: StoreLine, identity: WorkerIdentity, prefix: str) -> None:
-    """Confirm that this worker has read the lead's error; a lead that runs the store waits for all of them."""
+    """Confirm that this worker has read the lead's error.
+
+    A lead that runs the store waits for all of them.
+    """
     if identity.rank:
         line.ask(lambda store: store.set(f"{prefix}/heard/{identity.rank}", b""))
     elif identity.keeps_store:
@@ -235,7 +245,9 @@ def _exist(line: StoreLine, keys: Sequence[str]) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 or IPv6 address; None if none has it. Linux only.
+    """Return the network interface that has an IPv4 or IPv6 address.
+
+    Returns None if none has it. Linux only.
 
     By default gloo uses the interface of the host's name, which is often the loopback, or unknown.
     """

@@ -91,7 +91,10 @@ class StoreLine:
         return answer
 
     def send(self, work: Callable[[Any], object]) -> None:
-        """Queue ``work(store)`` for the thread and return at once; its result and its errors are lost."""
+        """Queue ``work(store)`` for the thread and return at once.
+
+        Its result and its errors are lost.
+        """
         self._requests.put(_Request(work))
 
     def know(self, *, keeper: str, timeout_s: float) -> None:
@@ -100,7 +103,9 @@ class StoreLine:
         self._timeout_s = timeout_s
 
     def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
-        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not fail."""
+        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not
+        fail.
+        """
         self._interval_s = interval_s
         self._beat = beat
         self._requests.put(None)

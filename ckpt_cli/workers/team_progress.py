@@ -1,4 +1,5 @@
-"""The progress of several workers on one line: bytes, rate, remaining time, and the worker that is furthest behind.
+"""The progress of several workers on one line: bytes, rate, remaining time, and the worker that is
+furthest behind.
 
 ::
 
@@ -83,7 +84,9 @@ def state_of(now: Amounts, before: Amounts, seconds: float) -> TeamState:
 
 
 def text_of(state: TeamState, width: int) -> str:
-    """Return the progress in words, without the bar; the last parts are left out if they do not fit.
+    """Return the progress in words, without the bar.
+
+    The last parts are left out if they do not fit.
 
     Args:
         width: columns that the words may take.

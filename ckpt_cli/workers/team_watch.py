@@ -1,4 +1,6 @@
-"""Heartbeats of workers: each writes its beat to the store and reads the lead's; the lead reads all.
+"""Heartbeats of workers: each writes its beat to the store and reads the lead's.
+
+The lead reads all.
 
 ::
 
@@ -53,7 +55,9 @@ class TeamWatch:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between beats, longer with many workers, as a store serves some thousand requests per second."""
+        """Seconds between beats, longer with many workers, as a store serves some thousand requests
+        per second.
+        """
         return min(self._timeout_s / 5, max(0.25, len(self._hosts) / 512))
 
     def expect(self, n_bytes: int) -> None:
@@ -77,7 +81,10 @@ class TeamWatch:
         return amounts
 
     def store_bytes(self) -> int:
-        """Return the bytes that all workers have exchanged with the store; complete only at the lead."""
+        """Return the bytes that all workers have exchanged with the store.
+
+        The result is complete only at the lead.
+        """
         return sum(_BEAT.unpack(value)[3] for value, _ in list(self._beats.values()) if len(value) == _BEAT.size)
 
     def ended(self) -> list[int]:
@@ -91,9 +98,10 @@ class TeamWatch:
         return [rank for rank, (value, at) in beats if rank != self._rank and value != _ENDED and at > earliest]
 
     def silent_for(self, seconds: float) -> tuple[int, float] | None:
-        """Return (rank, seconds) of the watched rank that has been silent the longest, at least ``seconds``.
+        """Return (rank, seconds) of the watched rank that has been silent the longest, at least
+        ``seconds``.
 
-        None without one, or if this worker itself has not read the beats recently.
+        Returns None without one, or if this worker itself has not read the beats recently.
         """
         now = monotonic()
         if now - self._read_at > seconds / 2:
@@ -104,7 +112,10 @@ class TeamWatch:
         return (rank, longest) if longest >= seconds else None
 
     def begin(self, store: ScopedStore) -> None:
-        """Create the entries that all workers read, ``left`` last; the lead calls it before any other worker beats."""
+        """Create the entries that all workers read, ``left`` last.
+
+        The lead calls it before any other worker beats.
+        """
         for rank in range(len(self._hosts)):
             store.set(f"beat/{rank}", b"")
         store.set("alarm", b"")
@@ -139,7 +150,10 @@ class TeamWatch:
         store.set("alarm", b"1")
 
     def leave(self, store: ScopedStore, error: Exception) -> None:
-        """Tell the others that this worker leaves because of ``error``; only the first error is kept."""
+        """Tell the others that this worker leaves because of ``error``.
+
+        Only the first error is kept.
+        """
         if store.add("n_left", 1) == 1:
             store.set("left", pickle.dumps((self._rank, error)))
         self.alarm(store)
@@ -153,7 +167,8 @@ class TeamWatch:
         return error
 
     def _discount_pause(self, now: float) -> None:
-        """Subtract the time in which this worker did not read the beats from the silence of the others.
+        """Subtract the time in which this worker did not read the beats from the silence of the
+        others.
 
         Either this worker was stopped, or the store stood still, as torch's does while it looks up the
         name of a client in a DNS that does not answer; then nobody's beat could change.
@@ -164,7 +179,10 @@ class TeamWatch:
             self._beats = {rank: (value, since + missed_s) for rank, (value, since) in self._beats.items()}
 
     def _check_silence(self, store: ScopedStore, now: float) -> None:
-        """Set the error if a watched worker has been silent for the time limit; the lead also tells the others."""
+        """Set the error if a watched worker has been silent for the time limit.
+
+        The lead also tells the others.
+        """
         for rank, (value, since) in self._beats.items():
             if rank == self._rank or value == _ENDED or now - since <= self._timeout_s:
                 continue

@@ -40,7 +40,8 @@ PART_MEMORY_BYTES = 2 * _PART_BYTES
 _FAREWELL_S = 5.0
 """The longest time that a worker tries to write to the store when it ends, in seconds."""
 _EXPLAIN_S = 2.0
-"""Silence, in addition to some beats, after which a worker is taken to have broken a collective, in seconds."""
+"""Silence, in addition to some beats, after which a worker is taken to have broken a collective, in
+seconds."""
 _END_S = 10.0
 """The longest time that the lead waits at the end of a job for the others to end, in seconds."""
 
@@ -118,7 +119,10 @@ class TorchTeam:
         return self._watch.progress()
 
     def facts(self) -> dict[str, object]:
-        """Return what ``--json`` tells about the team in addition to the workers' figures; called at the lead."""
+        """Return what ``--json`` tells about the team in addition to the workers' figures.
+
+        Called at the lead.
+        """
         return {
             "launcher": self._identity.launcher,
             "backend": self._backend,
@@ -130,7 +134,10 @@ class TorchTeam:
         }
 
     def leave(self, error: Exception) -> None:
-        """Tell the others that this worker has failed and joins no further meeting; never raises."""
+        """Tell the others that this worker has failed and joins no further meeting.
+
+        Never raises.
+        """
         with suppress(WorkerError):
             self._line.ask(self._scoped(lambda store: self._watch.leave(store, error)), within_s=_FAREWELL_S)
 
@@ -263,7 +270,8 @@ class TorchTeam:
             torch.cuda.synchronize(self._data_device)
 
     def _run_watched(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, run in a thread of its own, which is abandoned if another worker is gone.
+        """Return ``work()``, run in a thread of its own, which is abandoned if another worker is
+        gone.
 
         Raises:
             GoneError: another worker is gone, or the work takes twice the time limit.
