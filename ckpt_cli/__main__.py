@@ -1,6 +1,7 @@
-"""The program ``ckpt``; ``python -m ckpt_cli`` is the same.
+"""The program ``ckpt``, also run by ``python -m ckpt_cli``.
 
-Until the command line is read there is nothing to clean up: Ctrl-C then ends the process at once, without a traceback.
+Until the command line is parsed there is nothing to clean up, so Ctrl-C ends the process at once and
+without a traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the process's command line; returns the exit code."""
+    """Run the command line of this process and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ckpt_cli.app import main as run

@@ -1,7 +1,9 @@
-"""The command ``ckpt``: parses the line, runs one command, maps whatever happens to one line and an exit code.
+"""The command ``ckpt``: parses the command line, runs one command, and turns every error into a
+message and exit code.
 
-Parsing and running are apart: a typer command returns the work as a function, and ``main`` calls it, so that no
-exception of the work passes through typer. Bodies are imported when they run; ``ckpt --help`` imports none of them.
+Parsing and running are separate: a typer command returns its work as a function, which ``main``
+calls, so that no exception of the work passes through typer. Bodies are imported when they run;
+``ckpt --help`` imports none of them.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError
 
 Work = Callable[[], int]
-"""A command that is parsed and not yet run; returns the exit code."""
-Heed = Callable[[BaseException, Failure], Failure | None]
-"""What a worker of a team does with what ended its work; see ``main``."""
+"""A parsed command that has not run yet; returns the exit code."""
+FailureFilter = Callable[[BaseException, Failure], Failure | None]
+"""Receives what ended the work; returns the failure to print, or None to print nothing."""
 
-_ALIASES = (
-    "Every size also goes by the names of other tools: --target-tp, --target-tensor-parallel-size, and so on. "
-    "The layout of SRC is read from SRC; --tp, --pp, --vpp, --ep, --etp (or --tensor-model-parallel-size …) beside it "
-    "are assertions. Whatever their order on the line, content options apply so: --dequantize; --include, --exclude; "
-    "--strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; --dtype; --quantize. "
-    "Each sees the names that those before it made."
+_TRANSFER_EPILOG = (
+    "Sizes to write also have the names that other tools use: --target-tp, --target-tensor-parallel-size, and so on. "
+    "The layout of SRC is detected; --tp, --pp, --vpp, --ep, --etp (or --tensor-model-parallel-size, …) "
+    "only check it. Content options apply in this order, wherever they are on the command line: --dequantize; "
+    "--include, --exclude; --strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; "
+    "--dtype; --quantize. Each sees the names that the previous ones produced."
 )
 
 app = Typer(
     name="ckpt",
     cls=Group,
-    help="Look at training checkpoints, convert them between formats, and change their parallel layout.",
-    epilog="Exit codes: 0 fine, 1 findings, 2 usage, 3 corrupt or incomplete, 4 unsupported, 5 unsafe, 6 input/output, "
-    "7 memory or disk full, 8 worker failed, 70 internal error, 130 interrupted.",
+    help="Inspect, convert, reshard and verify training checkpoints.",
+    epilog="Exit codes: 0 success, 1 findings, 2 usage error, 3 corrupt or incomplete, 4 unsupported, 5 unsafe, "
+    "6 I/O error, 7 out of memory or disk space, 8 worker failed, 70 internal error, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -59,8 +61,8 @@ app = Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
@@ -80,57 +82,61 @@ def _root(
     pass
 
 
-@app.command("inspect", cls=Command, short_help="Show what a checkpoint holds and what can be done with it.")
+@app.command("inspect", cls=Command, short_help="Show what a checkpoint contains and what can be done with it.")
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
-    """Show what a checkpoint holds, how it is laid out and what can be done with it; reads no tensor data."""
+    """Show what a checkpoint contains, how it is laid out and what can be done with it; read no
+    tensor data.
+    """
     from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)
 
 
-@app.command("convert", cls=Command, epilog=_ALIASES, short_help="Write a checkpoint in another format.")
+@app.command("convert", cls=Command, epilog=_TRANSFER_EPILOG, short_help="Write a checkpoint in another format.")
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
-    """Write a checkpoint in another format (--to). Bytes are moved, not loaded: memory stays small."""
+    """Write a checkpoint in another format (--to). Tensors are streamed, so memory use stays small."""
     from ckpt_cli.commands.convert import convert
 
     return partial(convert, options)
 
 
 @app.command(
-    "reshard", cls=Command, epilog=_ALIASES, short_help="Write a Megatron checkpoint for other parallel sizes."
+    "reshard", cls=Command, epilog=_TRANSFER_EPILOG, short_help="Write a Megatron checkpoint with other parallel sizes."
 )
 @accepts(TransferOptions)
 def _reshard(options: TransferOptions) -> Work:
-    """Write a Megatron checkpoint for other parallel sizes (--tp-new, --pp-new, …)."""
+    """Write a Megatron checkpoint with other parallel sizes (--tp-new, --pp-new, …)."""
     from ckpt_cli.commands.reshard import reshard
 
     return partial(reshard, options)
 
 
-@app.command("manifest", cls=Command, short_help="Write down what a checkpoint holds, to check it later.")
+@app.command("manifest", cls=Command, short_help="Record checksums and fingerprints, to verify a checkpoint later.")
 @accepts(ManifestOptions)
 def _manifest(options: ManifestOptions) -> Work:
-    """Read a checkpoint once and write ckpt-manifest.json: sizes, CRCs, digests, and fingerprints of its tensors."""
+    """Record file sizes, checksums and tensor fingerprints in ckpt-manifest.json, to verify the
+    checkpoint later.
+    """
     from ckpt_cli.commands.manifest import manifest
 
     return partial(manifest, options)
 
 
-@app.command("validate", cls=Command, short_help="Say whether a checkpoint is whole.")
+@app.command("validate", cls=Command, short_help="Check a checkpoint for missing, damaged or inconsistent data.")
 @accepts(ValidateOptions)
 def _validate(options: ValidateOptions) -> Work:
-    """Say whether checkpoints are whole; exits with 1 if one is not."""
+    """Check checkpoints for missing, damaged or inconsistent data; exit with 1 if there are errors."""
     from ckpt_cli.commands.validate import validate
 
     return partial(validate, options)
 
 
-@app.command("diff", cls=Command, short_help="Say whether two checkpoints hold the same.")
+@app.command("diff", cls=Command, short_help="Compare two checkpoints tensor by tensor.")
 @accepts(DiffOptions)
 def _diff(options: DiffOptions) -> Work:
-    """Say whether two checkpoints hold the same, and how they differ; formats and layouts may be different ones."""
+    """Compare two checkpoints tensor by tensor, across formats and layouts."""
     from ckpt_cli.commands.diff import run_diff
 
     return partial(run_diff, options)
@@ -139,67 +145,67 @@ def _diff(options: DiffOptions) -> Work:
 @app.command(
     "launch",
     cls=Command,
-    context_settings={"allow_interspersed_args": False},  # the first word is the command's
-    short_help="Run a command with many workers, on many hosts.",
+    context_settings={"allow_interspersed_args": False},  # words after the command belong to it
+    short_help="Run a command with several workers, on one or more hosts.",
 )
 @accepts(LaunchOptions)
 def _launch(options: LaunchOptions) -> Work:
-    """Run convert, reshard, manifest, validate or diff with several workers, by PyTorch's elastic launcher.
+    """Run convert, reshard, manifest, validate or diff with several workers, using PyTorch's
+    elastic launcher.
 
-    Options are torchrun's, with - or _ inside, and stand before COMMAND.
+    Options have torchrun's names, with - or _ inside, and go before COMMAND.
     """
     from ckpt_cli.launch.run import check_command, launch
 
     command = check_command(options.command)
-    work = work_of(command)  # a mistake is told before any worker starts
+    work = parse_command(command)  # reports mistakes before any worker starts
     if not callable(work):
         return partial(int, work)
     return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
 
 
-def work_of(arguments: Sequence[str]) -> Work | int:
-    """A command line, parsed and not yet run; its exit code where parsing did all (``--help``).
+def parse_command(arguments: Sequence[str]) -> Work | int:
+    """Parse a command line; return its work, or the exit code if parsing did the work (``--help``).
 
     Raises:
-        Exception: the line is wrong; ``failure_of`` knows what it means.
+        Exception: the command line is invalid; ``failure_of`` translates the error.
     """
     work = app(list(arguments), prog_name="ckpt", standalone_mode=False)
     return work if callable(work) else int(work or 0)
 
 
-def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
-    """Runs one command line.
+def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | None = None) -> int:
+    """Run one command line.
 
     Args:
-        argv: arguments after the program's name; None for the process's own.
-        heed: hears what ended the work, and says what of it this process is to print; None for nothing.
+        argv: arguments after the program's name; None for those of the process.
+        failure_filter: chooses what this process prints of a failure; None prints every failure.
 
     Returns:
-        The exit code; see ``ckpt_cli.screen.failure``.
+        The exit code; ``ckpt_cli.screen.failure`` lists them.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
-    restore = _nothing
+    restore: Callable[[], None] | None = None
     try:
-        work = work_of(arguments)  # imports the command as well
+        work = parse_command(arguments)  # imports the command's module
         restore = end_on_signals()
         code = work() if callable(work) else work
         sys.stdout.flush()
-    except SystemExit:  # typer's, and only where nobody reads its help to the end
+    except SystemExit:  # raised by typer, only if the reader of its help page closed the pipe
         code = failure_of(BrokenPipeError()).exit_code
     except BaseException as err:
-        code = _report(err, arguments, heed)
+        code = _report(err, arguments, failure_filter)
     finally:
-        restore()
+        if restore is not None:
+            restore()
     return code
 
 
-def _nothing() -> None:
-    pass
-
-
 def _prepare_streams() -> None:
-    """Closed streams lead nowhere, and what an encoding does not hold is spelled out, so that printing cannot fail."""
+    """Redirect closed streams to the null device and escape unencodable characters, so that
+    printing cannot fail.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:
@@ -209,18 +215,20 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) -> int:
-    """Tells the user about ``err``; returns the exit code."""
-    if type(err).__name__ == "NoArgsIsHelpError":  # the name in every typer; the class is private
+def _report(err: BaseException, arguments: list[str], failure_filter: FailureFilter | None = None) -> int:
+    """Print ``err`` for the user and return the exit code."""
+    if type(err).__name__ == "NoArgsIsHelpError":  # the class is private, but has this name in every typer
         print(getattr(err, "message", ""), file=sys.stderr)
         return UsageError.exit_code
-    options = _options_in(arguments)
+    options = _option_words(arguments)
     is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
     failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
-    shown = failure if heed is None else heed(err, failure)
-    if shown is None:
-        return failure.exit_code
-    failure = shown
+    if failure_filter is not None:
+        filtered = failure_filter(err, failure)
+        if filtered is None:
+            return failure.exit_code
+        failure = filtered
+    # People read stderr: a traceback if they want one, then the message.
     with suppress(OSError):
         if "--debug" in options and not isinstance(err, BrokenPipeError):
             import traceback
@@ -229,8 +237,12 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
         if failure.message:
             is_quiet = not {"-q", "--quiet"}.isdisjoint(options)
             print(failure.text(screen_of(sys.stderr), is_one_line=is_quiet), file=sys.stderr)
+    # Programs read stdout: with --json the error is an object there.
     try:
-        if _wants_json(options) and failure.message:
+        wants_json = (  # found without the parser, as the command line may be invalid
+            "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)
+        )
+        if wants_json and failure.message:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
@@ -239,13 +251,11 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
     return failure.exit_code
 
 
-def _options_in(arguments: list[str]) -> list[str]:
-    """The words of a line that may be options: those before ``--``, of which the first one of ``launch`` is none."""
+def _option_words(arguments: list[str]) -> list[str]:
+    """Return the arguments before ``--``, which may be options.
+
+    ``launch -- COMMAND ARGS`` has the options of COMMAND after the first ``--``; a second one ends them.
+    """
     start = arguments.index("--") + 1 if arguments[:1] == ["launch"] and "--" in arguments else 0
     end = arguments.index("--", start) if "--" in arguments[start:] else len(arguments)
     return arguments[:end]
-
-
-def _wants_json(options: list[str]) -> bool:
-    """Whether a program reads stdout, as far as a line tells that may not parse."""
-    return "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)

@@ -1,11 +1,13 @@
-"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options] VERB ARGS``.
+"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options]
+VERB ARGS``.
 
-Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or an MPI launcher. It
-finds its rank (``rank_env``), meets the others (``rendezvous``), and runs the verb as ``ckpt``
-does; rank 0 alone prints.
+Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or an
+MPI launcher. It finds its rank (``host.rank_env``), meets the others (``workers.rendezvous``), and
+runs the command as ``ckpt`` does; only rank 0 prints.
 
-The exit code is the verb's. An elastic agent starts workers again that end with another code than 0; below ``ckpt
-launch``, which names a directory for results, a worker therefore ends with 0 after a verdict (``launch_results``).
+The exit code is the command's. An elastic agent restarts workers that exit with another code than 0;
+below ``ckpt launch``, which names a directory for results, a worker therefore exits with 0 after a
+verdict (``host.results``).
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.launcher_watch import end_with
-from ckpt_cli.host.rank_env import Place, place_of
+from ckpt_cli.host.rank_env import WorkerIdentity, identify_worker
 from ckpt_cli.host.results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
-from ckpt_cli.options.worker import USAGE, WorkerOptions, parsed
+from ckpt_cli.options.worker import USAGE, WorkerOptions, parse_worker_arguments
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers import current_team as teamwork
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a worker; returns the exit code of its process."""
+    """Run a worker and return the exit code of its process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -52,75 +54,92 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with(int(launcher))
     outcome = _Outcome()
     try:
-        options, command = parsed(arguments)
-        place = outcome.place = place_of()
-        team = _joined(place, options, command, started_bytes)
+        options, command = parse_worker_arguments(arguments)
+        identity = outcome.identity = identify_worker()
+        team = _join_team(identity, options, command, started_bytes)
         from ckpt_cli.app import main as run
     except BaseException as err:
         restore()
         failure = failure_of(err, command="ckpt worker")
-        shown = outcome.note(err, failure)
-        if shown is not None:
-            _say(shown)
+        printed = outcome.note(err, failure)
+        if printed is not None and printed.message:
+            with suppress(OSError):
+                print(printed.text(screen_of(sys.stderr)), file=sys.stderr)
         return outcome.exit_code(failure.exit_code)
-    if place.rank:
+    # Run the command; only rank 0 prints.
+    if identity.rank:
         sys.stdout = open(os.devnull, "w")
     outcome.team = team
-    code = run(command, heed=outcome.note)
+    code = run(command, failure_filter=outcome.note)
     if team is not None:
         team.end()
     restore()
     return outcome.exit_code(code)
 
 
-def _joined(place: Place, options: WorkerOptions, command: Sequence[str], started_bytes: int) -> TorchTeam | None:
-    """Makes this process one of the team; None for a worker that is the only one.
+def _join_team(
+    identity: WorkerIdentity, options: WorkerOptions, command: Sequence[str], started_bytes: int
+) -> TorchTeam | None:
+    """Make this process a member of its team, and return the team.
+
+    Returns None for the only worker of a job.
+
+    Args:
+        started_bytes: memory of the process when it started.
 
     Raises:
-        CheckpointingException: it cannot be done.
+        CheckpointingException: this worker cannot work, or the workers do not come or fit together.
     """
-    n_cores = _bound(place, options)
-    if place.size == 1:
+    n_cores = _pin_to_cores(identity, options)
+    if identity.size == 1:
         if options.device != "cpu":
             from ckpt_cli.workers.device import device_of
 
-            teamwork.join(ALONE, device_of(options.device, place))
+            teamwork.join(ALONE, device_of(options.device, identity))
         return None
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it logs are errors that we report
-    from ckpt_cli.workers.begin_check import facts_of, problem_of
-    from ckpt_cli.workers.device import backend_of, device_of, use
-    from ckpt_cli.workers.rendezvous import met
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its log repeats errors that are reported anyway
+    from ckpt_cli.workers.begin_check import check_members, facts_of
+    from ckpt_cli.workers.device import backend_of, device_of, use_device
+    from ckpt_cli.workers.rendezvous import meet_workers
     from ckpt_cli.workers.torch_team import PART_MEMORY_BYTES, TorchTeam
 
+    # A worker that cannot work joins nevertheless, to tell the others.
     try:
-        device = device_of(options.device, place)
+        device = device_of(options.device, identity)
         backend = backend_of(options.backend, device)
         torch_name = "cpu" if device is None else device.torch_name
-        use(device)
-        facts = facts_of(place, command, backend=backend, device=torch_name)
+        use_device(device)
+        facts = facts_of(identity, command, backend=backend, device=torch_name)
     except CheckpointingException as err:
-        facts = facts_of(place, command, problem=err)
-    meeting = met(place, facts, problem_of, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s)
+        facts = facts_of(identity, command, problem=err)
+    # Meet the others and start the team.
+    meeting = meet_workers(
+        identity, facts, check_members, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s
+    )
     data_device = torch_name if options.backend == "nccl" else "cpu"
     team = TorchTeam(
-        place, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
+        identity, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
     )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
     teamwork.join(team, device=device, facts=team.facts, n_cores=n_cores)
-    gc.freeze()  # the hundred thousand objects of torch: no collection need look at them
+    gc.freeze()  # no garbage collection need visit the hundred thousand objects of torch
     return team
 
 
-def _bound(place: Place, options: WorkerOptions) -> int | None:
-    """Keeps the process to its cores, before torch starts threads on them; how many they are, if that is known."""
-    if place.local_rank is None or place.local_size is None:
+def _pin_to_cores(identity: WorkerIdentity, options: WorkerOptions) -> int | None:
+    """Pin the process to its cores, before torch starts its threads.
+
+    Returns:
+        The number of threads to start; None if the launcher does not tell how many workers share the host.
+    """
+    if identity.local_rank is None or identity.local_size is None:
         return None
     from ckpt_cli.host.binding import bind
 
     share = bind(
         options.bind,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
         is_below_agent="TORCHELASTIC_RUN_ID" in os.environ,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(share.n_threads))
@@ -128,15 +147,15 @@ def _bound(place: Place, options: WorkerOptions) -> int | None:
 
 
 class _Outcome:
-    """What the worker came to, and who is told.
+    """Collects how the worker ended, and passes it to the team, the launcher and the user.
 
     Attributes:
-        place: the worker's, once it is known.
-        team: once it has joined one.
+        identity: the worker's identity, once it is known.
+        team: its team, once it has joined one.
     """
 
     def __init__(self) -> None:
-        self.place: Place | None = None
+        self.identity: WorkerIdentity | None = None
         self.team: TorchTeam | None = None
         self._failure: Failure | None = None
         self._traceback: str | None = None
@@ -144,10 +163,11 @@ class _Outcome:
         self._origin: int | None = None
 
     def note(self, err: BaseException, failure: Failure) -> Failure | None:
-        """Hears what ended the work, and tells the team unless it has agreed on that.
+        """Record the failure that ended the work, and tell the team unless all of it has the same
+        failure.
 
         Returns:
-            What this process is to print; None for nothing.
+            The failure that this process must print; None if another process does.
         """
         self._failure = failure
         self._is_secondary = isinstance(err, (StoppedError, GoneError))
@@ -155,35 +175,36 @@ class _Outcome:
         self._origin = failed_rank_of(err)
         if self.team is not None and self._origin is None:
             self.team.leave(_portable(err, failure.line))
-        rank = 0 if self.place is None else self.place.rank
+        # Choose the process that prints.
+        rank = 0 if self.identity is None else self.identity.rank
         is_verdict = is_final(err) or failure.exit_code in VERDICTS
         if os.environ.get(RESULTS_VARIABLE) and not is_verdict:
-            return None  # the launcher says it
-        if isinstance(err, GoneError) and err.is_of_lead:  # once a host: rank 0 may not be there to say it
-            is_first = self.place is None or self.place.local_rank in (None, 0)
-            return failure if is_first else None
+            return None  # the launcher prints it
+        if isinstance(err, GoneError) and err.is_of_lead:  # rank 0 may be gone: one worker of each host prints
+            is_first_on_host = self.identity is None or self.identity.local_rank in (None, 0)
+            return failure if is_first_on_host else None
         if is_verdict or self._is_secondary or not isinstance(err, Exception) or self._origin not in (None, rank):
             return self._named(failure, is_verdict=is_verdict) if rank == 0 else None
         return self._named(failure, is_verdict=False)
 
     def _named(self, failure: Failure, *, is_verdict: bool) -> Failure:
-        """The failure with the rank and the host that it came from."""
-        if self.team is None or self.place is None or self._is_secondary:
+        """Return the failure with the rank and the host that it came from."""
+        if self.team is None or self.identity is None or self._is_secondary:
             return failure
-        rank = self.place.rank if self._origin is None else self._origin
+        rank = self.identity.rank if self._origin is None else self._origin
         host = self.team.hosts[rank]
         message = failure.message if is_verdict else f"rank {rank} on {host}: {failure.message}"
         return replace(failure, message=message, fields={**failure.fields, "worker": rank, "worker_host": host})
 
     def exit_code(self, code: int) -> int:
-        """Leaves the results; the exit code for the process."""
+        """Write the worker's results for its launcher, and return the exit code of the process."""
         failure = self._failure
         if failure is not None:
             _write_error_file(failure, self._traceback)
         directory = os.environ.get(RESULTS_VARIABLE)
-        if not directory or self.place is None:
+        if not directory or self.identity is None:
             return code
-        rank = self.place.rank
+        rank = self.identity.rank
         result = WorkerResult(rank, socket.gethostname(), os.getpid(), code, is_secondary=self._is_secondary)
         with suppress(OSError):
             if failure is not None:
@@ -200,7 +221,7 @@ class _Outcome:
 
 
 def _portable(err: BaseException, line: str) -> Exception:
-    """What the other workers raise in place of ``err``."""
+    """Return the error for the other workers to raise: ``err`` itself if it can be pickled."""
     import pickle
 
     if isinstance(err, Exception):
@@ -211,7 +232,7 @@ def _portable(err: BaseException, line: str) -> Exception:
 
 
 def _write_error_file(failure: Failure, text: str | None) -> None:
-    """What torchrun reports of a failed worker: the format of ``torch.distributed.elastic``'s ``ErrorHandler``."""
+    """Write the file from which torchrun reports a failed worker, as torch's ``ErrorHandler`` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not failure.message:
         return
@@ -221,15 +242,8 @@ def _write_error_file(failure: Failure, text: str | None) -> None:
         Path(path).write_text(json.dumps({"message": message}), "utf-8")
 
 
-def _say(failure: Failure) -> None:
-    """Print a failure that came before the verb ran."""
-    if failure.message:
-        with suppress(OSError):
-            print(failure.text(screen_of(sys.stderr)), file=sys.stderr)
-
-
 def _resident_bytes() -> int:
-    """Memory of this process now; 0 where the system does not tell."""
+    """Return the memory of this process now; 0 if the system does not tell."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

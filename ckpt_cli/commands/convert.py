@@ -1,7 +1,7 @@
-"""``ckpt convert``: a checkpoint in another format.
+"""``ckpt convert``: write a checkpoint in another format.
 
-Without ``--to`` the format is that of DST's suffix, of the names asked for, or, where something of the content is to
-change, the source's.
+Without ``--to`` the format follows from ``--names`` or DST's suffix. If neither tells it and the
+content is to change, it is the source's format.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt_cli.commands.transfer import job_of, transfer
+from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS, TARGETS
 from core.errors import UsageError
 
@@ -20,20 +20,20 @@ _SUFFIXES = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
 
 
 def convert(options: TransferOptions) -> int:
-    """Runs the command; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        UsageError: nothing says which format is wanted.
+        UsageError: no option tells which format to write.
     """
-    to = options.to or _implied(options)
-    return transfer(job_of(replace(options, to=to), keeps_layout=to is None), options)
+    to = options.to or _implied_format(options)
+    return transfer(build_job(replace(options, to=to), keeps_layout=to is None), options)
 
 
-def _implied(options: TransferOptions) -> str | None:
-    """The format of a command line without ``--to``; None for the source's.
+def _implied_format(options: TransferOptions) -> str | None:
+    """Return the format that a command line without ``--to`` asks for; None for the source's.
 
     Raises:
-        UsageError: there is nothing that tells it.
+        UsageError: no option tells the format.
     """
     dst = options.output or options.dst
     if options.names is not None and options.names.startswith("hf"):
@@ -42,4 +42,4 @@ def _implied(options: TransferOptions) -> str | None:
         return _SUFFIXES[dst.suffix]
     if any(getattr(options, name) for name in CONTENT_OPTIONS):
         return None
-    raise UsageError("which format? --to is missing", hint=f"choose one of: {', '.join(TARGETS)}")
+    raise UsageError("no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}")

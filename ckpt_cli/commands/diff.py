@@ -1,8 +1,8 @@
-"""``ckpt diff``: whether two checkpoints hold the same, and what matters most if not.
+"""``ckpt diff``: compare two checkpoints tensor by tensor.
 
-Exits with 0 if they do, with 1 if they do not, or if something of them could not be compared.
+The exit code is 0 if they are the same, and 1 if they differ or could not be compared completely.
 
-``--json`` prints one object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
+``--json`` prints tensor object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.diff/1", "same": bool, "method": "read" | "fingerprints" | "metadata", "by_fingerprint": int,
      "tolerance": {"rtol": float, "atol": float, "equal_nan": bool} | null,
@@ -15,15 +15,16 @@ Exits with 0 if they do, with 1 if they do not, or if something of them could no
                                     "first": [int] | null, "first_a": number | null, "first_b": number | null},
                   "is_cast": bool | null}],
      "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b", "a": str | null, "b": str | null}],
-     "layout_entries": [… as entries, which do not count],
+     "layout_entries": [… as entries; not counted as differences],
      "left_out": [str], "notes": [str], "entries_compared": int, "bytes_read": int, "seconds": float}
 
-``tensors`` lists those that are not equal, what matters most first. A kind is one of those in ``counts``: ``close`` are
-equal within the tolerance only, ``unread`` have equal names, shapes and types and were not read. ``nan`` counts the
-elements that are NaN on one side, ``relative`` is |A-B| / |A| in the Euclidean norm, ``is_cast`` says whether the
-narrower of two dtypes holds the wider one's values, rounded. ``by_fingerprint`` counts tensors that were not read,
-because the fingerprints in both manifests are equal. ``launch`` (``ckpt_cli.workers.current_team``) is there where
-several workers compared. Numbers that JSON has not are "inf", "-inf" and "nan".
+``tensors`` lists those that are not equal, the most important first. A kind is tensor of those in
+``counts``: ``close`` are equal only within the tolerance, ``unread`` have equal names, shapes and
+types and were not read. ``nan`` counts the elements that are NaN on tensor side, ``relative`` is
+|A-B| / |A| in the Euclidean norm, ``is_cast`` tells whether the narrower of two dtypes holds the
+wider tensor's values, rounded. ``by_fingerprint`` counts tensors that were not read, because their
+fingerprints in both manifests are equal. ``launch`` (``ckpt_cli.workers.current_team``) is present
+if several workers compared. Numbers that JSON cannot express are "inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import check_rules, size_in_bytes
+from ckpt_cli.options.values import check_rules_file, parse_size
 from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
@@ -55,40 +56,36 @@ _LIMIT = 10
 
 
 def run_diff(options: DiffOptions) -> int:
-    """Runs the command; returns the exit code."""
-    job = _job(options)
+    """Run the command and return the exit code."""
+    job = _build_job(options)
     with progress_bar(is_wanted=not (options.quiet or options.json)) as progress:
-        found = diff(job, progress=progress, team=team())
+        result = diff(job, progress=progress, team=team())
     if is_lead(team()):
-        _report(found, options)
-    return 0 if found.is_same else 1
-
-
-def _report(found: Diff, options: DiffOptions) -> None:
-    if options.json:
-        print(json.dumps(_as_json(found)))
-    else:
         screen = screen_of(sys.stdout)
-        if options.quiet:
-            print(verdict_line(screen, found))
+        if options.json:
+            print(json.dumps(_as_json(result)))
+        elif options.quiet:
+            print(verdict_line(screen, result))
         else:
             limit = _LIMIT if options.limit is None else options.limit
-            for line in page_of(screen, found, limit=limit, is_flat=options.flat):
+            for line in page_of(screen, result, limit=limit, is_flat=options.flat):
                 print(line)
+    return 0 if result.is_same else 1
 
 
-def _job(options: DiffOptions) -> DiffJob:
-    """What is asked for.
+def _build_job(options: DiffOptions) -> DiffJob:
+    """Return the job that the options describe.
 
     Raises:
         UsageError: options contradict each other.
     """
     has_tolerance = options.rtol is not None or options.atol is not None
     if options.nan_differs and not has_tolerance:
-        raise UsageError("--nan-differs is for comparing by value", hint="give --rtol or --atol with it")
+        raise UsageError("--nan-differs only applies to comparisons by value", hint="add --rtol or --atol")
     if options.stat_only and (has_tolerance or options.read):
-        raise UsageError("--stat-only reads no values", hint="leave --rtol, --atol and --read out")
-    check_rules(options.rules)
+        raise UsageError("--stat-only reads no values", hint="leave out --rtol, --atol and --read")
+    check_rules_file(options.rules)
+    # With a tolerance tensors are compared by value, otherwise bit for bit.
     rule = Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs) if has_tolerance else None
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(
@@ -107,37 +104,33 @@ def _job(options: DiffOptions) -> DiffJob:
         with_entries=not options.tensors_only,
         rules=options.rules,
         threads=options.threads or worker_threads() or defaults.threads,
-        memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
+        memory_bytes=defaults.memory_bytes if options.memory is None else parse_size(options.memory),
     )
 
 
-def _as_json(found: Diff) -> dict[str, object]:
-    """The object of ``--json``; the module's docstring is its schema."""
+def _as_json(result: Diff) -> dict[str, object]:
+    """Return the object of ``--json``; the module's docstring is its schema."""
+    method = "metadata"
+    if result.is_read:
+        method = "fingerprints" if result.n_by_fingerprint and not result.read_bytes else "read"
     return {
         "schema": "ckpt.diff/1",
-        "same": found.is_same,
-        "method": _method(found),
-        "by_fingerprint": found.n_by_fingerprint,
-        "tolerance": None if found.rule is None else asdict(found.rule),
-        "a": _side_json(found.a),
-        "b": _side_json(found.b),
-        "counts": {kind: len(found.of_kind(kind)) for kind in reversed(KINDS)},
-        "tensors": [_tensor_json(one) for one in found.tensors if one.kind not in ("equal", "unread")],
-        "entries": [asdict(entry) for entry in found.entries],
-        "layout_entries": [asdict(entry) for entry in found.of_layout],
-        "left_out": list(found.left_out),
-        "notes": list(found.notes),
-        "entries_compared": found.n_entries,
-        "bytes_read": found.read_bytes,
-        "seconds": round(found.seconds, 3),
-    } | launch_of(found.figures)
-
-
-def _method(found: Diff) -> str:
-    """How it was found out; ``fingerprints`` if no tensor had to be read."""
-    if not found.is_read:
-        return "metadata"
-    return "fingerprints" if found.n_by_fingerprint and not found.read_bytes else "read"
+        "same": result.is_same,
+        "method": method,
+        "by_fingerprint": result.n_by_fingerprint,
+        "tolerance": None if result.rule is None else asdict(result.rule),
+        "a": _side_json(result.a),
+        "b": _side_json(result.b),
+        "counts": {kind: len(result.of_kind(kind)) for kind in reversed(KINDS)},
+        "tensors": [_tensor_json(tensor) for tensor in result.tensors if tensor.kind not in ("equal", "unread")],
+        "entries": [asdict(entry) for entry in result.entries],
+        "layout_entries": [asdict(entry) for entry in result.of_layout],
+        "left_out": list(result.left_out),
+        "notes": list(result.notes),
+        "entries_compared": result.n_entries,
+        "bytes_read": result.read_bytes,
+        "seconds": round(result.seconds, 3),
+    } | launch_of(result.figures)
 
 
 def _side_json(side: Side) -> dict[str, object]:
@@ -149,32 +142,32 @@ def _side_json(side: Side) -> dict[str, object]:
     }
 
 
-def _tensor_json(one: TensorDiff) -> dict[str, object]:
-    values = one.values
-    made: dict[str, object] = {
-        "key": one.key,
-        "kind": one.kind,
-        "group": one.role,
-        "a": _meta_json(one.a),
-        "b": _meta_json(one.b),
+def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
+    values = tensor.values
+    entry: dict[str, object] = {
+        "key": tensor.key,
+        "kind": tensor.kind,
+        "group": tensor.role,
+        "a": _meta_json(tensor.a),
+        "b": _meta_json(tensor.b),
         "values": None,
-        "is_cast": one.is_cast,
+        "is_cast": tensor.is_cast,
     }
     if values is not None:
-        first_a, first_b = one.first or (None, None)
-        made["values"] = {
+        first_a, first_b = tensor.first or (None, None)
+        entry["values"] = {
             "elements": values.n_elements,
             "differing": values.n_differing,
             "nan": values.n_nan,
             "max_abs": _number(values.max_abs),
-            "max_at": None if values.max_at is None else list(one.index_of(values.max_at)),
+            "max_at": None if values.max_at is None else list(tensor.index_of(values.max_at)),
             "relative": _number(values.relative),
             "cosine": _number(values.cosine),
-            "first": None if values.first is None else list(one.index_of(values.first)),
+            "first": None if values.first is None else list(tensor.index_of(values.first)),
             "first_a": _number(first_a),
             "first_b": _number(first_b),
         }
-    return made
+    return entry
 
 
 def _meta_json(meta: TensorMeta | None) -> dict[str, object] | None:

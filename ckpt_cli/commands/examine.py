@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import size_in_bytes
+from ckpt_cli.options.values import parse_size
 from ckpt_cli.workers.current_team import device, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
 from core.checks.level import Level
@@ -14,7 +15,7 @@ from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.opening.open import FILL
 from core.validate.accepted import Acceptance, patterns_of, read_baseline
 from core.validate.run import Validation
-from core.validate.run import validate as examined
+from core.validate.run import validate as check_checkpoint
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
@@ -25,15 +26,15 @@ def level_of(options: ValidateOptions) -> Level:
     """Return how much of a checkpoint the options ask to read."""
     if options.deep:
         return Level.DEEP
-    is_to_be_sure = options.newest_valid  # a job resumes from it: a sample of the files is not enough
-    return Level.HEADERS if options.headers or is_to_be_sure else Level.METADATA
+    # A job resumes from the newest valid iteration, so a sample of its files is not enough.
+    return Level.HEADERS if options.headers or options.newest_valid else Level.METADATA
 
 
 def acceptance_of(options: ValidateOptions) -> Acceptance:
     """Return which findings the options accept.
 
     Raises:
-        UsageError: a pattern or the baseline makes no sense.
+        UsageError: a pattern or the baseline is invalid.
     """
     return Acceptance(
         ignored=patterns_of(options.ignore or (), known=codes()),
@@ -43,22 +44,21 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
 
 
 def examine(path: Path, options: ValidateOptions) -> Validation:
-    """Check one checkpoint, with a progress bar where bytes are read."""
+    """Check one checkpoint; show a progress bar if every byte is read."""
     level = level_of(options)
-    us = team()
     with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
-        return examined(
+        return check_checkpoint(
             path,
             level=level,
             iteration=options.iteration,
             rules=options.rules,
-            threads=options.threads or worker_threads() or _cores(),
+            threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
             memory_bytes=_memory_bytes(options),
             progress=progress,
             plan_for=plan_request(options),
             against=options.against,
             missing_chunks=options.missing_chunks or FILL,
-            team=us,
+            team=team(),
             device=device(),
         )
 
@@ -73,10 +73,4 @@ def plan_request(options: ValidateOptions) -> Request | None:
 
 
 def _memory_bytes(options: ValidateOptions) -> int:
-    return DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory)
-
-
-def _cores() -> int:
-    import os
-
-    return min(len(os.sched_getaffinity(0)), 64)
+    return DEFAULT_MEMORY_BYTES if options.memory is None else parse_size(options.memory)

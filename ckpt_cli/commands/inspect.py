@@ -1,4 +1,4 @@
-"""``ckpt inspect``: what a checkpoint holds.
+"""``ckpt inspect``: show what a checkpoint contains.
 
 ``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
 
@@ -19,11 +19,12 @@
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
      "objects": [{"key": str, "value": any}]}
 
-``places`` stands in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects selected by KEY. A
-place whose ``file`` is null is zero by rule (vocabulary padding). ``byte_offset`` is that of the array's first element,
-or, where ``item_bytes`` is not null, that of the container item which holds it. ``encoding`` names the codec of an
-array that is not stored as plain numbers, ``stored_bytes`` is its length in the file, where the metadata tell it.
-``beside`` lists the files that a conversion carries along (configurations, tokenizers).
+``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
+selected by KEY. A place whose ``file`` is null is filled with zeros (vocabulary padding).
+``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
+container item that holds it. ``encoding`` names the codec of an array that is not stored as plain
+numbers, ``stored_bytes`` its length in the file if the metadata tell it. ``beside`` lists the files
+that a conversion copies along (configurations, tokenizers).
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import plain
+from ckpt_cli.pages.inspect_object import object_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json, tensor_lines
-from ckpt_cli.screen.blocks import Cell, bytes_text, count_text, facts, n_text, shape_text, shortened, table, tree_rows
+from ckpt_cli.screen.blocks import (
+    Cell,
+    bytes_text,
+    count_text,
+    facts,
+    first_lines,
+    n_text,
+    shape_text,
+    table,
+    tree_rows,
+)
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.key_patterns import LIST_THEM, matching
@@ -52,13 +63,13 @@ if TYPE_CHECKING:
 
 TREE_LIMIT = 200
 DETAILED = 8
-"""At most so many selected tensors are shown with their maps; more are listed."""
+"""The most selected entries that are shown in detail; more are listed."""
 
 _GROUP_TITLES = {"model": "model", "moments": "optimizer moments", "masters": "master weights", "other": "other"}
 
 
 def inspect(options: InspectOptions) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code."""
     checkpoint = open_checkpoint(
         options.path,
         iteration=options.iteration,
@@ -67,7 +78,7 @@ def inspect(options: InspectOptions) -> int:
     )
     try:
         summary = summarized(checkpoint)
-        tensors, objects = _selected(summary.view, checkpoint.catalog, options.keys)
+        tensors, objects = _select_entries(summary.view, checkpoint.catalog, options.keys)
         if options.json:
             print(json.dumps(_as_json(checkpoint, summary, tensors, objects, options)))
             return 0
@@ -79,32 +90,38 @@ def inspect(options: InspectOptions) -> int:
     return 0
 
 
-def _selected(view: Catalog, stored: Catalog, patterns: Sequence[str] | None) -> tuple[list[TensorMeta], list[str]]:
-    """Tensors and object keys that the patterns choose; everything without patterns.
+def _select_entries(
+    view: Catalog, stored: Catalog, patterns: Sequence[str] | None
+) -> tuple[list[TensorMeta], list[str]]:
+    """Return the tensors and the object keys that match the patterns; all of them without patterns.
+
+    Args:
+        view: the catalog that the page shows.
+        stored: the catalog of the rank files, whose own tensor names match too.
 
     Raises:
-        UsageError: a pattern chooses nothing.
+        UsageError: a pattern matches nothing.
     """
     if not patterns:
         return list(view.tensors.values()), list(view.objects)
     tensors: dict[str, TensorMeta] = {}
     objects: dict[str, None] = {}
     for pattern in patterns:
-        found = matching(view.tensors, pattern)
-        found_objects = matching(view.objects, pattern)
-        if not found and not found_objects:
-            found_objects = matching(view.objects, f"*:{pattern}")  # on every rank
-        stored_keys = [] if found or stored is view else matching(stored.tensors, pattern)
-        if not found and not found_objects and not stored_keys:
+        tensor_keys = matching(view.tensors, pattern)
+        object_keys = matching(view.objects, pattern)
+        if not tensor_keys and not object_keys:
+            object_keys = matching(view.objects, f"*:{pattern}")  # the object of every rank
+        stored_keys = [] if tensor_keys or stored is view else matching(stored.tensors, pattern)
+        if not tensor_keys and not object_keys and not stored_keys:
             raise UsageError(f"no tensor or object matches {pattern!r}", hint=LIST_THEM)
-        tensors.update((key, view.tensors[key]) for key in found)
+        tensors.update((key, view.tensors[key]) for key in tensor_keys)
         tensors.update((key, stored.tensors[key]) for key in stored_keys)
-        objects.update(dict.fromkeys(found_objects))
+        objects.update(dict.fromkeys(object_keys))
     return list(tensors.values()), list(objects)
 
 
-def _holder(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
-    """The catalog that knows a selected key: the view, or the rank files' own."""
+def _catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
+    """Return the catalog that has a selected tensor: the view, or that of the rank files."""
     return summary.view if key in summary.view.tensors else checkpoint.catalog
 
 
@@ -116,37 +133,36 @@ def _lines(
     options: InspectOptions,
     screen: Screen,
 ) -> Iterator[str]:
-    """The whole page."""
-    if options.keys:
-        if len(tensors) + len(objects) <= DETAILED or options.values:
-            for number, meta in enumerate(tensors):
-                if number:
-                    yield ""
-                catalog = _holder(summary, checkpoint, meta.key)
-                values = first_values(checkpoint.store, catalog, meta.key, options.values) if options.values else None
-                lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
-                yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
-            for key in objects:
-                value = json.dumps(plain(summary.view.objects[key], checkpoint), indent=2)
-                yield screen.styled(escaped(key), "bold")
-                lines = [escaped(line) for line in value.splitlines()]
-                yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
-            return
-    elif options.tree is not False:
+    """Yield the page: details of a few selected entries, a list, or a header with a tree."""
+    limit = TREE_LIMIT if options.limit is None else options.limit
+    # A few selected entries: all there is to know of each.
+    if options.keys and (len(tensors) + len(objects) <= DETAILED or options.values):
+        for number, meta in enumerate(tensors):
+            if number:
+                yield ""
+            catalog = _catalog_of(summary, checkpoint, meta.key)
+            values = first_values(checkpoint.store, catalog, meta.key, options.values) if options.values else None
+            lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
+            yield from first_lines(screen, lines, limit)
+        for key in objects:
+            value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
+            yield screen.styled(escaped(key), "bold")
+            yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
+        return
+    if not options.keys and options.tree is not False:
         yield from _header(screen, summary, checkpoint)
         yield ""
+    # A list of tensors and objects.
     if options.tree is False or (options.tree is None and options.keys):
         rows = _flat_rows(tensors, objects, options.sort)
-        yield from shortened(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
+        yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
         return
+    # The tree: the model first, then the optimizer.
     tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
-    nodes = tree_of(tensors, split=lambda key: path_of(key, summary.view), folds_roots=_is_by_rank(summary))
+    is_rank_local = summary.view.is_rank_local
+    nodes = tree_of(tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local)
     lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
-    yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
-
-
-def _is_by_rank(summary: Summary) -> bool:
-    return summary.view.is_rank_local
+    yield from first_lines(screen, lines, limit)
 
 
 def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
@@ -168,41 +184,10 @@ def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
     return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
 
 
-def _beside(checkpoint: Checkpoint) -> list[str]:
-    """Paths of the files that are carried along."""
-    return sorted(checkpoint.catalog.carried)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 4 else (*names[:3], "…"))
-
-
 def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
-    """Everything above the tree."""
+    """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
     yield screen.styled(escaped(summary.path), "bold")
-    version = f", version {escaped(summary.version)}" if summary.version else ""
-    pairs: list[tuple[str, Cell | str]] = [("format", f"{summary.format}: {summary.title}{version}")]
-    if summary.iteration is not None:
-        pairs.append(("iteration", str(summary.iteration)))
-    if summary.parallel or summary.n_ranks:
-        usual = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
-        sizes = [f"{name.upper()} {n}" for name, n in summary.parallel.items() if n != usual.get(name, 1)]
-        ranks = "written by " + n_text(summary.n_ranks, "rank") if summary.n_ranks else ""
-        pairs.append(("parallel", " · ".join([*sizes, *([ranks] if ranks else [])])))
-    if summary.model:
-        pairs.append(("model", escaped(model_text(summary))))
-    pairs.append(("optimizer", summary.optimizer_title or "none"))
-    pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
-    beside = _beside(checkpoint)
-    if beside:
-        pairs.append(("", escaped(f"{n_text(len(beside), 'file')} beside the weights: {_some(beside)}")))
-    if summary.n_objects:
-        pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
-    for number, capability in enumerate(summary.capabilities):
-        pairs.append(("" if number else "can", _capability_cell(capability)))
-    for number, note in enumerate(summary.notes):
-        pairs.append(("" if number else "note", Cell(escaped(note), ("yellow",))))
-    yield from facts(screen, pairs)
+    yield from facts(screen, _header_facts(summary, checkpoint))
     yield ""
     rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]]
     for group in summary.groups:
@@ -214,15 +199,49 @@ def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterato
     yield from table(screen, rows, align="<>>><")
 
 
+def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:
+    """Return the facts above the tree, with their labels."""
+    # How it is stored.
+    version = f", version {escaped(summary.version)}" if summary.version else ""
+    pairs: list[tuple[str, Cell | str]] = [("format", f"{summary.format}: {summary.title}{version}")]
+    if summary.iteration is not None:
+        pairs.append(("iteration", str(summary.iteration)))
+    if summary.parallel or summary.n_ranks:
+        # Sizes that have their default value are left out, except TP and PP.
+        defaults = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
+        sizes = [f"{name.upper()} {n}" for name, n in summary.parallel.items() if n != defaults.get(name, 1)]
+        ranks = "written by " + n_text(summary.n_ranks, "rank") if summary.n_ranks else ""
+        pairs.append(("parallel", " · ".join([*sizes, *([ranks] if ranks else [])])))
+    # What it contains.
+    if summary.model:
+        pairs.append(("model", escaped(model_text(summary))))
+    pairs.append(("optimizer", summary.optimizer_title or "none"))
+    pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
+    extras = sorted(checkpoint.catalog.carried)
+    if extras:
+        names = ", ".join(extras if len(extras) <= 4 else (*extras[:3], "…"))
+        pairs.append(("", escaped(f"{n_text(len(extras), 'other file')}: {names}")))
+    if summary.n_objects:
+        pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
+    # What can be done with it, and notes.
+    for number, capability in enumerate(summary.capabilities):
+        pairs.append(("" if number else "can", _capability_cell(capability)))
+    for number, note in enumerate(summary.notes):
+        pairs.append(("" if number else "note", Cell(escaped(note), ("yellow",))))
+    return pairs
+
+
 def _capability_cell(capability: Capability) -> Cell:
-    doing = f"{capability.action} to {', '.join(capability.targets)}" if capability.targets else capability.action
+    action = f"{capability.action} to {', '.join(capability.targets)}" if capability.targets else capability.action
     if capability.is_possible:
-        return Cell(f"✓ {doing}{f' ({capability.why})' if capability.why else ''}", ("green",))
-    return Cell(f"✗ {doing}: {escaped(capability.why or 'not supported')}", ("dim",))
+        return Cell(f"✓ {action}{f' ({capability.why})' if capability.why else ''}", ("green",))
+    return Cell(f"✗ {action}: {escaped(capability.why or 'not supported')}", ("dim",))
 
 
 def model_text(summary: Summary) -> str:
-    """The model in a line: ``4 layers · hidden 64 · 8 heads in 4 groups · SwiGLU 96 · vocabulary 300 (padded 384)``."""
+    """Return the model's sizes on one line: ``4 layers · hidden 64 · 8 heads in 4 groups ·
+    vocabulary 300``.
+    """
     args = summary.model
     parts = []
     if "num_layers" in args:
@@ -254,11 +273,12 @@ def _as_json(
     objects: list[str],
     options: InspectOptions,
 ) -> dict[str, object]:
-    """The object of ``--json``; the module's docstring is its schema."""
+    """Return the object of ``--json``; the module's docstring is its schema."""
+    # Tensors, with their places and values only if they were selected by KEY.
     tensors = _in_order(tensors, options.sort)
     entries = []
     for meta in tensors[: options.limit or None]:
-        catalog = _holder(summary, checkpoint, meta.key)
+        catalog = _catalog_of(summary, checkpoint, meta.key)
         entry: dict[str, object] = {
             "key": meta.key,
             "dtype": meta.dtype,
@@ -272,6 +292,7 @@ def _as_json(
                 values = first_values(checkpoint.store, catalog, meta.key, options.values)
                 entry["values"] = [number_json(value) for value in values]
         entries.append(entry)
+    # The whole page.
     return {
         "schema": "ckpt.inspect/1",
         "path": summary.path,
@@ -282,7 +303,7 @@ def _as_json(
         "files": summary.n_files,
         "unopened_files": summary.n_unopened,
         "file_bytes": summary.file_bytes,
-        "beside": _beside(checkpoint),
+        "beside": sorted(checkpoint.catalog.carried),
         "parallel": dict(summary.parallel),
         "ranks": summary.n_ranks,
         "model": dict(summary.model),
@@ -311,7 +332,7 @@ def _as_json(
         "notes": list(summary.notes),
         "tensors": entries,
         "objects": [
-            {"key": key, "value": plain(summary.view.objects[key], checkpoint)} if options.keys else {"key": key}
+            {"key": key, "value": object_json(summary.view.objects[key], checkpoint)} if options.keys else {"key": key}
             for key in objects
         ],
     }

@@ -1,8 +1,9 @@
-"""``ckpt validate --newest-valid ROOT``: the path of the newest iteration that is whole, and nothing else, on stdout.
+"""``ckpt validate --newest-valid ROOT``: print the path of the newest valid iteration, and nothing
+else, to stdout.
 
-Why newer ones were skipped stands on stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
+The reasons for skipping newer ones go to stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
 "iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and ``launch``
-(``ckpt_cli.workers.current_team``) where several workers did it. The exit code is 1 if there is none.
+(``ckpt_cli.workers.current_team``) if several workers did it. The exit code is 1 if no iteration is valid.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from core.errors import UsageError
 from core.team.figures import sum_figures
 from core.team.protocol import Figures, broadcast_result, is_lead
 from core.validate.newest import Newest
-from core.validate.newest import newest_valid as found_newest
+from core.validate.newest import newest_valid as find_newest_valid
 from core.validate.run import Validation
 
 if TYPE_CHECKING:
@@ -29,56 +30,57 @@ if TYPE_CHECKING:
 
 
 def newest_valid(options: ValidateOptions) -> int:
-    """Runs it; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        UsageError: more than one root, or an option that means nothing here.
+        UsageError: more than one root is given, or an option that does not apply.
     """
-    root = _only_root(options)
-    us = team()
-    acceptance = broadcast_result(us, lambda: acceptance_of(options))
+    root = _single_root(options)
+    workers = team()
+    acceptance = broadcast_result(workers, lambda: acceptance_of(options))
     figures: list[tuple[Figures, ...]] = []
 
-    def is_whole(path: Path) -> tuple[bool, Validation]:
+    def check_iteration(path: Path) -> tuple[bool, Validation]:
         validation = examine(path, options)
         figures.append(validation.figures)
         return acceptance.judged(validation.findings).is_valid, validation
 
-    newest = found_newest(root, is_whole, team=us)
-    if is_lead(us):
+    newest = find_newest_valid(root, check_iteration, team=workers)
+    if is_lead(workers):
         _report(newest, root, options, sum_figures(figures))
     return 1 if newest.path is None else 0
 
 
 def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]) -> None:
     if options.json or options.format == "json":
-        skipped = [{"path": one.path, "why": one.why} for one in newest.skipped]
-        answer: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
-        answer |= {"level": LEVELS[level_of(options)], "skipped": skipped}
-        print(json.dumps({"schema": "ckpt.newest/1"} | answer | launch_of(figures)))
+        skipped = [{"path": iteration.path, "why": iteration.why} for iteration in newest.skipped]
+        report: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
+        report |= {"level": LEVELS[level_of(options)], "skipped": skipped}
+        print(json.dumps({"schema": "ckpt.newest/1"} | report | launch_of(figures)))
     elif newest.path is not None:
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
     label = screen_of(sys.stderr).styled("skipped:", "yellow")
-    for one in () if options.quiet else newest.skipped:
-        print(f"{label} {escaped(one.path)}: {escaped(one.why)}", file=sys.stderr)
+    for iteration in () if options.quiet else newest.skipped:
+        print(f"{label} {escaped(iteration.path)}: {escaped(iteration.why)}", file=sys.stderr)
     if newest.path is None:
-        what = "no iteration is whole in" if newest.skipped else "there are no iterations in"
-        print(f"{what} {escaped(str(root))}", file=sys.stderr)
+        noun = "valid iteration" if newest.skipped else "iterations"
+        print(f"no {noun} in {escaped(str(root))}", file=sys.stderr)
 
 
-def _only_root(options: ValidateOptions) -> Path:
+def _single_root(options: ValidateOptions) -> Path:
+    """Return the training root, after checking the options given with it."""
     paths = options.paths or [Path()]
     if len(paths) != 1:
-        raise UsageError("--newest-valid takes one training root", hint="run it once for each")
-    named = (
+        raise UsageError("--newest-valid takes one training root", hint="run it once for each root")
+    conflicting = (
         ("--output", options.output),
         ("--report", options.report),
         ("--write-baseline", options.write_baseline),
         ("--plan-for", options.plan_for),
     )
-    for name, value in named:
+    for name, value in conflicting:
         if value:
-            raise UsageError(f"--newest-valid prints a path; {name} does not go with it", hint="leave one out")
+            raise UsageError(f"--newest-valid only prints a path and cannot be used with {name}", hint="give only one")
     if options.format not in (None, "text", "json"):
-        raise UsageError(f"--newest-valid is no report as {options.format}", hint="leave --format out")
+        raise UsageError(f"--newest-valid has no output as {options.format}", hint="leave out --format")
     return paths[0]

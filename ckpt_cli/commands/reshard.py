@@ -1,10 +1,10 @@
-"""``ckpt reshard``: a Megatron checkpoint for other parallel sizes."""
+"""``ckpt reshard``: write a Megatron checkpoint with other parallel sizes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.commands.transfer import SIZES, job_of, pipeline_of, transfer
+from ckpt_cli.commands.transfer import SIZES, build_job, build_pipeline, transfer
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -12,22 +12,28 @@ if TYPE_CHECKING:
 
 
 def reshard(options: TransferOptions) -> int:
-    """Runs the command; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        UsageError: nothing to change.
+        UsageError: no option changes the layout.
     """
     sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
-    is_asked = pipeline_of(options) is not None or any(size is not None for size in sizes)
-    if options.to is None and options.vocab_size is None and not is_asked:
-        raise UsageError("which layout? no target size is given", hint=_example(options))
-    return transfer(job_of(options, keeps_layout=True), options)
+    has_target = build_pipeline(options) is not None or any(size is not None for size in sizes)
+    if options.to is None and options.vocab_size is None and not has_target:
+        raise UsageError("no target size", hint=_target_size_hint(options))
+    return transfer(build_job(options, keeps_layout=True), options)
 
 
-def _example(options: TransferOptions) -> str:
-    """What to say; sizes given without ``-new``, which only assert what SRC has, are repeated with it."""
-    said = [(name, size) for name in SIZES if (size := getattr(options, name)) is not None]
-    if not said:
-        return "say for example: --tp-new 4 --pp-new 2"
-    asserted, wanted = (" ".join(f"--{name}{new} {size}" for name, size in said) for new in ("", "-new"))
-    return f"{asserted} says what SRC has; for what is to be written say: {wanted}"
+def _target_size_hint(options: TransferOptions) -> str:
+    """Return how to give target sizes.
+
+    Sizes given without ``-new``, which describe SRC, are repeated with it.
+    """
+    source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
+    if not source_sizes:
+        return "for example: --tp-new 4 --pp-new 2"
+    names = ", ".join(f"--{name}" for name in source_sizes)
+    verb = "describes" if len(source_sizes) == 1 else "describe"
+    target_sizes = ", ".join(f"{name.upper()} {size}" for name, size in source_sizes.items())
+    target_options = " ".join(f"--{name}-new {size}" for name, size in source_sizes.items())
+    return f"{names} {verb} SRC; to write {target_sizes} use {target_options}"

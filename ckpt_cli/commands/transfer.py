@@ -1,4 +1,5 @@
-"""What ``convert`` and ``reshard`` share: the job, the dry run, the progress, and the report at the end.
+"""The part that ``convert`` and ``reshard`` share: building the job, the dry run, the progress and
+the report.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
@@ -7,7 +8,7 @@
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str,
      "notes": [str], "dropped": [str]}
 
-of several workers also ``"launch"``, what each did (``ckpt_cli.workers.current_team``); and with ``--dry-run``::
+with several workers also ``"launch"``, each one's figures (``ckpt_cli.workers.current_team``); with ``--dry-run``::
 
     {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int, "write_bytes": int,
@@ -20,7 +21,7 @@ and with ``--explain``::
      "shape": [int], "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str], "pattern": str,
      "where": str, "source": str}]}
 
-``files`` are relative to ``dst``; ``rank`` is there with ``--rank``, its files are the source's.
+``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the source.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.options.values import (
-    casts_of,
-    check_rules,
-    names_of,
-    pairs_of,
-    quantizations_of,
-    renames_of,
-    size_in_bytes,
-    stacks_of,
+    check_names,
+    check_rules_file,
+    parse_casts,
+    parse_key_pairs,
+    parse_quantizations,
+    parse_renames,
+    parse_size,
+    parse_unstack_globs,
 )
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
-from ckpt_cli.screen.terminal import say_note, screen_of
+from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
-from ckpt_cli.workers.published import recalled, remember, tidied
+from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -65,41 +66,23 @@ SIZES = ("tp", "pp", "vpp", "ep", "etp")
 """Parallel sizes as the options name them."""
 
 
-def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
-    """The engine's job for some options.
+def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
+    """Return the job that the options describe.
 
     Args:
         keeps_layout: parallel sizes that are not given stay the source's; otherwise they become 1.
 
     Raises:
-        UsageError: the options contradict one another.
+        UsageError: the options contradict each other.
     """
-    if options.dst is not None and options.output is not None and options.dst != options.output:
-        raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give one")
-    if options.rank is not None and not options.dry_run:
-        raise UsageError("--rank lists what one rank needs; it goes with --dry-run")
-    check_rules(options.rules)
-    if options.explain and (options.dry_run or options.quiet):
-        raise UsageError(
-            f"--explain and {'--dry-run' if options.dry_run else '--quiet'} exclude each other", hint="give one"
-        )
-    if options.keep_padded_vocab and options.vocab_size is not None:
-        raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give one")
-    if options.stack_layers and options.unstack_layers:
-        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give one")
-    new = {name: getattr(options, f"{name}_new") for name in SIZES}
-    asserted = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
-    pipeline = pipeline_of(options)
-    topology = None
-    if asserted or pipeline is not None or any(size is not None for size in new.values()):
-        topology = TopologyChange(**new, pipeline=pipeline, source=asserted)
+    _check_conflicts(options)
     defaults = Job(src=options.src)
     return Job(
         src=options.src,
         dst=options.output or options.dst,
         to=options.to,
         iteration=options.iteration,
-        topology=topology,
+        topology=_build_topology(options),
         keeps_layout=keeps_layout,
         vocab_size=options.vocab_size,
         vocab_divisor=options.vocab_divisor,
@@ -108,7 +91,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         rng=options.rng,
         missing_chunks=options.missing_chunks or defaults.missing_chunks,
         replicas=options.replicas or defaults.replicas,
-        names=names_of(options.names),
+        names=check_names(options.names),
         config=options.config,
         transformer_impl=options.transformer_impl,
         megatron_version=None if options.megatron_version is None else parse_version(options.megatron_version),
@@ -118,18 +101,18 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         exclude=tuple(options.exclude or ()),
         strip_prefix=tuple(options.strip_prefix or ()),
         add_prefix=options.add_prefix,
-        rename=renames_of(options.rename),
-        untie=pairs_of(options.untie, option="--untie"),
-        tie=pairs_of(options.tie, option="--tie"),
+        rename=parse_renames(options.rename),
+        untie=parse_key_pairs(options.untie, option="--untie"),
+        tie=parse_key_pairs(options.tie, option="--tie"),
         stack_layers=options.stack_layers,
-        unstack_layers=stacks_of(options.unstack_layers),
-        dtype=casts_of(options.dtype),
-        quantize=quantizations_of(options.quantize),
-        max_file_bytes=None if options.max_shard_size is None else size_in_bytes(options.max_shard_size),
+        unstack_layers=parse_unstack_globs(options.unstack_layers),
+        dtype=parse_casts(options.dtype),
+        quantize=parse_quantizations(options.quantize),
+        max_file_bytes=None if options.max_shard_size is None else parse_size(options.max_shard_size),
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
-        memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
+        memory_bytes=defaults.memory_bytes if options.memory is None else parse_size(options.memory),
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,
@@ -144,11 +127,43 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
     )
 
 
-def pipeline_of(options: TransferOptions) -> Pipeline | None:
-    """How the options distribute layers over pipeline stages: those that are given say all of it; None without any.
+def _build_topology(options: TransferOptions) -> TopologyChange | None:
+    """Return the change of parallel sizes and pipeline; None if no option concerns them."""
+    target_sizes = {name: getattr(options, f"{name}_new") for name in SIZES}
+    source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
+    pipeline = build_pipeline(options)
+    if not source_sizes and pipeline is None and all(size is None for size in target_sizes.values()):
+        return None
+    return TopologyChange(**target_sizes, pipeline=pipeline, source=source_sizes)
+
+
+def _check_conflicts(options: TransferOptions) -> None:
+    """Raise if options contradict each other or the rules file does not exist.
 
     Raises:
-        UsageError: they contradict one another, or the layout is none.
+        UsageError: they do, or it does not.
+    """
+    if options.dst is not None and options.output is not None and options.dst != options.output:
+        raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give only one")
+    if options.rank is not None and not options.dry_run:
+        raise UsageError("--rank only applies to --dry-run")
+    check_rules_file(options.rules)
+    if options.explain and (options.dry_run or options.quiet):
+        other = "--dry-run" if options.dry_run else "--quiet"
+        raise UsageError(f"--explain and {other} exclude each other", hint="give only one")
+    if options.keep_padded_vocab and options.vocab_size is not None:
+        raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give only one")
+    if options.stack_layers and options.unstack_layers:
+        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give only one")
+
+
+def build_pipeline(options: TransferOptions) -> Pipeline | None:
+    """Return how the options distribute layers over pipeline stages; None if they do not tell.
+
+    The options that are given describe the distribution completely; the source's is not consulted.
+
+    Raises:
+        UsageError: they contradict each other, or the layout is invalid.
     """
     flags = (options.account_for_embedding, options.account_for_loss)
     counts = (options.decoder_first, options.decoder_last)
@@ -164,7 +179,7 @@ def pipeline_of(options: TransferOptions) -> Pipeline | None:
 
 
 def transfer(job: Job, options: TransferOptions) -> int:
-    """Runs or plans the job and tells about it; returns the exit code. Of several workers only the lead tells."""
+    """Run, plan or explain the job, print the result on the lead, and return the exit code."""
     if options.explain:
         return broadcast_result(team(), lambda: _explain(job, options))
     return broadcast_result(team(), lambda: _plan(job, options)) if options.dry_run else _run(job, options)
@@ -174,9 +189,9 @@ def _explain(job: Job, options: TransferOptions) -> int:
     with prepare(job) as prepared:
         lines = prepared.explained()
         if options.json:
-            found = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
+            header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
             tensors = [line.as_dict() for line in lines]
-            print(json.dumps({"schema": "ckpt.explain/1", **found, "tensors": tensors}))
+            print(json.dumps({"schema": "ckpt.explain/1", **header, "tensors": tensors}))
         else:
             for text in explain_lines(screen_of(sys.stdout), lines):
                 print(text)
@@ -195,60 +210,66 @@ def _plan(job: Job, options: TransferOptions) -> int:
             for line in plan_lines(screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files):
                 print(line)
         else:
-            _say_left(prepared.dropped)
+            _note_dropped(prepared.dropped)
     return 0
 
 
 def _run(job: Job, options: TransferOptions) -> int:
-    workers, job = team(), _kept(job)
+    """Run the job with the team of this process and print the report on the lead."""
+    workers = team()
+    is_launched = RESULTS_VARIABLE in os.environ
+    if is_launched:  # every launch keeps its stage, also with one worker, so that a restart can continue
+        job = replace(job, resume=True)
     try:
         with progress_bar(is_wanted=not options.quiet) as progress:
-            found = _published(workers)
-            report = found or _done(job, workers, progress)
+            report = _published_report(workers) or _convert(job, workers, progress)
     except ReplicaMismatchError as err:
-        gone = next((gone for gone, kept in job.tie if kept == err.key), None)
-        if gone is None:
+        # The two tensors of --tie are compared as replicas of one: name the option, not the replicas.
+        alias = next((alias for alias, original in job.tie if original == err.key), None)
+        if alias is None:
             raise
-        message = f"--tie: {gone!r} does not equal {err.key!r}: {err.message}"
-        raise UsageError(message, hint="leave --tie out; both are needed") from err
+        message = f"--tie: {alias!r} is not identical to {err.key!r}: {err.message}"
+        raise UsageError(message, hint="leave out --tie; both tensors are needed") from err
     except KeyboardInterrupt:
-        if (job.resume or (workers.size > 1 and is_lead(workers))) and not os.environ.get(RESULTS_VARIABLE):
-            say_note("what is done so far is kept; the same command goes on from there")
+        keeps_stage = job.resume or (workers.size > 1 and is_lead(workers))
+        if keeps_stage and not is_launched:  # the launcher prints the note itself
+            print_note("partial output is kept; rerun the same command to continue")
         raise
     if not is_lead(workers):
         return 0
     if options.json:
-        answer = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
-        print(json.dumps(answer | launch_of(report.workers)))
+        fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
+        print(json.dumps(fields | launch_of(report.workers)))
     elif not options.quiet:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
     else:
-        _say_left(report.dropped)
+        _note_dropped(report.dropped)
     return 0
 
 
-def _done(job: Job, workers: Team, progress: Progress | None) -> Report:
-    """Run the job, in this process or together with the other workers."""
+def _convert(job: Job, workers: Team, progress: Progress | None) -> Report:
+    """Run the job in this process or, with several workers, together with the others."""
     if workers.size == 1:
-        return run(job, progress=progress, publishing=remember)
+        return run(job, progress=progress, publishing=remember_report)
     from core.convert.workers.run import run_shared  # a process that works alone need not load it
 
-    return run_shared(job, workers, publishing=remember)
+    return run_shared(job, workers, publishing=remember_report)
 
 
-def _published(workers: Team) -> Report | None:
-    """What an earlier attempt of this launch has published; its lead may have been on another host."""
-    found = next((one for one in gather_results(workers, recalled) or () if one is not None), None)
-    return broadcast_result(workers, lambda: None if found is None else tidied(found))
+def _published_report(workers: Team) -> Report | None:
+    """Return the report of an earlier attempt of this launch that got its destination published.
+
+    Returns None without one.
+
+    Every worker looks for it, because the lead of that attempt may have been on another host.
+    """
+    reports = gather_results(workers, recall_report) or ()
+    report = next((report for report in reports if report is not None), None)
+    return broadcast_result(workers, lambda: None if report is None else finish_published(report))
 
 
-def _kept(job: Job) -> Job:
-    """The job with a stage that is kept, as every launch keeps it, also that of one worker."""
-    return replace(job, resume=True) if RESULTS_VARIABLE in os.environ else job
-
-
-def _say_left(dropped: Sequence[str]) -> None:
-    """What even ``--quiet`` does not keep to itself."""
+def _note_dropped(dropped: Sequence[str]) -> None:
+    """Print what is not carried, which even ``--quiet`` does not suppress."""
     if dropped:
-        say_note(f"not carried: {', '.join(dropped)}")
+        print_note(f"not carried: {', '.join(dropped)}")

@@ -1,27 +1,27 @@
-"""``ckpt validate``: says whether checkpoints are whole.
+"""``ckpt validate``: check checkpoints for missing, damaged or inconsistent data.
 
-The exit code is 0 if no error was found, and 1 otherwise, whatever the format of the report; 2 where the request makes
-no sense, and where one of several paths does not exist, after the report on the others; others only where nothing could
-be looked at. A directory that no format recognises is a finding, so that a job which validates what another has written
-fails.
+The exit code is 0 if no error was found and 1 otherwise, in every report format. It is 2 if the
+request is invalid or, after the report on the others, if one of several paths does not exist; other
+codes only occur if nothing could be checked. A directory that no format recognises is a finding, so
+that a job which validates the output of another job fails.
 
-The workers of a team divide the data of one checkpoint after the other; the lead writes the report, and the exit code
-is the same for all.
+The workers of a team divide the data of one checkpoint at a time; the lead writes the report, and
+the exit code is the same for all.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
-from ckpt_cli.options.values import check_rules
+from ckpt_cli.options.values import check_rules_file
 from ckpt_cli.screen.blocks import n_text
-from ckpt_cli.screen.output_file import check_place, write_lines
+from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from core.errors import UsageError
@@ -34,29 +34,31 @@ if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
 
 _SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
-"""What ``--report`` writes, and ``-o`` where ``--format`` does not say it."""
+"""File suffix → format of ``--report``, and of ``-o`` without ``--format``."""
 
 
 def validate(options: ValidateOptions) -> int:
-    """Runs the command; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        UsageError: the options contradict one another, or a path does not exist.
+        UsageError: the options contradict each other, or a path does not exist.
     """
-    us = team()
-    broadcast_result(us, lambda: _check(options))
+    workers = team()
+    broadcast_result(workers, lambda: _check_options(options))
     if options.list_checks:
         from ckpt_cli.pages.checks_table import print_checks
 
-        return print_checks(is_json=options.json or options.format == "json") if is_lead(us) else 0
+        return print_checks(is_json=options.json or options.format == "json") if is_lead(workers) else 0
     if options.newest_valid:
         from ckpt_cli.commands.newest_valid import newest_valid
 
         return newest_valid(options)
-    acceptance = broadcast_result(us, lambda: acceptance_of(options))
+    acceptance = broadcast_result(workers, lambda: acceptance_of(options))
+    errors = broadcast_result(workers, lambda: _checkpoint_paths(options))
+    # Check one checkpoint after the other, then report on all of them.
+    # One checkpoint may have 10⁵ entries and a finding for each, which the garbage collector need not
+    # walk through; with several checkpoints, the garbage of each must be collected.
     verdicts = []
-    errors = broadcast_result(us, lambda: _paths(options))
-    # One checkpoint may have 10⁵ entries and a finding for each; of several, what each leaves must be collected.
     with gc_paused() if len(errors) == 1 else nullcontext():
         for path, error in errors.items():
             if error is not None and len(errors) == 1:
@@ -66,14 +68,14 @@ def validate(options: ValidateOptions) -> int:
             )
             verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
         if options.write_baseline is not None:
-            broadcast_result(us, lambda: _write_baseline(verdicts, options))
+            broadcast_result(workers, lambda: _write_baseline(verdicts, options))
             return 0
-        broadcast_result(us, lambda: _report(verdicts, options))
+        broadcast_result(workers, lambda: _report(verdicts, options))
     return UsageError.exit_code if any(errors.values()) else exit_code_of(verdicts)
 
 
-def _paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
-    """Return the checkpoints to look at, each once, and the errors of paths that lead to none."""
+def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
+    """Return the checkpoints to check, each once, with the errors of paths that lead to none."""
     paths = options.paths or [Path()]
     if options.all_iterations:
         from core.validate.newest import iteration_paths
@@ -84,95 +86,79 @@ def _paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
 
 def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     assert options.write_baseline is not None
-    everything = [finding for verdict in verdicts for finding in verdict.validation.findings]
-    write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
+    findings = [finding for verdict in verdicts for finding in verdict.validation.findings]
+    write_lines(options.write_baseline, [baseline_text(findings).rstrip("\n")])
     if not options.quiet:
-        count = n_text(len(everything), "finding")
+        count = n_text(len(findings), "finding")
         print(f"wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
 
 
-def _check(options: ValidateOptions) -> None:
-    """Refuses what makes no sense together, before anything is read.
+def _check_options(options: ValidateOptions) -> None:
+    """Raise if the options contradict each other or name invalid files, before anything is read.
 
     Raises:
-        UsageError: see there.
+        UsageError: they do.
     """
+    # Options that exclude each other.
     if options.headers and options.deep:
-        raise UsageError("--headers and --deep exclude each other", hint="--deep does what --headers does")
+        raise UsageError("--headers and --deep exclude each other", hint="--deep includes --headers")
     if options.json and options.format not in (None, "json"):
         raise UsageError(f"--json and --format {options.format} exclude each other", hint="give one")
     if options.iteration is not None and (options.all_iterations or options.newest_valid):
-        raise UsageError("--iteration chooses one iteration", hint="leave it out, or the option that looks at all")
+        raise UsageError("--iteration chooses one iteration", hint="leave it out, or the option that checks all")
     if options.newest_valid and options.all_iterations:
-        raise UsageError("--newest-valid looks at all iterations anyway", hint="leave --all-iterations out")
+        raise UsageError("--newest-valid considers all iterations anyway", hint="leave out --all-iterations")
     if options.baseline is not None and options.write_baseline is not None:
         raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
+    # Requests and files that must be valid.
     plan_request(options)
     for path in options.report or ():
         if path.suffix.lower() not in _SUFFIXES:
             raise UsageError(
-                f"--report: which format? {path.name!r} ends in none of: {', '.join(_SUFFIXES)}",
-                hint="name it so, or use --format and -o",
+                f"--report: {path.name!r} has none of the suffixes {', '.join(_SUFFIXES)}, which tell the format",
+                hint="use one of them, or --format and -o",
             )
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:
-            check_place(path)
-    check_rules(options.rules)
+            check_report_path(path)
+    check_rules_file(options.rules)
 
 
 def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
-    """Writes the report, or the reports, where they are wanted."""
+    """Write the report to the files that the options name and to stdout."""
     for path in options.report or ():
-        write_lines(path, _lines(_SUFFIXES[path.suffix.lower()], verdicts, options, Screen()))
-    asked = "json" if options.json else options.format
+        format = _SUFFIXES[path.suffix.lower()]
+        write_lines(path, _report_lines(format, verdicts, options, Screen()))
+    stdout_format = "json" if options.json else options.format
     if options.output is not None:
-        format = asked or _SUFFIXES.get(options.output.suffix.lower(), "text")
-        write_lines(options.output, _lines(format, verdicts, options, Screen()))
-        asked = "text"
-    screen = screen_of(sys.stdout)
-    for line in _lines(asked or "text", verdicts, options, screen):
+        format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
+        write_lines(options.output, _report_lines(format, verdicts, options, Screen()))
+        stdout_format = "text"
+    for line in _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout)):
         print(line)
 
 
-def _lines(format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterable[str]:
-    """The report in one of the formats."""
-    return _WRITERS[format](verdicts, options, screen)
+def _report_lines(format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    """Return the lines of the report in one of ``FORMATS``.
 
+    Only the module of that format is imported.
+    """
+    if format == "json":
+        from ckpt_cli.findings.json_report import json_lines
 
-def _text(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+        return json_lines(verdicts, level=level_of(options), is_strict=options.strict)
+    if format == "junit":
+        from ckpt_cli.findings.junit import junit_lines
+
+        return junit_lines(verdicts)
+    if format == "sarif":
+        from ckpt_cli.findings.sarif import sarif_lines
+
+        return sarif_lines(verdicts, has_baseline=options.baseline is not None)
+    if format == "github":
+        from ckpt_cli.findings.github import github_lines
+
+        return github_lines(verdicts)
     from ckpt_cli.findings.text import text_lines
 
     return text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet)
-
-
-def _json(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
-    from ckpt_cli.findings.json_report import json_lines
-
-    return json_lines(verdicts, level=level_of(options), is_strict=options.strict)
-
-
-def _junit(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
-    from ckpt_cli.findings.junit import junit_lines
-
-    return junit_lines(verdicts)
-
-
-def _sarif(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
-    from ckpt_cli.findings.sarif import sarif_lines
-
-    return sarif_lines(verdicts, has_baseline=options.baseline is not None)
-
-
-def _github(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
-    from ckpt_cli.findings.github import github_lines
-
-    return github_lines(verdicts)
-
-
-_WRITERS: dict[str, Callable[[Sequence[Verdict], ValidateOptions, Screen], Iterator[str]]] = {
-    "text": _text,
-    "json": _json,
-    "junit": _junit,
-    "sarif": _sarif,
-    "github": _github,
-}

@@ -1,7 +1,8 @@
-"""Findings that differ in numbers of their place only, as one: ``__[0-7]_0.distcp``, ``decoder.layers.[0-31].weight``.
+"""Groups findings whose places differ only in numbers: ``__[0-7]_0.distcp``,
+``decoder.layers.[0-31].weight``.
 
-Nothing is lost: brackets hold exactly the numbers that there were, so findings at all files of two ranks but one do
-not fold into "all files of both ranks".
+Nothing is lost: brackets contain exactly the numbers of the findings, so findings at all files of
+two ranks except one are not folded into "all files of both ranks".
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from core.checks.finding import Finding
 
 _NUMBER = re.compile(r"(?<!\d)(\d{1,9})(?!\d)")
 _MARK = "\0"
-"""Stands between file, rank and key; where it is in one of them, it is spelled out."""
+"""Separates file, rank and key; spelled out where one of them contains it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """Some findings of one code.
+class FindingGroup:
+    """Similar findings of one code.
 
     Args:
         findings: at least one.
-        file, rank, key: where, with the numbers that vary in brackets.
+        file, rank, key: their common place, with the numbers that vary in brackets.
     """
 
     findings: tuple[Finding, ...]
@@ -35,12 +36,12 @@ class Alike:
 
     @property
     def first(self) -> Finding:
-        """The one that is shown where they differ."""
+        """The finding that is shown for the group."""
         return self.findings[0]
 
     @property
-    def where(self) -> str:
-        """``FILE · KEY · rank R · bytes 0–8``; "" if it is the whole checkpoint."""
+    def place(self) -> str:
+        """The place as text, ``FILE · KEY · rank R · bytes 0–8``; "" for the whole checkpoint."""
         span = self.first.span if len(self.findings) == 1 else None
         parts = [
             self.file,
@@ -51,41 +52,44 @@ class Alike:
         return " · ".join(part for part in parts if part is not None)
 
     @property
-    def others(self) -> tuple[str, ...]:
-        """The keys of findings about several, but for the first of each."""
+    def other_keys(self) -> tuple[str, ...]:
+        """The keys of findings about several tensors, without the first key of each finding."""
         return tuple(dict.fromkeys(key for finding in self.findings for key in finding.keys[1:]))
 
     @property
-    def what(self) -> str:
-        """The message with what was expected and found; of the first finding, if they are not the same in all."""
-        texts = {sentence(finding) for finding in self.findings}
-        return f"{'' if len(texts) == 1 else 'such as: '}{sentence(self.first)}"
+    def message(self) -> str:
+        """The message with the expected and found values.
+
+        If they vary, it is that of the first finding, as an example.
+        """
+        texts = {message_of(finding) for finding in self.findings}
+        return f"{'' if len(texts) == 1 else 'for example: '}{message_of(self.first)}"
 
 
-def sentence(finding: Finding) -> str:
-    """The message, and the two values that disagree where the message does not name them itself."""
+def message_of(finding: Finding) -> str:
+    """Return a finding's message with the expected and found values, if it has them."""
     pairs = (("expected", finding.expected), ("found", finding.found))
     values = [f"{name} {value}" for name, value in pairs if value is not None]
     return f"{finding.message} ({', '.join(values)})" if values else finding.message
 
 
-def alike(findings: Iterable[Finding], *, path: str) -> list[Alike]:
-    """The findings, folded; in order of first appearance.
+def group_similar(findings: Iterable[Finding], *, path: str) -> list[FindingGroup]:
+    """Group the findings that differ only in numbers, in the order of first appearance.
 
     Args:
-        path: of the checkpoint; a finding at it is one at no file in particular.
+        path: path of the checkpoint; a finding whose file is this path concerns no file in particular.
     """
     groups: dict[tuple[object, ...], list[tuple[list[str], Finding]]] = {}
     without_numbers = cache(partial(_NUMBER.sub, "#"))  # 10⁵ findings have a few messages
     for finding in findings:
-        texts, numbers = _split(finding if finding.file != path else replace(finding, file=None))
-        marks = (finding.severity, finding.code, finding.hint, without_numbers(finding.message))
-        groups.setdefault((*marks, *texts), []).append((numbers, finding))
-    return [one for key, rows in groups.items() for one in _folded(list(map(str, key[4:])), rows)]
+        texts, numbers = _split_place(finding if finding.file != path else replace(finding, file=None))
+        kind = (finding.severity, finding.code, finding.hint, without_numbers(finding.message))
+        groups.setdefault((*kind, *texts), []).append((numbers, finding))
+    return [group for key, rows in groups.items() for group in _fold(list(map(str, key[4:])), rows)]
 
 
-def _split(finding: Finding) -> tuple[list[str], list[str]]:
-    """The texts around the numbers of a finding's place, and the numbers."""
+def _split_place(finding: Finding) -> tuple[list[str], list[str]]:
+    """Return the texts around the numbers of a finding's place, and the numbers."""
     place = _MARK.join(
         "-" if name is None else "+" + name.replace(_MARK, "\\x00")
         for name in (finding.file, finding.rank, finding.key)
@@ -94,34 +98,37 @@ def _split(finding: Finding) -> tuple[list[str], list[str]]:
     return parts[::2], parts[1::2]
 
 
-def _folded(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterator[Alike]:
-    """Rows that have the same texts, with as many numbers joined as can be."""
+def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterator[FindingGroup]:
+    """Join rows that have the same texts, one number of their places after the other, from the last
+    to the first.
+
+    Args:
+        texts: the texts around the numbers of the place.
+        rows: (numbers of the place, finding) of each.
+    """
     merged = [(numbers, [finding]) for numbers, finding in rows]
-    for at in reversed(range(len(texts) - 1)):
-        alike: dict[tuple[str, ...], list[tuple[str, list[Finding]]]] = {}
-        for numbers, found in merged:
-            alike.setdefault((*numbers[:at], *numbers[at + 1 :]), []).append((numbers[at], found))
-        if len(alike) == len(merged):
+    for i in reversed(range(len(texts) - 1)):
+        # Rows whose other numbers are equal become one row, with their i-th numbers joined.
+        by_others: dict[tuple[str, ...], list[tuple[str, list[Finding]]]] = {}
+        for numbers, findings in merged:
+            by_others.setdefault((*numbers[:i], *numbers[i + 1 :]), []).append((numbers[i], findings))
+        if len(by_others) == len(merged):
             continue  # no two differ in this number alone
         merged = [
             (
-                [*others[:at], _joined([number for number, _ in values]), *others[at:]],
-                _all(found for _, found in values),
+                [*others[:i], _join_numbers([number for number, _ in members]), *others[i:]],
+                [finding for _, findings in members for finding in findings],
             )
-            for others, values in alike.items()
+            for others, members in by_others.items()
         ]
-    for numbers, found in merged:
+    for numbers, findings in merged:
         place = "".join(part for pair in zip(texts, [*numbers, ""], strict=True) for part in pair)
         names = [name[1:] if name.startswith("+") else None for name in place.split(_MARK)]
-        yield Alike(tuple(found), *names)
+        yield FindingGroup(tuple(findings), *names)
 
 
-def _all(lists: Iterable[list[Finding]]) -> list[Finding]:
-    return [finding for one in lists for finding in one]
-
-
-def _joined(numbers: Sequence[str]) -> str:
-    """Some numbers as one text; leading zeros stay."""
+def _join_numbers(numbers: Sequence[str]) -> str:
+    """Return several numbers as one text, ``[0-7]``; leading zeros stay."""
     distinct = set(numbers)
     if len(distinct) == 1:
         return numbers[0]
@@ -132,5 +139,5 @@ def _joined(numbers: Sequence[str]) -> str:
     if any(number.startswith("0") and len(number) > 1 for number in distinct):
         if any(len(number) != width for number in distinct):
             return f"[{','.join(sorted(distinct))}]"
-        text = re.sub(r"(?<!:)\b\d+", lambda found: found[0].zfill(width), text)
+        text = re.sub(r"(?<!:)\b\d+", lambda match: match[0].zfill(width), text)
     return f"[{text}]"

@@ -9,11 +9,11 @@
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
 "key": str, "keys": [str], "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do
-not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the first. ``file`` is
-relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` says what
-could not be compared. ``ignored`` are those of ``--ignore``, ``known`` those of
-``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it, see
-``ckpt_cli.workers.current_team``.
+not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the
+first. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` tells what
+could not be compared. ``ignored`` are the findings of ``--ignore``, ``known`` those of
+``--baseline``; neither counts for ``valid``. ``launch`` (``ckpt_cli.workers.current_team``) is
+present if several workers validated.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SCHEMA = "ckpt.validate/1"
 
 
 def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) -> Iterator[str]:
-    """The object."""
-    made: dict[str, object] = {
+    """Yield the object, as one line."""
+    report: dict[str, object] = {
         "schema": SCHEMA,
         "level": LEVELS[level],
         "strict": is_strict,
@@ -45,7 +45,7 @@ def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) ->
         "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
     }
     figures = sum_figures(verdict.validation.figures for verdict in verdicts)
-    yield json.dumps(made | launch_of(figures))
+    yield json.dumps(report | launch_of(figures))
 
 
 def _checkpoint(verdict: Verdict) -> dict[str, object]:
@@ -72,5 +72,5 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
 
 
 def _finding(finding: Finding) -> dict[str, object]:
-    known = codes().get(finding.code)
-    return finding.as_dict() | ({"title": known.title} if known else {})
+    code = codes().get(finding.code)
+    return finding.as_dict() | ({"title": code.title} if code else {})

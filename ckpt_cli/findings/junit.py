@@ -1,8 +1,8 @@
-"""The report as JUnit's XML, as GitLab, Jenkins and others show it.
+"""The report as JUnit XML, which GitLab, Jenkins and others show.
 
-A checkpoint is a test suite, every code that its level can find is a test case, and one with errors is a failure whose
-text lists them. Warnings and notes are no failures: they are the output of a case that passes. A code of which all
-findings are ignored or known is skipped.
+A checkpoint is a test suite, every code that its level can find is a test case, and one with errors
+is a failure whose text lists them. Warnings and notes are not failures: they are the output of a
+case that passes. A code of which all findings are ignored or known is skipped.
 
 ::
 
@@ -12,10 +12,10 @@ findings are ignored or known is skipped.
         ├── testcase [classname name]
         │   ├── skipped [message]  or  failure [message type], text
         │   └── system-out, text
-        └── system-out, text: which checkpoint was taken, and what was not looked at
+        └── system-out, text: notes about the checkpoint
 
-Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have in common. There are
-no time stamps and host names in it.
+Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have in
+common. Time stamps and host names are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from ckpt_cli.findings.grouping import alike
+from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
 from core.checks.check import Code
@@ -34,12 +34,12 @@ from core.checks.registry import codes
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
 
-_ASKED = "CK9"
-"""Codes that only answer a question; they are cases only where there is an answer."""
+_PLAN_CODES = "CK9"
+"""Codes of ``--plan-for``, which are test cases only if they have findings."""
 
 
 def junit_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The document."""
+    """Yield the XML document."""
     suites = [_Suite(verdict) for verdict in verdicts]
     seconds = sum(verdict.validation.seconds for verdict in verdicts)
     yield '<?xml version="1.0" encoding="UTF-8"?>'
@@ -53,23 +53,26 @@ class _Suite:
     """The test cases of one checkpoint.
 
     Args:
-        verdict: what was found.
+        verdict: the result of its validation.
+
+    Attributes:
+        cases: (``passed``, ``failure`` or ``skipped``; lines of the element) of each case.
     """
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
         judgement = verdict.judgement
-        everything = (*judgement.counted, *judgement.ignored, *judgement.known)
-        present = {finding.code for finding in everything}
+        findings = (*judgement.counted, *judgement.ignored, *judgement.known)
         level = verdict.validation.level
         table = codes()
-        names = [c.code for c in table.values() if c.level <= level and not c.code.startswith(_ASKED)]
-        self.cases = [self._case(name, table.get(name)) for name in sorted({*names, *present})]
+        checked = [c.code for c in table.values() if c.level <= level and not c.code.startswith(_PLAN_CODES)]
+        names = sorted({*checked, *(finding.code for finding in findings)})
+        self.cases = [self._case(name, table.get(name)) for name in names]
         self.n_failed = sum(kind == "failure" for kind, _ in self.cases)
         self.n_skipped = sum(kind == "skipped" for kind, _ in self.cases)
 
     def lines(self) -> Iterator[str]:
-        """The suite's element."""
+        """Yield the lines of the suite's element."""
         validation = self._verdict.validation
         yield f"  <testsuite {_counts(validation.path, [self], validation.seconds)}>"
         yield "    <properties>"
@@ -89,31 +92,34 @@ class _Suite:
             yield f"    <system-out>{_text(notes, keeps_lines=True)}</system-out>"
         yield "  </testsuite>"
 
-    def _case(self, code: str, known: Code | None) -> tuple[str, list[str]]:
-        """What the case is (``passed``, ``failure``, ``skipped``) and its element."""
+    def _case(self, name: str, code: Code | None) -> tuple[str, list[str]]:
+        """Return the outcome (``passed``, ``failure``, ``skipped``) of a code's case, and its
+        element's lines.
+        """
         judgement, path = self._verdict.judgement, self._verdict.validation.path
-        counted = [finding for finding in judgement.counted if finding.code == code]
-        left_out = sum(finding.code == code for finding in (*judgement.ignored, *judgement.known))
+        counted = [finding for finding in judgement.counted if finding.code == name]
+        n_accepted = sum(finding.code == name for finding in (*judgement.ignored, *judgement.known))
         errors = [finding for finding in counted if finding.severity == Severity.ERROR]
-        others = [finding for finding in counted if finding.severity != Severity.ERROR]
-        name = f"{code} {known.title}" if known else code
-        lines = [f'    <testcase classname="{_text(path)}" name="{_text(name)}">']
-        kind = "passed"
+        warnings = [finding for finding in counted if finding.severity != Severity.ERROR]
+        title = f"{name} {code.title}" if code else name
+        lines = [f'    <testcase classname="{_text(path)}" name="{_text(title)}">']
+        outcome = "passed"
         if errors:
-            kind = "failure"
-            message = _text(errors[0].message if len(errors) == 1 else f"{len(errors)} × {name}")
-            lines.append(f'      <failure message="{message}" type="{_text(code)}">{_listed(errors, path)}</failure>')
-        elif left_out and not counted:
-            kind = "skipped"
-            lines.append(f'      <skipped message="{n_text(left_out, "finding")} ignored or known"/>')
-        if others:
-            lines.append(f"      <system-out>{_listed(others, path)}</system-out>")
+            outcome = "failure"
+            message = _text(errors[0].message if len(errors) == 1 else f"{len(errors)} × {title}")
+            text = _findings_text(errors, path)
+            lines.append(f'      <failure message="{message}" type="{_text(name)}">{text}</failure>')
+        elif n_accepted and not counted:
+            outcome = "skipped"
+            lines.append(f'      <skipped message="{n_text(n_accepted, "finding")} ignored or known"/>')
+        if warnings:
+            lines.append(f"      <system-out>{_findings_text(warnings, path)}</system-out>")
         lines.append("    </testcase>")
-        return kind, lines if len(lines) > 2 else [f"{lines[0][:-1]}/>"]
+        return outcome, lines if len(lines) > 2 else [f"{lines[0][:-1]}/>"]
 
 
 def _counts(name: str, suites: Sequence[_Suite], seconds: float) -> str:
-    """The attributes of a suite, or of all."""
+    """Return the attributes that count the cases of one or more suites."""
     n_cases = sum(len(suite.cases) for suite in suites)
     n_failed = sum(suite.n_failed for suite in suites)
     n_skipped = sum(suite.n_skipped for suite in suites)
@@ -123,17 +129,20 @@ def _counts(name: str, suites: Sequence[_Suite], seconds: float) -> str:
     )
 
 
-def _listed(findings: Sequence[Finding], path: str) -> str:
-    """Findings, a paragraph each, as the text of an element."""
+def _findings_text(findings: Sequence[Finding], path: str) -> str:
+    """Return the findings, a paragraph for each group, as the text of an element."""
     lines = []
-    for one in alike(findings, path=path):
-        times = f"{len(one.findings)} × " if len(one.findings) > 1 else ""
-        place = f"{one.first.severity.label}: {times}{one.where or 'the checkpoint'}"
-        lines += [place, f"  {one.what}", *([f"  → {one.first.hint}"] if one.first.hint else [])]
+    for group in group_similar(findings, path=path):
+        times = f"{len(group.findings)} × " if len(group.findings) > 1 else ""
+        place = f"{group.first.severity.label}: {times}{group.place or 'the checkpoint'}"
+        lines += [place, f"  {group.message}", *([f"  → {group.first.hint}"] if group.first.hint else [])]
     return _text("\n".join(lines), keeps_lines=True)
 
 
 def _text(text: str, *, keeps_lines: bool = False) -> str:
-    """``text`` for an element or attribute: XML has no way to write most control characters, so they are spelled."""
+    """Escape text for an element or attribute.
+
+    Spell out control characters, most of which XML cannot express.
+    """
     parts = text.split("\n") if keeps_lines else [text]
     return escape("\n".join(map(escaped, parts)))

@@ -1,4 +1,4 @@
-"""The report as text: one block a checkpoint, findings by code, those that are alike on one line."""
+"""The report as text: a block per checkpoint, findings by code, similar ones on one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from ckpt_cli.findings.grouping import Alike, alike
+from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.verdict import Verdict
 from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
@@ -15,28 +15,29 @@ from core.checks.level import Level
 from core.checks.registry import codes
 
 LIMIT = 8
-"""So many places of a code are shown."""
+"""The most places of a code that are shown by default."""
 
 STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "blue"}
 _READ = {
     Level.METADATA: "names, sizes and metadata",
-    Level.HEADERS: "names, sizes, metadata, and the headers of all containers",
+    Level.HEADERS: "names, sizes, metadata and container headers",
     Level.DEEP: "every byte",
 }
 _COMMAND = re.compile(r"^(?=\s*::)|(?<=##)(?=\[)")
-"""What GitHub's runner takes for a command, old ones anywhere in a line; a name out of a checkpoint must be none."""
+"""Start of a command for GitHub's runner, old ones anywhere in a line; a checkpoint must not inject
+one by a name."""
 _UNREAD = {
-    Level.METADATA: "what is inside the containers (--headers); checksums, NaN, copies of a tensor (--deep)",
-    Level.HEADERS: "checksums, NaN, copies of a tensor (--deep)",
+    Level.METADATA: "container headers (--headers); checksums, NaN, replicas (--deep)",
+    Level.HEADERS: "checksums, NaN, replicas (--deep)",
 }
 
 
 def text_lines(screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None, is_quiet: bool) -> Iterator[str]:
-    """The page.
+    """Yield the report.
 
     Args:
         limit: most places of a code; 0 for all, None for ``LIMIT``.
-        is_quiet: checkpoints without errors are left out.
+        is_quiet: leave out checkpoints without errors.
     """
     for line in _page(screen, verdicts, LIMIT if limit is None else limit, is_quiet=is_quiet):
         yield _COMMAND.sub(r"\\", line)
@@ -56,7 +57,7 @@ def _page(screen: Screen, verdicts: Sequence[Verdict], limit: int, *, is_quiet: 
 
 
 def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str]:
-    """One checkpoint."""
+    """Yield the block of one checkpoint."""
     validation, judgement = verdict.validation, verdict.judgement
     worst = max((finding.severity for finding in judgement.counted), default=Severity.NOTE)
     mark, color = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}.get(worst, ("✓", "green"))
@@ -72,8 +73,11 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
 
 
 def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
-    """What was looked at, and what was not."""
+    """Yield facts about one validation: what was read, what was not, and which findings were
+    accepted.
+    """
     validation, judgement = verdict.validation, verdict.judgement
+    # What was read.
     yield "format", Cell("not recognised", ("yellow",)) if validation.format is None else validation.format
     size = f"{n_text(validation.n_files, 'file')}, {bytes_text(validation.n_bytes)}"
     if validation.n_files:
@@ -82,6 +86,7 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     if validation.level == Level.DEEP and validation.seconds > 0.1:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
     yield "read", f"{_READ[validation.level]}, in {seconds_text(validation.seconds)}{rate}"
+    # What was not read or compared.
     unread = [_UNREAD[validation.level]] if validation.level in _UNREAD else []
     for number, text in enumerate([*unread, *validation.unchecked]):
         yield "" if number else "unchecked", Cell(escaped(text), ("dim",))
@@ -92,16 +97,17 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
         yield "" if number else "note", Cell(escaped(note), ("yellow",))
     for name, findings in (("ignored", judgement.ignored), ("known", judgement.known)):
         if findings:
-            some = ", ".join(sorted({finding.code for finding in findings}))
-            yield name, Cell(f"{n_text(len(findings), 'finding')} ({some})", ("dim",))
+            names = ", ".join(sorted({finding.code for finding in findings}))
+            yield name, Cell(f"{n_text(len(findings), 'finding')} ({names})", ("dim",))
 
 
 def _code_lines(
     screen: Screen, code: str, severity: Severity, findings: list[Finding], limit: int, *, path: str
 ) -> Iterator[str]:
-    """The findings of one code: a title, places with what is wrong there, and what to do."""
-    known = codes().get(code)
-    title = f" {known.title}" if known else ""
+    """Yield the findings of one code: a title, places with their messages, and hints."""
+    # The title, with the number of findings.
+    entry = codes().get(code)
+    title = f" {entry.title}" if entry else ""
     label = screen.styled(f"{severity.label} {code}", "bold", STYLES[severity])
     count = screen.styled(f" × {len(findings):,}", "dim") if len(findings) > 1 else ""
     length = columns_of(f"  {severity.label} {code}{title} × {len(findings):,}")
@@ -110,34 +116,36 @@ def _code_lines(
     else:
         yield screen.plain(f"  {label}{count}")
         yield from _wrapped(screen, title.strip(), 4, "bold")
-    found = alike(findings, path=path)
-    shown = found[:limit] if limit else found
-    for one in shown:
-        yield from _place_lines(screen, one)
-        yield from _other_lines(screen, one.others, limit)
-    if len(found) > len(shown):
-        n_more = sum(len(one.findings) for one in found[len(shown) :])
+    # The places, similar ones together.
+    groups = group_similar(findings, path=path)
+    shown = groups[:limit] if limit else groups
+    for group in shown:
+        yield from _place_lines(screen, group)
+        yield from _key_lines(screen, group.other_keys, limit)
+    if len(groups) > len(shown):
+        n_more = sum(len(group.findings) for group in groups[len(shown) :])
         yield screen.plain(screen.styled(f"    … {n_more:,} more; --limit 0 shows all", "dim"))
-    for hint in dict.fromkeys(one.first.hint for one in shown if one.first.hint):
+    # Each hint once.
+    for hint in dict.fromkeys(group.first.hint for group in shown if group.first.hint):
         yield from _wrapped(screen, f"→ {hint}", 4, "dim")
 
 
-def _place_lines(screen: Screen, one: Alike) -> Iterator[str]:
-    """Where, and below it what; on one line where both fit."""
-    times = f"{len(one.findings):,} × " if len(one.findings) > 1 else ""
-    where = f"{times}{one.where}" if one.where else ""
-    what = escaped(one.what)
-    room = 120 if screen.width is None else screen.width
-    if where and columns_of(where) + columns_of(what) + 6 <= room:
-        yield screen.plain(f"    {screen.styled(escaped(where), 'cyan')}  {what}")
+def _place_lines(screen: Screen, group: FindingGroup) -> Iterator[str]:
+    """Yield the place of a group and its message, on one line if both fit."""
+    times = f"{len(group.findings):,} × " if len(group.findings) > 1 else ""
+    place = f"{times}{group.place}" if group.place else ""
+    message = escaped(group.message)
+    width = 120 if screen.width is None else screen.width
+    if place and columns_of(place) + columns_of(message) + 6 <= width:
+        yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}  {message}")
         return
-    if where:
-        yield screen.plain(f"    {screen.styled(escaped(where), 'cyan')}")
-    yield from _wrapped(screen, what, 6 if where else 4)
+    if place:
+        yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}")
+    yield from _wrapped(screen, message, 6 if place else 4)
 
 
-def _other_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]:
-    """The other tensors of findings about several."""
+def _key_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]:
+    """Yield the names of further tensors that findings concern; nothing without any."""
     names = keys[:limit] if limit else keys
     n_more = len(keys) - len(names)
     more = f" and {n_more:,} more (--limit 0 shows all)" if n_more else ""
@@ -146,15 +154,18 @@ def _other_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[st
 
 
 def _wrapped(screen: Screen, text: str, indent: int, *styles: str) -> Iterator[str]:
-    """A paragraph; the lines after the first of a hint stand below its text."""
+    """Yield an indented paragraph.
+
+    The later lines of a hint are aligned with its text, after the arrow.
+    """
     lead = " " * indent
-    below = lead + "  " if text.startswith("→ ") else lead
-    lines = [line for part in text.split("\n") for line in _lines_of(escaped(part), screen, indent + 2)]
+    next_lead = lead + "  " if text.startswith("→ ") else lead
+    lines: list[str] = []
+    for part in map(escaped, text.split("\n")):
+        if screen.width is None or columns_of(part) <= screen.width - indent - 2:
+            lines.append(part)
+        else:
+            width = max(screen.width - indent - 2, 24)
+            lines += wrap(part, width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
-        yield screen.plain((lead if number == 0 else below) + screen.styled(line, *styles))
-
-
-def _lines_of(text: str, screen: Screen, taken: int) -> list[str]:
-    if screen.width is None or columns_of(text) <= screen.width - taken:
-        return [text]
-    return wrap(text, max(screen.width - taken, 24), break_long_words=False, break_on_hyphens=False)
+        yield screen.plain((lead if number == 0 else next_lead) + screen.styled(line, *styles))

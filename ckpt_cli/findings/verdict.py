@@ -1,4 +1,4 @@
-"""What is reported about one checkpoint: what was found, and which of it counts."""
+"""The value that reports are made of: the validation of one checkpoint, and which findings count."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LEVELS = {Level.METADATA: "metadata", Level.HEADERS: "headers", Level.DEEP: "dee
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One checkpoint and what is to be said about it.
+    """The result of validating one checkpoint.
 
     Args:
-        validation: all that was found.
-        judgement: the findings, told apart.
+        validation: the checkpoint, what was read of it, and all findings.
+        judgement: the findings, divided into those that count, are ignored, and are known.
     """
 
     validation: Validation
@@ -30,12 +30,15 @@ class Verdict:
 
     @property
     def counts_text(self) -> str:
-        """``2 errors, 1 warning``; ``no findings``."""
+        """The numbers of findings that count: ``2 errors, 1 warning``; ``no findings``."""
         counted = [(severity, self.judgement.n_of(severity)) for severity in sorted(Severity, reverse=True)]
         return ", ".join(n_text(n, severity.label) for severity, n in counted if n) or "no findings"
 
     def path_of(self, finding: Finding) -> str:
-        """Path of a finding's file; the checkpoint's, if it names none. Relative where the checkpoint's is."""
+        """Return the path of a finding's file, else of the checkpoint.
+
+        The result is relative if the checkpoint's path is.
+        """
         root = self.validation.path
         name = finding.file
         if name is None or "\0" in name:
@@ -47,5 +50,5 @@ class Verdict:
 
 
 def exit_code_of(verdicts: Sequence[Verdict]) -> int:
-    """0 if no error counts anywhere, else 1."""
+    """Return 0 if no error counts in any checkpoint, else 1."""
     return 0 if all(verdict.judgement.is_valid for verdict in verdicts) else 1

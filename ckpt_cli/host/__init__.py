@@ -1,4 +1,5 @@
-"""This host: its cores, the environment that launchers set, the result files of workers.
+"""The host of this process: its cores, the environment that launchers set, the result files of
+workers.
 
 Start at ``rank_env``, which knows torchrun, Slurm and MPI.
 Imports: core.

@@ -1,16 +1,18 @@
-"""Which cores a worker works on: how many there are for it, and whether it is kept on them.
+"""Divides the cores of a host among its workers, and pins each worker to its share.
 
-A host's workers share the cores that this process may use: its affinity mask (what ``taskset``, Slurm's cgroup or a
-container's cpuset left), and no more than a container's processor quota. ``--bind`` says how they are shared:
+A host's workers share the cores that this process may use: its affinity mask (set by ``taskset``,
+Slurm's cgroup or a container's cpuset), but no more than a container's processor quota. ``--bind``
+tells how they are shared:
 
-``none``   the kernel moves threads as it likes; each worker starts as many as its share of the cores.
+``none``   workers are not pinned; each starts as many threads as its share of the cores.
 ``cores``  worker *i* of *n* gets the *i*-th *n*-th of the cores, in the order of NUMA nodes.
-``numa``   it gets the cores of one NUMA node (that of its GPU, where it has one), shared with that node's workers.
-           Memory then comes from that node as well, as Linux takes it where a page is first touched.
-``auto``   ``numa`` where the cores lie on several nodes and each node gets a worker, else ``none``. Only below an
-           elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by themselves.
+``numa``   a worker gets the cores of one NUMA node (that of its GPU, if it has one), shared with that
+           node's workers. Its memory then comes from that node too, as Linux allocates a page where
+           it is first touched.
+``auto``   ``numa`` if the cores are on several nodes and each node gets a worker, else ``none``. Only
+           below an elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by themselves.
 
-Linux tells the nodes in ``/sys/devices/system/node``; without that directory there is one node.
+Linux lists the nodes in ``/sys/devices/system/node``; without that directory there is one node.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ MODES = ("auto", "none", "cores", "numa")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one worker of a host may use.
+class CpuShare:
+    """One worker's share of its host's cores.
 
     Args:
-        cores: numbers of the processors that its threads are kept on; None where they are not bound.
-        n_threads: how many threads are worth having, >= 1.
+        cores: numbers of the cores that its threads are pinned to; None if they are not pinned.
+        n_threads: the number of threads to start, >= 1.
     """
 
     cores: frozenset[int] | None
@@ -39,25 +41,26 @@ class Share:
 
 def bind(
     mode: str, *, local_rank: int, local_size: int, is_below_agent: bool, environ: Mapping[str, str] = os.environ
-) -> Share:
-    """Keeps this process (and the threads that it starts from now on) on its share of the host's cores.
+) -> CpuShare:
+    """Pin this process (and the threads that it starts from now on) to its share of the host's
+    cores.
 
-    To be called before torch is imported, as its threads are started with the mask of then.
+    Call it before torch is imported, whose threads inherit the mask of that moment.
 
     Args:
         mode: one of ``MODES``.
-        local_rank, local_size: of the worker among those of its host.
+        local_rank, local_size: the worker's rank among the workers of its host, and their number.
         is_below_agent: the workers of the host inherit one mask from an elastic agent.
-        environ: where ``CUDA_VISIBLE_DEVICES`` is read.
+        environ: environment with ``CUDA_VISIBLE_DEVICES``.
 
     Returns:
         The share; set ``OMP_NUM_THREADS`` to ``n_threads`` if it is not set.
     """
     allowed = allowed_cores()
     if mode == "auto" and not is_below_agent:
-        is_bound = len(allowed) < (os.cpu_count() or 1)  # by srun or mpirun, which gave each worker its own
-        return Share(None, max(1, n_cores(allowed) // (1 if is_bound else local_size)))
-    share = share_of(
+        is_bound = len(allowed) < (os.cpu_count() or 1)  # srun or mpirun gave each worker its own cores
+        return CpuShare(None, max(1, n_cores(allowed) // (1 if is_bound else local_size)))
+    share = cpu_share(
         mode,
         local_rank=local_rank,
         local_size=local_size,
@@ -70,7 +73,7 @@ def bind(
     return share
 
 
-def share_of(
+def cpu_share(
     mode: str,
     *,
     local_rank: int,
@@ -78,43 +81,44 @@ def share_of(
     nodes: Sequence[Sequence[int]],
     n_usable: int,
     near: int | None = None,
-) -> Share:
-    """One worker's share of some cores.
+) -> CpuShare:
+    """Return one worker's share of the cores.
 
     Args:
         mode: one of ``MODES``.
-        local_rank, local_size: of the worker among those of its host.
+        local_rank, local_size: the worker's rank among the workers of its host, and their number.
         nodes: the cores that may be used, by NUMA node; no node is empty.
-        n_usable: how many of them the quota lets run at a time.
-        near: index in ``nodes`` of the one that the worker's GPU is at.
+        n_usable: how many of them the quota allows to run at a time.
+        near: index in ``nodes`` of the node of the worker's GPU; None without one.
     """
     n_threads = max(1, n_usable // local_size)
     if mode == "auto":
         mode = "numa" if 1 < len(nodes) <= local_size else "none"
     if mode == "none":
-        return Share(None, n_threads)
+        return CpuShare(None, n_threads)
     if mode == "numa":
-        mine = local_rank * len(nodes) // local_size if near is None else near
-        return Share(frozenset(nodes[mine]), max(1, min(n_threads, len(nodes[mine]))))
-    cores = [core for node in nodes for core in node]
-    start, stop = (position * len(cores) // local_size for position in (local_rank, local_rank + 1))
-    mine_too = cores[start:stop] or [cores[local_rank % len(cores)]]  # more workers than cores
-    return Share(frozenset(mine_too), max(1, min(n_threads, len(mine_too))))
+        cores = nodes[local_rank * len(nodes) // local_size if near is None else near]
+    else:
+        all_cores = [core for node in nodes for core in node]
+        start, stop = (position * len(all_cores) // local_size for position in (local_rank, local_rank + 1))
+        # With more workers than cores, workers share a core.
+        cores = all_cores[start:stop] or [all_cores[local_rank % len(all_cores)]]
+    return CpuShare(frozenset(cores), max(1, min(n_threads, len(cores))))
 
 
 def allowed_cores() -> frozenset[int]:
-    """The processors that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     return frozenset(os.sched_getaffinity(0))
 
 
 def n_cores(allowed: Collection[int], *, cgroup_dir: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many of the processors can run at a time: all, or as many as the container's quota pays for, rounded up."""
+    """Return how many of the cores can run at a time: all, or the container's quota, rounded up."""
     quota = _quota(cgroup_dir)
     return max(1, len(allowed) if quota is None else min(len(allowed), -int(-quota // 1)))
 
 
 def _quota(cgroup_dir: Path) -> float | None:
-    """Processors that the control group pays for; None without a limit."""
+    """Return the number of cores that the control group's quota allows; None without a limit."""
     try:
         used, period = (cgroup_dir / "cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
@@ -129,31 +133,34 @@ def _quota(cgroup_dir: Path) -> float | None:
 
 
 def nodes_of(allowed: Collection[int], *, node_dir: Path = Path("/sys/devices/system/node")) -> list[list[int]]:
-    """The cores by NUMA node, without nodes that have none of them; one node where the system tells of none."""
-    found = []
+    """Return the allowed cores by NUMA node, without empty nodes.
+
+    If the system does not list the nodes, there is one.
+    """
+    nodes = []
     for path in sorted(node_dir.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
-            cores = cores_in((path / "cpulist").read_text("ascii"))
+            cores = parse_cores((path / "cpulist").read_text("ascii"))
         except (OSError, ValueError):
             continue
-        found.append(sorted(cores & set(allowed)))
-    nodes = [cores for cores in found if cores]
-    missing = sorted(set(allowed).difference(*nodes))
-    return [*nodes, missing] if missing else nodes
+        nodes.append(sorted(cores & set(allowed)))
+    nodes = [cores for cores in nodes if cores]
+    unlisted = sorted(set(allowed).difference(*nodes))
+    return [*nodes, unlisted] if unlisted else nodes
 
 
-def cores_in(text: str) -> set[int]:
-    """The numbers of a kernel list such as ``0-3,8,10-11``.
+def parse_cores(text: str) -> set[int]:
+    """Return the numbers in a list of the kernel such as ``0-3,8,10-11``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not such a list.
     """
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def node_of_gpu(
@@ -164,23 +171,27 @@ def node_of_gpu(
     bus_dir: Path = Path("/sys/bus/pci/devices"),
     node_dir: Path = Path("/sys/devices/system/node"),
 ) -> int | None:
-    """Index among the NUMA nodes that hold allowed cores of the one that worker ``local_rank``'s GPU is at.
+    """Return the index (in ``nodes_of``) of the NUMA node that the GPU of worker ``local_rank`` is
+    attached to.
 
-    None without such a GPU, or where the system does not say. GPUs are taken in the order of their bus addresses,
-    which is CUDA's for alike ones; torch is not asked, as it is imported after the process is bound.
+    Returns None without such a GPU, or if the system does not tell. GPUs are taken in the order of their bus
+    addresses, which is CUDA's for GPUs of one kind; torch cannot be asked, as it is imported only
+    after the process is pinned.
     """
+    # The bus addresses of the GPUs that this process sees.
     addresses = sorted(path.name for path in driver_dir.glob("*")) if driver_dir.is_dir() else []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         numbers = [part.strip() for part in visible.split(",")]
         if not all(re.fullmatch(r"\d+", number) and int(number) < len(addresses) for number in numbers):
-            return None  # names (GPU-…, MIG-…), or none at all
+            return None  # names (GPU-…, MIG-…) instead of numbers, or empty
         addresses = [addresses[int(number)] for number in numbers]
     if local_rank >= len(addresses):
         return None
+    # The node of the worker's GPU, looked up by its cores.
     try:
         number = int((bus_dir / addresses[local_rank].lower() / "numa_node").read_text("ascii"))
-        cores = cores_in((node_dir / f"node{number}" / "cpulist").read_text("ascii"))
+        cores = parse_cores((node_dir / f"node{number}" / "cpulist").read_text("ascii"))
     except (OSError, ValueError):
         return None
     nodes = nodes_of(allowed_cores(), node_dir=node_dir)

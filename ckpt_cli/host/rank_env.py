@@ -1,4 +1,5 @@
-"""Which worker this process is, and where the workers meet: what launchers say in the environment.
+"""Finds out which worker this process is, and where the workers meet, from the environment that
+launchers set.
 
 ===============  ==========================================  =============================================
  launcher         rank, size, local rank, local size          address and port of the store
@@ -7,15 +8,15 @@
                   LOCAL_WORLD_SIZE``                          the store (``TORCHELASTIC_USE_AGENT_STORE``)
  by hand          the same                                    the same; rank 0 keeps the store
  srun             ``SLURM_PROCID SLURM_STEP_NUM_TASKS         first host of ``SLURM_STEP_NODELIST``; a port
-                  SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE``   made of job and step
+                  SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE``   derived from job and step
  Open MPI         ``OMPI_COMM_WORLD_RANK …_SIZE               this host, if all workers are on it; a port
-                  …_LOCAL_RANK …_LOCAL_SIZE``                 made of the job's name or the parent's number
+                  …_LOCAL_RANK …_LOCAL_SIZE``                 derived from the job's name or the parent's pid
  MPICH, Intel     ``PMI_RANK PMI_SIZE MPI_LOCALRANKID         the same
                   MPI_LOCALNRANKS``
 ===============  ==========================================  =============================================
 
-``MASTER_ADDR`` and ``MASTER_PORT`` are taken wherever they are set. The first launcher of the table that left its mark
-counts: torchrun inside of srun is torchrun.
+``MASTER_ADDR`` and ``MASTER_PORT`` are used whenever they are set. The first launcher of the table
+whose variables are set counts: torchrun inside srun is torchrun.
 
 Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
 5.0 ``docs/tuning-apps/environment-var.html``; MPICH 4.2 hydra, Intel MPI 2021 developer reference.
@@ -34,22 +35,23 @@ from core.errors import UsageError
 
 _FIRST_PORT = 20_000
 _N_PORTS = 10_000
-"""Ports made of a job's number: below those that systems give to clients (32768 and up)."""
+"""Range of the ports derived from a job: below those that systems give to clients (32768 and up).
+"""
 
 _BY_HAND = "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One worker's place among the workers.
+class WorkerIdentity:
+    """The identity of this process among the workers of a job, and the address of their store.
 
     Args:
-        launcher: who started it, as messages name it.
-        rank, size: of all workers.
-        local_rank, local_size: of those on this host; None where the launcher does not say.
-        address, port: of the store.
-        has_store: somebody else keeps the store (torchrun's agent); otherwise rank 0 does.
-        restarts: how often the launcher has started the workers anew.
+        launcher: name of the launcher, for messages.
+        rank, size: the worker's rank, and the number of all workers.
+        local_rank, local_size: the same among the workers of this host; None if the launcher does not tell.
+        address, port: the store's.
+        has_store: torchrun's agent runs the store; otherwise rank 0 does.
+        restarts: how often the launcher has restarted the workers.
     """
 
     launcher: str
@@ -64,47 +66,47 @@ class Place:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this process runs the store's server."""
+        """Whether this process runs the store."""
         return self.rank == 0 and not self.has_store
 
     @property
     def endpoint(self) -> str:
-        """Address and port in one."""
+        """``address:port``."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def place_of(environ: Mapping[str, str] = os.environ) -> Place:
-    """The place that the environment gives to this process.
+def identify_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
+    """Return the identity that the environment gives to this process.
 
     Raises:
-        UsageError: no launcher has left its mark, or what it says is incomplete or makes no sense.
+        UsageError: no launcher has set its variables, or they are incomplete or invalid.
     """
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
-        return _of_torch(environ)
+        return _identify_below_torchrun(environ)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")):
-        return _of_slurm(environ)
+        return _identify_below_srun(environ)
     for launcher, names in _MPI.items():
         if environ.get(names[0]) and environ.get(names[1]):
-            return _of_mpi(environ, launcher, names)
+            return _identify_below_mpi(environ, launcher, names)
     if environ.get("SLURM_JOB_ID"):
         raise UsageError(
-            "this process is of a Slurm job, but srun has not started it, so it has no rank",
-            hint=f"start workers by srun python -m ckpt_cli.worker …, {_BY_HAND}",
+            "this process belongs to a Slurm job but was not started by srun, so it has no rank",
+            hint=f"start workers with srun python -m ckpt_cli.worker …, {_BY_HAND}",
         )
     raise UsageError(
-        "no rendezvous: this process has no rank (neither torchrun, srun nor an MPI launcher has started it)",
-        hint=f"start workers by ckpt launch, torchrun -m, srun or mpirun, {_BY_HAND}",
+        "no rendezvous: this process has no rank (it was not started by torchrun, srun or an MPI launcher)",
+        hint=f"start workers with ckpt launch, torchrun -m, srun or mpirun, {_BY_HAND}",
     )
 
 
-def _of_torch(environ: Mapping[str, str]) -> Place:
+def _identify_below_torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise UsageError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four")
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-    return Place(
+    return WorkerIdentity(
         "ckpt launch" if environ.get(RESULTS_VARIABLE) else launcher,
         rank,
         size,
@@ -117,22 +119,22 @@ def _of_torch(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place:
+def _identify_below_srun(environ: Mapping[str, str]) -> WorkerIdentity:
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     address = environ.get("MASTER_ADDR") or first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if not address:
-        raise UsageError("srun does not say on which hosts the workers run", hint="set MASTER_ADDR to rank 0's host")
+        raise UsageError("srun does not tell on which hosts the workers run", hint="set MASTER_ADDR to rank 0's host")
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
-    return Place(
+    return WorkerIdentity(
         "srun",
         rank,
         size,
         _number(environ, "SLURM_LOCALID"),
-        _tasks_here(environ),
+        _slurm_local_size(environ),
         address,
-        _port(environ, made_of=f"{environ.get('SLURM_JOB_ID')}.{step}"),
+        _port(environ, job=f"{environ.get('SLURM_JOB_ID')}.{step}"),
         restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
     )
 
@@ -149,7 +151,11 @@ _MPI = {
 """Launcher → names of rank, size, local rank and local size."""
 
 
-def _of_mpi(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> Place:
+def _identify_below_mpi(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> WorkerIdentity:
+    """Return the identity that an MPI launcher gives.
+
+    ``names`` are its variables, as in ``_MPI``.
+    """
     rank, size = _rank_and_size(environ, names[0], names[1])
     local_size = _number(environ, names[3])
     address = environ.get("MASTER_ADDR")
@@ -161,40 +167,46 @@ def _of_mpi(environ: Mapping[str, str], launcher: str, names: tuple[str, str, st
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job and local_size == size:
         job = str(os.getppid())
-    return Place(
+    return WorkerIdentity(
         launcher,
         rank,
         size,
         _number(environ, names[2]),
         local_size,
         address or "127.0.0.1",
-        _port(environ, made_of=job or "29500"),
+        _port(environ, job=job or "29500"),
     )
 
 
 def first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list: ``gpu[007-010,12],login`` → ``gpu007``; None for an empty one."""
-    found = re.match(r"([^,\[]+)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
-    if found is None:
+    """Return the first host of a Slurm node list (``gpu007`` of ``gpu[007-010,12],login``).
+
+    Returns None if it is empty.
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
+    if match is None:
         return None
-    prefix, numbers, suffix = found.groups()
+    prefix, numbers, suffix = match.groups()
     first = "" if numbers is None else re.split(r"[,-]", numbers)[0]
     return f"{prefix}{first}{suffix or ''}"
 
 
-def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Workers on this host: ``SLURM_STEP_TASKS_PER_NODE`` is like ``2(x3),1``, by node."""
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    """Return the number of workers on this host, from a list by node such as ``2(x3),1``.
+
+    Returns None if it is unknown.
+    """
     node = _number(environ, "SLURM_NODEID")
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     if node is None:
         return None
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return None
-        n_nodes = int(found[2] or 1)
+        n_nodes = int(match[2] or 1)
         if node < n_nodes:
-            return int(found[1])
+            return int(match[1])
         node -= n_nodes
     return None
 
@@ -202,7 +214,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = _number(environ, rank_name), _number(environ, size_name)
     if rank is None or size is None:
-        raise UsageError(f"{rank_name} is set, but not {size_name}", hint="start the workers by a launcher")
+        raise UsageError(f"{rank_name} is set, but not {size_name}", hint="start the workers with a launcher")
     if rank >= size:
         raise UsageError(f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks count from 0")
     return rank, size
@@ -213,15 +225,15 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise UsageError(f"{name} is {text!r}, which is no number")
+        raise UsageError(f"{name} is {text!r}, which is not a number")
     return int(text)
 
 
-def _port(environ: Mapping[str, str], *, made_of: str = "") -> int:
-    """``MASTER_PORT``, or one that is the same for all workers of a job and another for each job."""
+def _port(environ: Mapping[str, str], *, job: str = "") -> int:
+    """Return ``MASTER_PORT``, or a port derived from the job, which all its workers agree on."""
     port = _number(environ, "MASTER_PORT")
     if port is None:
-        return _FIRST_PORT + zlib.crc32(made_of.encode()) % _N_PORTS
+        return _FIRST_PORT + zlib.crc32(job.encode()) % _N_PORTS
     if not 0 < port < 1 << 16:
         raise UsageError(f"MASTER_PORT is {port}, but a port is a number from 1 to 65535")
     return port

@@ -1,4 +1,5 @@
-"""What each worker came to, as ``ckpt launch`` reads it: one small file a worker in a directory of this host.
+"""The results of workers, which ``ckpt launch`` reads: one small file per worker in a directory of
+this host.
 
 ::
 
@@ -6,11 +7,11 @@
     ├── rank-0.json      {"rank": 0, "host": "node1", "pid": 71, "exit_code": 6, "line": "…", "fields": {…},
     │                     "worker": 3, "worker_host": "node2", "traceback": "DIRECTORY/rank-0.traceback",
     │                     "is_secondary": false}
-    └── rank-0.traceback text; not there after a verdict
+    └── rank-0.traceback text; absent after a verdict
 
-A worker that was killed leaves none. Where the variable is set, the launcher reports failures: a worker prints
-verdicts (exit codes 0 to 5 and 7) and nothing of what ends it otherwise, and its process ends with 0 after a verdict,
-so that the elastic agent does not start it again.
+A worker that was killed leaves no file. If the variable is set, the launcher reports failures: a
+worker prints verdicts (exit codes 0 to 5 and 7) but no other failures, and its process exits with 0
+after a verdict, so that the elastic agent does not restart it.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from core.team.protocol import FINAL_CODES
 
 RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"
 LAUNCHER_VARIABLE = "CKPT_LAUNCH_PID"
-"""The launcher's process id, for its workers."""
+"""Environment variable with the launcher's process id."""
 VERDICTS = FINAL_CODES | {0, 141}
-"""Exit codes that are the same when the job runs again; 141: nobody reads the output any more."""
+"""Exit codes that would be the same if the job ran again; 141: the reader of the output went away.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What one worker came to.
+    """The result of one worker.
 
     Args:
-        rank, host, pid: who.
-        exit_code: of the verb; see ``ckpt_cli.screen.failure``.
-        line: the error in one line, safe for a terminal; "" without one.
+        rank, host, pid: the worker's.
+        exit_code: exit code of the command; ``ckpt_cli.screen.failure`` lists them.
+        line: the error on one line, safe for a terminal; "" without one.
         fields: the ``error`` object of ``--json``.
-        worker, worker_host: the rank that the error came from, as ranks raise each other's; None where it is this one.
-        traceback: path of a file that holds it; None without one.
-        is_secondary: the worker only stopped because another has failed, or is silent.
+        worker, worker_host: the rank that the error came from, if another rank raised it first.
+        traceback: path of the file with the traceback; None without one.
+        is_secondary: the worker only stopped because another failed or went silent.
     """
 
     rank: int
@@ -57,29 +59,29 @@ class WorkerResult:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it would be the same again."""
+        """Whether the result would be the same if the job ran again."""
         return self.exit_code in VERDICTS
 
 
 def write_result(directory: Path, result: WorkerResult) -> None:
-    """Writes the worker's file, as a whole or not at all.
+    """Write a worker's result file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = directory / f"rank-{result.rank}.json"
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(asdict(result)), "utf-8")
-    beside.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(asdict(result)), "utf-8")
+    temporary.replace(path)
 
 
-def results_in(directory: Path) -> dict[int, WorkerResult]:
-    """The results of the workers that left one, by rank. A file that is no result is none."""
-    found = {}
+def read_results(directory: Path) -> dict[int, WorkerResult]:
+    """Read the results of the workers that left one, by rank; skip files that are not results."""
+    results = {}
     for path in directory.glob("rank-*.json"):
         try:
             result = WorkerResult(**json.loads(path.read_text("utf-8")))
         except (OSError, ValueError, TypeError):
             continue
-        found[result.rank] = result
-    return dict(sorted(found.items()))
+        results[result.rank] = result
+    return dict(sorted(results.items()))

@@ -1,12 +1,13 @@
-"""PyTorch's elastic agent, asked to run a job's workers on this host: ``torch.distributed.launcher.api``.
+"""Runs the workers of this host with PyTorch's elastic agent: ``torch.distributed.launcher.api``.
 
-The agent meets the others, numbers the workers, starts them, looks after them, and starts all of them again when one
-has failed, until the restarts are used up. Here its settings are put together, and what it says is translated: its
-own log goes to a file, each attempt's workers get a directory for their results, and its errors become one of ours.
+The agent meets the agents of other hosts, numbers the workers, starts and monitors them, and restarts
+all of them when one has failed, until the restarts are used up. This module builds its settings and
+translates its output: the agent's log goes to a file, the workers of each attempt get a directory for
+their results, and its errors become errors of ckpt.
 
-Workers are in sessions of their own, so a terminal's Ctrl-C reaches the agent alone, which ends them. The handlers of
-``ckpt_cli.screen.failure.end_on_signals`` stay in place: the agent's own raise again and again, and hear a SIGHUP under
-nohup.
+Workers are in sessions of their own, so a terminal's Ctrl-C reaches only the agent, which ends them.
+The handlers of ``ckpt_cli.screen.failure.end_on_signals`` stay installed: those of the agent raise
+again at every further signal, and react to SIGHUP even under nohup.
 """
 
 from __future__ import annotations
@@ -20,39 +21,40 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ckpt_cli.host.results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, WorkerResult, results_in
+from ckpt_cli.host.results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, WorkerResult, read_results
 from ckpt_cli.launch.failure import Ended
 from ckpt_cli.launch.meeting_place import Rendezvous
 from ckpt_cli.screen.failure import Terminated
 from core.errors import WorkerError
 
 _KEPT_SIGNAL = "SIGQUIT"
-"""The one signal that is left to torch; an empty list it would warn of."""
+"""The one signal that torch may handle; it would warn about an empty list."""
 _LOGGERS = ("torch.distributed", "torch.multiprocessing")
 
-
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-_SILENT, _USUAL_LEVEL = "FATAL", "ERROR"
+_SILENT, _DEFAULT_LEVEL = "FATAL", "ERROR"
 
 
 def silence_torch() -> None:
-    """Keeps torch's native code from printing stacks of this process while it waits for others; before its import.
+    """Keep torch's native code from printing stack traces while this process waits.
 
-    What it raises is told all the same. Workers get their own level.
+    Call it before importing torch.
+
+    Errors that torch raises are still reported. Workers get their own log level.
     """
     os.environ.setdefault(_LOG_LEVEL, _SILENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The workers of this host, started once.
+    """One start of the workers of this host.
 
     Args:
         number: how often they were started before.
-        n_restarts: of these, how often because a worker of this host had failed.
-        results_dir: where workers leave their results.
-        ranks: of the workers, by local rank.
-        logs: what a worker prints, by local rank, where it goes to a file.
+        n_restarts: how many of these starts followed a failure of a worker of this host.
+        results_dir: directory of the workers' results.
+        ranks: ranks of the workers, by local rank.
+        logs: log files of the workers, by local rank; None for output that goes to the terminal.
     """
 
     number: int
@@ -64,20 +66,20 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentJob:
-    """What the agent of one host is to do.
+    """The job of the agent of one host.
 
     Args:
-        program, arguments: of a worker.
-        n_workers: of this host.
-        nodes: least and most hosts.
-        rendezvous: where they meet.
-        local_addr: under which the others reach this host; None: torch finds one.
-        max_restarts: how often workers are started again.
-        monitor_s: seconds between two looks at them.
-        shutdown_s: seconds that they may take to end.
-        log_dir: for logs and results.
-        redirects, tee: torchrun's words for streams; None for its default.
-        role: what teed lines begin with.
+        program, arguments: command line of a worker.
+        n_workers: number of workers on this host.
+        nodes: smallest and largest number of hosts.
+        rendezvous: where the hosts meet.
+        local_addr: address at which other hosts reach this one; None to let torch choose one.
+        max_restarts: how often to restart the workers.
+        monitor_s: seconds between checks of the workers.
+        shutdown_s: seconds that workers may take to exit.
+        log_dir: directory for logs and results.
+        redirects, tee: streams, as torchrun spells them; None for its default.
+        role: prefix of teed lines.
     """
 
     program: str
@@ -96,14 +98,14 @@ class AgentJob:
 
 
 @dataclass(slots=True)
-class Course:
-    """What happened to the workers of this host so far.
+class LaunchHistory:
+    """What has happened to the workers of this host so far.
 
     Args:
-        attempts: each time they were started.
+        attempts: every start of the workers.
         first: the process that failed first in the last attempt, as the agent saw it.
-        ended: processes that did not end with 0 when the agent gave up.
-        results: what the workers of the last attempt that is over said.
+        ended: processes that did not exit with 0 when the agent gave up.
+        results: results of the workers of the last attempt that is over, by rank.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -112,34 +114,35 @@ class Course:
     results: dict[int, WorkerResult] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Reads what the workers of the last attempt have left."""
+        """Read the results that the workers of the last attempt have left."""
         if self.attempts:
-            self.results = results_in(self.attempts[-1].results_dir)
+            self.results = read_results(self.attempts[-1].results_dir)
 
 
-class _Settled(Exception):
-    """Workers are not started again, as the job is done."""
+class _JobDone(Exception):
+    """Raised instead of restarting workers, because the job is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heed:
-    """Who is asked while the agent runs.
+class FailureHooks:
+    """Functions that are called while the agent runs.
 
     Args:
-        on_failure: a worker of this host has failed, and all of them have ended.
-        may_restart: whether it makes sense to start them again, before that is done.
+        on_failure: called when a worker of this host has failed and all of them have ended.
+        may_restart: called before the workers are restarted; returns False if the job is done.
     """
 
-    on_failure: Callable[[Course], None]
-    may_restart: Callable[[Course], bool]
+    on_failure: Callable[[LaunchHistory], None]
+    may_restart: Callable[[LaunchHistory], bool]
 
 
-def run_agent(job: AgentJob, course: Course, heed: Heed) -> None:
-    """Runs the workers until they are done, or have failed for good; what happens is put down in ``course``.
+def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
+    """Run the workers until they are done or have failed for good, and record what happens in
+    ``history``.
 
     Raises:
-        WorkerError: the hosts did not come together, or not again.
-        Terminated: a signal asked this process to end; the workers are gone.
+        WorkerError: the hosts did not meet, or not again after a failure.
+        Terminated: a signal asked this process to end; the workers have ended.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -147,29 +150,34 @@ def run_agent(job: AgentJob, course: Course, heed: Heed) -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", course, heed):
-        config = _config(job, _Logs(job, course, heed))
+    with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", history, hooks):
+        config = _config(job, _AttemptLogs(job, history, hooks))
         arguments = [argument.replace("$", "$$") for argument in job.arguments]  # the agent fills in ${local_rank}
         try:
             elastic_launch(config, job.program)(*arguments)
-        except _Settled:
+        except _JobDone:
             pass
         except ChildFailedError as err:
-            course.ended = [_ended(course, failure) for failure in err.failures.values()]
+            attempt = history.attempts[-1]
+            history.ended = [
+                Ended(attempt.ranks[failure.local_rank], failure.exitcode, attempt.logs[failure.local_rank])
+                for failure in err.failures.values()
+            ]
         except SignalException as err:
             raise Terminated(err.sigval) from err
         except (RendezvousError, DistError, ConnectionError, TimeoutError) as err:
-            raise _lost(job, course, err) from err
+            raise _rendezvous_error(job, history, err) from err
         finally:
-            course.close()
+            history.close()
 
 
-def _config(job: AgentJob, logs: _Logs) -> Any:
-    """Torch's settings; those that its version does not know are left out."""
+def _config(job: AgentJob, logs: _AttemptLogs) -> Any:
+    """Return torch's settings for the job, without those that this version of torch does not have."""
     from torch.distributed.launcher.api import LaunchConfig
 
-    known = {field.name for field in fields(LaunchConfig)}
+    names = {field.name for field in fields(LaunchConfig)}
     newer = {"signals_to_handle": _KEPT_SIGNAL, "shutdown_timeout": job.shutdown_s}
+    # A static rendezvous is given the rank of its host; others find it out.
     settings: dict[str, Any] = {**job.rendezvous.settings}
     if job.rendezvous.node_rank is not None:
         settings["rank"] = job.rendezvous.node_rank
@@ -187,23 +195,27 @@ def _config(job: AgentJob, logs: _Logs) -> Any:
         local_addr=job.local_addr,
         logs_specs=logs,
         log_line_prefix_template=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        **{name: value for name, value in newer.items() if name in known},
+        **{name: value for name, value in newer.items() if name in names},
     )
-    if "numa_options" in known:
-        config.numa_options = None  # workers bind themselves, as they do below srun
+    if "numa_options" in names:
+        config.numa_options = None  # workers pin themselves to cores, as they do below srun
     return config
 
 
-class _Logs:
-    """Torch's ``LogsSpecs``, which the agent asks for files each time before it starts the workers.
+class _AttemptLogs:
+    """An implementation of torch's ``LogsSpecs``, which the agent asks for log files before it
+    starts the workers.
 
-    So it is also where an attempt begins: the workers get their directory for results, and ``course`` a new attempt.
+    So an attempt begins in ``reify``: the workers get their directory for results, and the history a
+    new attempt.
 
     Args:
-        job, course, heed: see ``run_agent``.
+        job: the agent's job.
+        history: gets an ``Attempt`` for each start.
+        hooks: asked before a restart.
     """
 
-    def __init__(self, job: AgentJob, course: Course, heed: Heed) -> None:
+    def __init__(self, job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
         redirects: Any = dict.fromkeys(range(1, job.n_workers), Std.ALL)
@@ -212,10 +224,10 @@ class _Logs:
             redirects=redirects if job.redirects is None else Std.from_str(job.redirects),
             tee=Std.NONE if job.tee is None else Std.from_str(job.tee),
         )
-        self._course = course
-        self._heed = heed
+        self._history = history
+        self._hooks = hooks
         level = os.environ.get(_LOG_LEVEL, _SILENT)
-        self._log_level = _USUAL_LEVEL if level == _SILENT else level
+        self._log_level = _DEFAULT_LEVEL if level == _SILENT else level
 
     @property
     def root_log_dir(self) -> str:
@@ -223,71 +235,68 @@ class _Logs:
         return str(self._specs.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        """Where each worker's streams go; puts the place of its result into its environment."""
-        course = self._course
-        if course.attempts:
-            course.close()
-            if not self._heed.may_restart(course):
-                raise _Settled
-            course.first = None
-        found = self._specs.reify(envs)
-        directory = Path(found.error_files[0]).parent.parent
+        """Return the files for each worker's streams, and put the directory of its results into its
+        environment.
+        """
+        history = self._history
+        # A restart: ask whether it makes sense.
+        if history.attempts:
+            history.close()
+            if not self._hooks.may_restart(history):
+                raise _JobDone
+            history.first = None
+        # The directory of the attempt is that of torch's log files.
+        destinations = self._specs.reify(envs)
+        directory = Path(destinations.error_files[0]).parent.parent
         for env in envs.values():
             env[RESULTS_VARIABLE] = str(directory)
             env[LAUNCHER_VARIABLE] = str(os.getpid())
             env[_LOG_LEVEL] = self._log_level
-        course.attempts.append(
+        history.attempts.append(
             Attempt(
-                number=len(course.attempts),
+                number=len(history.attempts),
                 n_restarts=int(envs[0]["TORCHELASTIC_RESTART_COUNT"]),
                 results_dir=directory,
                 ranks=tuple(int(envs[local]["RANK"]) for local in range(len(envs))),
-                logs=tuple(_path(found.stderrs[local]) for local in range(len(envs))),
+                logs=tuple(Path(path) if (path := destinations.stderrs[local]) else None for local in range(len(envs))),
             )
         )
-        return found
+        return destinations
 
 
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
+class _FailureLogHandler(logging.Handler):
+    """Finds out from the agent's log which process failed first.
 
-
-def _ended(course: Course, failure: Any) -> Ended:
-    """Torch's ``ProcessFailure`` in our terms."""
-    attempt = course.attempts[-1]
-    return Ended(attempt.ranks[failure.local_rank], failure.exitcode, attempt.logs[failure.local_rank])
-
-
-class _Watch(logging.Handler):
-    """Hears from the agent's log which process failed first: nothing else of it tells, when workers start again.
+    The agent does not tell otherwise before a restart.
 
     Args:
-        course, heed: see ``run_agent``.
+        history: gets the process.
+        hooks: told of the failure.
     """
 
-    def __init__(self, course: Course, heed: Heed) -> None:
+    def __init__(self, history: LaunchHistory, hooks: FailureHooks) -> None:
         super().__init__(logging.ERROR)
-        self._course = course
-        self._heed = heed
+        self._history = history
+        self._hooks = hooks
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Puts a process down that the agent says has failed."""
+        """Record the process that a log message of the agent reports as failed."""
         args = record.args
-        if not isinstance(args, tuple) or "exitcode" not in record.msg or len(args) < 2 or not self._course.attempts:
+        if not isinstance(args, tuple) or "exitcode" not in record.msg or len(args) < 2 or not self._history.attempts:
             return
-        attempt, (code, local) = self._course.attempts[-1], args[:2]
+        attempt, (code, local) = self._history.attempts[-1], args[:2]
         if isinstance(code, int) and isinstance(local, int) and local < len(attempt.ranks):
-            self._course.first = Ended(attempt.ranks[local], code, attempt.logs[local])
-            self._course.close()
-            self._heed.on_failure(self._course)
+            self._history.first = Ended(attempt.ranks[local], code, attempt.logs[local])
+            self._history.close()
+            self._hooks.on_failure(self._history)
 
 
 @contextmanager
-def _log_to(path: Path, course: Course, heed: Heed) -> Iterator[None]:
-    """Sends the log of torch's elastic parts to a file, in place of the terminal."""
+def _log_to(path: Path, history: LaunchHistory, hooks: FailureHooks) -> Iterator[None]:
+    """Send the log of torch's elastic modules to a file instead of the terminal."""
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    watch = _Watch(course, heed)
+    watch = _FailureLogHandler(history, hooks)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger.propagate, list(logger.handlers)) for logger in loggers]
     for logger in loggers:
@@ -301,35 +310,32 @@ def _log_to(path: Path, course: Course, heed: Heed) -> Iterator[None]:
             handler.close()
 
 
-def _lost(job: AgentJob, course: Course, err: Exception) -> WorkerError:
-    """What it means that the agents lost each other, or never came together."""
+def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> WorkerError:
+    """Return the error for agents that lost each other or never met."""
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
     rendezvous = job.rendezvous
-    again = " again" if course.attempts else ""
+    again = " again" if history.attempts else ""
+    least, most = job.nodes
+    hosts = f"{least}" if least == most else f"{least} to {most}"
     if isinstance(err, RendezvousClosedError):
         return WorkerError(
-            f"the job of {rendezvous.endpoint} was ended by another host",
-            hint="what went wrong is told there; start the same command on all hosts",
+            f"another host ended the job at {rendezvous.endpoint}",
+            hint="the error is reported there; start the same command on all hosts",
         )
     if isinstance(err, (RendezvousTimeoutError, TimeoutError)):
         return WorkerError(
-            f"not all {_hosts(job.nodes)} came together{again} at {rendezvous.endpoint} within {rendezvous.join_s:g} s",
+            f"not all {hosts} hosts met{again} at {rendezvous.endpoint} within {rendezvous.join_s:g} s",
             hint="start the same command on all hosts; --rdzv-conf join_timeout=SECONDS waits longer",
         )
     return WorkerError(
-        f"the rendezvous at {rendezvous.endpoint} is gone: {_first_line(err)}",
-        hint="its host has ended, or is not reached any more; start the same command on all hosts",
+        f"the rendezvous at {rendezvous.endpoint} is gone: {_innermost_reason(err)}",
+        hint="its host has ended or cannot be reached any more; start the same command on all hosts",
     )
 
 
-def _hosts(nodes: tuple[int, int]) -> str:
-    least, most = nodes
-    return f"{least} hosts" if least == most else f"{least} to {most} hosts"
-
-
-def _first_line(err: BaseException) -> str:
-    """The first line of the innermost message that is not empty."""
+def _innermost_reason(err: BaseException) -> str:
+    """Return the first line of the innermost message that is not empty."""
     inner: BaseException | None = err
     text = ""
     while inner is not None:

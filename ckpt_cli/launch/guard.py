@@ -1,11 +1,14 @@
-"""Ends a launcher whose agent has lost the others: no wait of torch's is longer than what is said here.
+"""Ends a launcher whose agent hangs, so that no wait of torch is longer than the limits of this
+module.
 
-After a failure the agent ends its workers and meets the other agents again. A host that has vanished is waited for as
-for one that has not come yet, ten minutes, and where it was the one that kept the rendezvous, every question to it
-takes its own time limit, in native code that hears no signal. So a thread looks at what the workers have left: when
-they have failed, and no new ones were started within a limit, it reports that and ends the process. The same when all
-of them have done their work and the agent still waits for the other agents, and when a signal asked the process to end
-and native code does not let it.
+After a failure the agent ends its workers and meets the other agents again. It waits for a host that
+has vanished as for one that has not come yet, ten minutes; and if that host ran the rendezvous, every
+request to it takes its own time limit, in native code that handles no signals. So a thread watches the
+results of the workers. It reports the error and ends the process
+
+- when workers have failed and none were started again within a limit,
+- when all workers have done their work and the agent still waits for the other agents,
+- when a signal asked the process to end and native code does not let it.
 """
 
 from __future__ import annotations
@@ -20,32 +23,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_cli.host.results import results_in
-from ckpt_cli.launch.agent import Course
+from ckpt_cli.host.results import read_results
+from ckpt_cli.launch.agent import LaunchHistory
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _QUIET_S = 15.0
-"""How long nothing is said of waiting for other hosts: torch alone takes some seconds to import."""
+"""Wait for other hosts that is not mentioned to the user, as importing torch alone takes some
+seconds."""
 _DONE_S = 60.0
-"""How long the agent may wait for the others when the workers of its host are done."""
-_DEAF_S = 5.0
-"""How long a signal may go unheard."""
+"""How long the agent may wait for other hosts when its own workers are done."""
+_UNHANDLED_S = 5.0
+"""How long a signal may stay unhandled."""
 _END_S = 5.0
-"""How long workers may take to end, when they are left over."""
+"""How long remaining workers may take to exit after each signal."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVE_S = 15.0
-"""How long the agent may take to leave the others, when its workers have failed for the last time."""
+"""How long the agent may take to leave the rendezvous when its workers have failed for the last
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Why the launcher ends although its agent does not.
+    """The reason why the launcher ends although its agent does not.
 
     Args:
-        is_done: the workers have done their work; else they have failed.
-        is_rejoin: they were to be started again.
-        seconds: how long they are done, or have failed.
-        signal: that asked the process to end, if that is what has not happened.
+        is_done: the workers have done their work; otherwise they have failed.
+        is_rejoin: the failed workers were to be restarted.
+        seconds: time since they were done or failed, or since the signal.
+        signal: signal that asked the process to end and was not handled; None without one.
     """
 
     is_done: bool
@@ -56,12 +61,12 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long things may take.
+    """Time limits of a launch.
 
     Args:
-        rejoin_s: seconds in which workers that failed are to be started again.
-        shutdown_s: seconds in which the agent ends the workers beside one that failed.
-        max_restarts: how often they are started again.
+        rejoin_s: seconds within which failed workers must be restarted.
+        shutdown_s: seconds within which the agent must end the other workers after a failure.
+        max_restarts: how often workers are restarted.
     """
 
     rejoin_s: float
@@ -70,11 +75,11 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Patience:
-    """Since when something is to happen.
+class AgentDeadlines:
+    """Notices when the agent does not restart failed workers or does not end in time.
 
     Args:
-        limits: how long it may take.
+        limits: the time limits.
     """
 
     limits: Limits
@@ -82,18 +87,20 @@ class Patience:
     _failed_at: float | None = None
     _done_at: float | None = None
 
-    def look(self, course: Course, now: float) -> Overdue | None:
-        """What is overdue at the time ``now``, in seconds; None while there is nothing."""
-        if not course.attempts:
+    def check(self, history: LaunchHistory, now: float) -> Overdue | None:
+        """Return what is overdue at the time ``now`` (in seconds); None if nothing is."""
+        if not history.attempts:
             return None
-        attempt = course.attempts[-1]
+        # Note when the workers of the last attempt failed or were done.
+        attempt = history.attempts[-1]
         if attempt.number != self._attempt:
             self._attempt, self._failed_at, self._done_at = attempt.number, None, None
-        results = results_in(attempt.results_dir)
-        if course.first is not None or any(not result.is_verdict for result in results.values()):
+        results = read_results(attempt.results_dir)
+        if history.first is not None or any(not result.is_verdict for result in results.values()):
             self._failed_at = now if self._failed_at is None else self._failed_at
         elif len(results) == len(attempt.ranks):
             self._done_at = now if self._done_at is None else self._done_at
+        # Compare with the limits.
         if self._failed_at is not None:
             is_rejoin = attempt.n_restarts < self.limits.max_restarts
             limit = self.limits.rejoin_s if is_rejoin else self.limits.shutdown_s + _LEAVE_S
@@ -103,20 +110,21 @@ class Patience:
         return None
 
 
-class Signals:
-    """Signals that ask this process to end, heard beside a main thread that native code keeps busy.
+class SignalWatch:
+    """Notices signals that ask this process to end while native code keeps the main thread busy.
 
-    Python's handlers run in the main thread only; the byte that it writes for each signal comes at once. The handlers
-    of ``ckpt_cli.screen.failure.end_on_signals`` make later signals be ignored, which tells that they have run.
+    Python runs signal handlers only in the main thread, but writes a byte for each signal to a file
+    descriptor at once. The handlers of ``ckpt_cli.screen.failure.end_on_signals`` make the process
+    ignore later signals, which shows that they have run.
 
     Args:
-        limits: how long things may take once they have.
+        limits: the time limits once the handlers have run.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._number: int | None = None
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._reader, self._writer = socket.socketpair()
         self._before: int | None = None
         for end in (self._reader, self._writer):
@@ -124,21 +132,21 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
-    def look(self, now: float) -> Overdue | None:
-        """What is overdue at the time ``now``, in seconds; None while there is nothing."""
+    def check(self, now: float) -> Overdue | None:
+        """Return the signal that is overdue at the time ``now`` (in seconds); None without one."""
         if self._number is None:
             with suppress(BlockingIOError):
-                self._number = next((one for one in self._reader.recv(64) if one in _ENDING), None)
-            self._heard_at = now
+                self._number = next((number for number in self._reader.recv(64) if number in _ENDING), None)
+            self._received_at = now
         if self._number is None:
             return None
-        is_seen = signal.getsignal(self._number) is signal.SIG_IGN
-        limit = self._limits.shutdown_s + _LEAVE_S if is_seen else _DEAF_S
-        seconds = now - self._heard_at
+        is_handled = signal.getsignal(self._number) is signal.SIG_IGN
+        limit = self._limits.shutdown_s + _LEAVE_S if is_handled else _UNHANDLED_S
+        seconds = now - self._received_at
         return Overdue(False, False, seconds, self._number) if seconds > limit else None
 
     def close(self) -> None:
-        """Hears nothing any more."""
+        """Stop watching for signals."""
         if self._before is not None:
             signal.set_wakeup_fd(self._before)
         self._reader.close()
@@ -146,67 +154,67 @@ class Signals:
 
 
 @contextmanager
-def guarded(
-    course: Course, limits: Limits, *, on_wait: Callable[[], None], end: Callable[[Overdue], int]
+def guard_agent(
+    history: LaunchHistory, limits: Limits, *, on_wait: Callable[[], None], end: Callable[[Overdue], int]
 ) -> Iterator[None]:
-    """Ends the process if the agent that runs in the block comes to no end.
+    """End the process if the agent that runs in the block hangs.
 
     Args:
-        course: what happens to the workers.
-        limits: how long things may take.
-        on_wait: told once, if no workers are started for a while.
-        end: tells what happened; the exit code.
+        history: the history of the launch, which the agent's hooks update.
+        limits: the time limits.
+        on_wait: called once if no workers are started for a while.
+        end: reports what happened and returns the exit code.
     """
-    over = threading.Event()
-    patience = Patience(limits)
-    heard = Signals(limits)
+    is_over = threading.Event()
+    deadlines = AgentDeadlines(limits)
+    signals = SignalWatch(limits)
 
     def watch() -> None:
         begun = time.monotonic()
-        is_told = False
-        while not over.wait(_LOOK_S):
-            if not is_told and not course.attempts and time.monotonic() - begun > _QUIET_S:
-                is_told = True
+        has_waited = False
+        while not is_over.wait(_POLL_S):
+            if not has_waited and not history.attempts and time.monotonic() - begun > _QUIET_S:
+                has_waited = True
                 on_wait()
-            found = heard.look(time.monotonic()) or patience.look(course, time.monotonic())
-            if found is not None:
+            overdue = signals.check(time.monotonic()) or deadlines.check(history, time.monotonic())
+            if overdue is not None:
                 _end_children()
-                course.close()
-                os._exit(end(found))
+                history.close()
+                os._exit(end(overdue))
 
     thread = threading.Thread(target=watch, name="launch guard", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
-        heard.close()
+        signals.close()
 
 
 def _end_children() -> None:
-    """Ends the workers that are left, each with the processes of its session."""
+    """End the remaining workers, each with the processes of its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_S
-        left = children()
-        for pid in left:
+        remaining = find_worker_processes()
+        for pid in remaining:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, number)
-        while left and time.monotonic() < deadline:
+        while remaining and time.monotonic() < deadline:
             time.sleep(0.1)
-            left = [pid for pid in left if pid in children()]
-        if not left:
+            remaining = [pid for pid in remaining if pid in find_worker_processes()]
+        if not remaining:
             return
 
 
-def children() -> list[int]:
-    """Child processes of this one that lead a group of their own, as workers do, and have not ended."""
-    found = []
+def find_worker_processes() -> list[int]:
+    """Return the living child processes that lead a process group of their own, as workers do."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             text = path.read_text("ascii", "replace")
             state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
             pid = int(path.parent.name)
             if int(parent) == os.getpid() and int(group) == pid and state != "Z":
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids

@@ -1,4 +1,4 @@
-"""The options of each command, each declared once, and what their texts mean.
+"""The options of each command, each declared once, and the parsers of their values.
 
 Start at ``transfer`` (convert and reshard) and ``values``; ``typer_command`` makes the help pages.
 Imports: core, host.

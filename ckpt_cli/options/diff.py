@@ -23,7 +23,7 @@ from ckpt_cli.options.transfer import (
     RulesFile,
     threads_option,
 )
-from ckpt_cli.options.values import whole
+from ckpt_cli.options.values import whole_number
 
 
 def _tolerance(text: str) -> float:
@@ -38,10 +38,10 @@ def _tolerance(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:
-    """``ckpt diff``."""
+    """Options of ``ckpt diff``."""
 
-    a: Annotated[Path, Argument(metavar="A", help="A checkpoint: a directory, a file or a training root.")]
-    b: Annotated[Path, Argument(metavar="B", help="The other one; it may be of another format and layout.")]
+    a: Annotated[Path, Argument(metavar="A", help="First checkpoint: a directory, a file or a training root.")]
+    b: Annotated[Path, Argument(metavar="B", help="Second checkpoint; its format and layout may differ.")]
     rtol: Annotated[
         float | None,
         Option(
@@ -49,33 +49,44 @@ class DiffOptions:
             metavar="X",
             parser=_tolerance,
             rich_help_panel=CHECKS,
-            help="Compare by value: equal where |A-B| <= ATOL + X·|B|, also across dtypes. [bit for bit]",
+            help="Compare by value: equal if |A-B| <= ATOL + X·|B|, also across dtypes. [bit for bit]",
         ),
     ] = None
     atol: Annotated[
         float | None,
-        Option("--atol", metavar="X", parser=_tolerance, rich_help_panel=CHECKS, help="The ATOL of --rtol. [0]"),
+        Option(
+            "--atol", metavar="X", parser=_tolerance, rich_help_panel=CHECKS, help="ATOL in the formula of --rtol. [0]"
+        ),
     ] = None
     nan_differs: Annotated[
         bool,
-        Flag("--nan-differs", rich_help_panel=CHECKS, help="With --rtol or --atol: NaN does not equal NaN."),
+        Flag("--nan-differs", rich_help_panel=CHECKS, help="With --rtol or --atol: NaN is not equal to NaN."),
     ] = False
     stat_only: Annotated[
-        bool, Flag("--stat-only", rich_help_panel=CHECKS, help="Names, shapes, dtypes and entries; reads no tensor.")
+        bool,
+        Flag("--stat-only", rich_help_panel=CHECKS, help="Compare names, shapes, dtypes and entries; read no tensor."),
     ] = False
     read: Annotated[
-        bool, Flag("--read", rich_help_panel=CHECKS, help="Read the tensors although both manifests have fingerprints.")
+        bool, Flag("--read", rich_help_panel=CHECKS, help="Read the tensors even if both manifests have fingerprints.")
     ] = False
     include: Annotated[
         list[str] | None,
-        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Compare only these tensors; repeatable."),
+        Option(
+            "--include", metavar="GLOB", rich_help_panel=CONTENT, help="Compare only tensors that match; repeatable."
+        ),
     ] = None
     exclude: Annotated[
         list[str] | None,
-        Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these tensors and entries out."),
+        Option(
+            "--exclude",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help="Skip tensors and entries that match; repeatable.",
+        ),
     ] = None
     tensors_only: Annotated[
-        bool, Flag("--tensors-only", rich_help_panel=CONTENT, help="No arguments, settings, counters, random states.")
+        bool,
+        Flag("--tensors-only", rich_help_panel=CONTENT, help="Skip arguments, settings, counters and random states."),
     ] = False
     no_optim: NoOptim = False
     strip_prefix: Annotated[
@@ -84,7 +95,7 @@ class DiffOptions:
             "--strip-prefix",
             metavar="TEXT",
             rich_help_panel=CONTENT,
-            help="Take this off keys that begin with it, where that brings more keys together.",
+            help="Remove this prefix from keys where that matches up more of them; repeatable.",
         ),
     ] = None
     iteration: Annotated[
@@ -92,35 +103,35 @@ class DiffOptions:
         Option(
             "--iteration",
             metavar="N",
-            parser=whole(0),
+            parser=whole_number(0),
             rich_help_panel=LAYOUT,
-            help="Which iteration of A, a training root.",
+            help="Iteration to read, if A is a training root.",
         ),
     ] = None
     iteration_b: Annotated[
         int | None,
-        Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Which iteration of B."),
+        Option("--iteration-b", metavar="N", parser=whole_number(0), rich_help_panel=LAYOUT, help="The same for B."),
     ] = None
     missing_chunks: MissingChunks = None
     rules: RulesFile = None
     memory: Memory = None
     threads: Annotated[
         int | None,
-        threads_option("Threads. [2]"),
+        threads_option("Number of threads. [2]"),
     ] = None
     limit: Annotated[
         int | None,
         Option(
             "--limit",
             metavar="N",
-            parser=whole(0),
+            parser=whole_number(0),
             rich_help_panel=TALK,
             help="Show at most N lines of each list; 0 for all. [10]",
         ),
     ] = None
-    flat: Annotated[bool, Flag("--flat", rich_help_panel=TALK, help="One line a tensor; layers are not folded.")] = (
+    flat: Annotated[bool, Flag("--flat", rich_help_panel=TALK, help="One line per tensor, without folding layers.")] = (
         False
     )
     json: Json = False
-    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print the verdict only.")] = False
+    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")] = False
     debug: Debug = False

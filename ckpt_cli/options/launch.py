@@ -1,7 +1,7 @@
-"""The options of ``ckpt launch``: torchrun's names, and what workers take.
+"""The options of ``ckpt launch``, which have torchrun's names, and those passed on to its workers.
 
-As for torchrun, a variable ``PET_NNODES``, ``PET_NPROC_PER_NODE``, … stands for an option that is not given; training
-operators on Kubernetes set them.
+As for torchrun, a variable ``PET_NNODES``, ``PET_NPROC_PER_NODE``, … stands for an option that is
+not given; training operators on Kubernetes set them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,41 @@ from typer import Argument, BadParameter, Option
 
 from ckpt_cli.host.binding import MODES
 from ckpt_cli.options.typer_command import LAUNCH_PANELS
-from ckpt_cli.options.values import one_of, whole
+from ckpt_cli.options.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES
 
 WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 _COUNTS = ("auto", "cpu", "gpu")
-"""Words for the number of workers a host."""
+"""Words that ``--nproc-per-node`` accepts instead of a number."""
 _PORT = (1, 2**16 - 1)
 _TEXT = partial(Option, show_default=False, show_envvar=False)
 
 
-def nodes_in(text: str | None) -> tuple[int, int]:
-    """Least and most hosts of ``N`` or ``MIN:MAX``; one host without a text."""
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text or "1")
-    return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+def parse_nodes(text: str | None) -> tuple[int, int]:
+    """Return the smallest and largest number of hosts of ``N`` or ``MIN:MAX``.
+
+    Returns (1, 1) without a text.
+    """
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text or "1")
+    return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
-def _nodes(text: str) -> str:
-    low, high = nodes_in(text)
+def _check_nodes(text: str) -> str:
+    low, high = parse_nodes(text)
     if not 1 <= low <= high:
         raise BadParameter(f"{text!r} is neither a number of hosts nor MIN:MAX")
     return text
 
 
-def _workers(text: str) -> str:
+def _check_workers(text: str) -> str:
     if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
         raise BadParameter(f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}")
     return text
 
 
 def seconds(low: float) -> Callable[[str | float], float]:
-    """A parser for a number of seconds that is at least ``low``."""
+    """Return a typer parser for a number of seconds that is at least ``low``."""
 
     def parse(text: str | float) -> float:
         try:
@@ -62,44 +65,46 @@ def seconds(low: float) -> Callable[[str | float], float]:
     return parse
 
 
-def _streams(text: str) -> str:
-    """torchrun's words for streams: ``3``, or ``0:3,1:2`` by local rank."""
+def _check_streams(text: str) -> str:
+    """Return the text if it names streams as torchrun does: ``3``, or ``0:3,1:2`` by local rank.
+
+    Raises:
+        BadParameter: it does not.
+    """
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
         raise BadParameter(f"{text!r} is neither 0, 1 (stdout), 2 (stderr), 3 (both) nor RANK:N,RANK:N,…")
     return text
 
 
-def settings_in(text: str | None) -> dict[str, str]:
-    """The settings of ``KEY=VALUE,KEY=VALUE``."""
+def parse_settings(text: str | None) -> dict[str, str]:
+    """Parse ``KEY=VALUE,KEY=VALUE``."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _settings(text: str) -> str:
-    if not all(key and value for key, value in settings_in(text).items()):
+def _check_settings(text: str) -> str:
+    if not all(key and value for key, value in parse_settings(text).items()):
         raise BadParameter(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
     return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """``ckpt launch``."""
+    """Options of ``ckpt launch``."""
 
     command: Annotated[
         list[str] | None,
-        Argument(
-            metavar="[--] COMMAND ARGS…", show_default=False, help="A command of ckpt, with all that belongs to it."
-        ),
+        Argument(metavar="[--] COMMAND ARGS…", show_default=False, help="A ckpt command with its arguments."),
     ] = None
     nnodes: Annotated[
         str | None,
         _TEXT(
             "--nnodes",
             metavar="N|MIN:MAX",
-            parser=_nodes,
+            parser=_check_nodes,
             envvar="PET_NNODES",
             rich_help_panel=WORKERS,
-            help="Hosts; the same command runs on each. [1]",
+            help="Number of hosts; run the same command on each. [1]",
         ),
     ] = None
     nproc_per_node: Annotated[
@@ -107,11 +112,11 @@ class LaunchOptions:
         _TEXT(
             "--nproc-per-node",
             metavar="N|auto|cpu|gpu",
-            parser=_workers,
+            parser=_check_workers,
             envvar="PET_NPROC_PER_NODE",
             rich_help_panel=WORKERS,
-            help="Workers on each host: a number, one a core (cpu), one a GPU (gpu); "
-            "auto: one a GPU unless --device is cpu, else one a core, 16 at most. [auto]",
+            help="Workers per host: a number, cpu (one per core), gpu (one per GPU); "
+            "auto: one per GPU unless --device is cpu, else one per core, at most 16. [auto]",
         ),
     ] = None
     device: Annotated[
@@ -121,7 +126,7 @@ class LaunchOptions:
             metavar="|".join(DEVICES),
             parser=one_of(*DEVICES),
             rich_help_panel=WORKERS,
-            help="Where numbers are worked on: cuda is one GPU a worker. [cpu]",
+            help="Device for casts and checks; cuda uses one GPU per worker. [cpu]",
         ),
     ] = None
     backend: Annotated[
@@ -131,7 +136,7 @@ class LaunchOptions:
             metavar="|".join(BACKENDS),
             parser=one_of(*BACKENDS),
             rich_help_panel=WORKERS,
-            help="How workers talk; auto: gloo, and nccl beside it on GPUs. [auto]",
+            help="How workers communicate; auto: gloo, plus nccl on GPUs. [auto]",
         ),
     ] = None
     bind: Annotated[
@@ -141,8 +146,8 @@ class LaunchOptions:
             metavar="|".join(MODES),
             parser=one_of(*MODES),
             rich_help_panel=WORKERS,
-            help="Keep each worker on cores of its own, or on a NUMA node; "
-            "auto: on a node, where there are several and a worker for each. [auto]",
+            help="Pin each worker to its own cores or to a NUMA node; "
+            "auto: to a node, if there are several nodes and a worker for each. [auto]",
         ),
     ] = None
     timeout: Annotated[
@@ -152,13 +157,13 @@ class LaunchOptions:
             metavar="SECONDS",
             parser=seconds(1),
             rich_help_panel=WORKERS,
-            help="A worker that is silent for so long is given up. [60]",
+            help="Give up on a worker after this long without a heartbeat. [60]",
         ),
     ] = None
 
     standalone: Annotated[
         bool,
-        _TEXT("--standalone", rich_help_panel=HOSTS, help="One host, no other to meet. [if nothing below is given]"),
+        _TEXT("--standalone", rich_help_panel=HOSTS, help="Run on this host only. [if nothing below is given]"),
     ] = False
     rdzv_endpoint: Annotated[
         str | None,
@@ -167,7 +172,7 @@ class LaunchOptions:
             metavar="HOST[:PORT]",
             envvar="PET_RDZV_ENDPOINT",
             rich_help_panel=HOSTS,
-            help="Where the hosts meet: one of them, the same on all. [port 29400]",
+            help="Where the hosts meet: one of them, the same for all. [port 29400]",
         ),
     ] = None
     rdzv_backend: Annotated[
@@ -178,7 +183,7 @@ class LaunchOptions:
             parser=one_of("c10d", "static", "etcd", "etcd-v2"),
             envvar="PET_RDZV_BACKEND",
             rich_help_panel=HOSTS,
-            help="How they meet: c10d, static, etcd, etcd-v2. [c10d; static with --node-rank or --master-addr]",
+            help="Rendezvous backend: c10d, static, etcd, etcd-v2. [c10d; static with --node-rank or --master-addr]",
         ),
     ] = None
     rdzv_id: Annotated[
@@ -188,7 +193,7 @@ class LaunchOptions:
             metavar="NAME",
             envvar="PET_RDZV_ID",
             rich_help_panel=HOSTS,
-            help="Tells jobs with one endpoint apart. [ckpt]",
+            help="Job name, to tell apart jobs that share an endpoint. [ckpt]",
         ),
     ] = None
     rdzv_conf: Annotated[
@@ -196,10 +201,10 @@ class LaunchOptions:
         _TEXT(
             "--rdzv-conf",
             metavar="KEY=VALUE,…",
-            parser=_settings,
+            parser=_check_settings,
             envvar="PET_RDZV_CONF",
             rich_help_panel=HOSTS,
-            help="Settings of the rendezvous; join_timeout=SECONDS is how long hosts are waited for. [600]",
+            help="Rendezvous settings; join_timeout=SECONDS is how long to wait for hosts. [600]",
         ),
     ] = None
     node_rank: Annotated[
@@ -207,10 +212,10 @@ class LaunchOptions:
         _TEXT(
             "--node-rank",
             metavar="N",
-            parser=whole(0),
+            parser=whole_number(0),
             envvar="PET_NODE_RANK",
             rich_help_panel=HOSTS,
-            help="Number of this host, from 0 (static).",
+            help="Rank of this host, from 0 (static rendezvous).",
         ),
     ] = None
     master_addr: Annotated[
@@ -220,7 +225,7 @@ class LaunchOptions:
             metavar="HOST",
             envvar="PET_MASTER_ADDR",
             rich_help_panel=HOSTS,
-            help="Address of host 0 (static).",
+            help="Address of host 0 (static rendezvous).",
         ),
     ] = None
     master_port: Annotated[
@@ -228,10 +233,10 @@ class LaunchOptions:
         _TEXT(
             "--master-port",
             metavar="PORT",
-            parser=whole(*_PORT),
+            parser=whole_number(*_PORT),
             envvar="PET_MASTER_PORT",
             rich_help_panel=HOSTS,
-            help="Port of host 0 (static). [29500]",
+            help="Port of host 0 (static rendezvous). [29500]",
         ),
     ] = None
     local_addr: Annotated[
@@ -241,7 +246,7 @@ class LaunchOptions:
             metavar="ADDRESS",
             envvar="PET_LOCAL_ADDR",
             rich_help_panel=HOSTS,
-            help="Address under which the others reach this host. [its full name]",
+            help="Address at which other hosts reach this one. [its full name]",
         ),
     ] = None
 
@@ -250,10 +255,10 @@ class LaunchOptions:
         _TEXT(
             "--max-restarts",
             metavar="N",
-            parser=whole(0),
+            parser=whole_number(0),
             envvar="PET_MAX_RESTARTS",
             rich_help_panel=FAILURES,
-            help="How often workers are started again after one has died; they go on where they were. [3]",
+            help="How often to restart the workers after one dies; they continue where they stopped. [3]",
         ),
     ] = 3
     rejoin_timeout: Annotated[
@@ -263,7 +268,7 @@ class LaunchOptions:
             metavar="SECONDS",
             parser=seconds(1),
             rich_help_panel=FAILURES,
-            help="How long a host that was lost is waited for before the job is given up. [--timeout and 60 more]",
+            help="How long to wait for a lost host before the job fails. [--timeout plus 60]",
         ),
     ] = None
     monitor_interval: Annotated[
@@ -274,7 +279,7 @@ class LaunchOptions:
             parser=seconds(0.01),
             envvar="PET_MONITOR_INTERVAL",
             rich_help_panel=FAILURES,
-            help="How often workers are looked after. [0.1]",
+            help="Time between checks on the workers. [0.1]",
         ),
     ] = 0.1
     shutdown_timeout: Annotated[
@@ -282,10 +287,10 @@ class LaunchOptions:
         _TEXT(
             "--shutdown-timeout",
             metavar="SECONDS",
-            parser=whole(1),
+            parser=whole_number(1),
             envvar="PET_SHUTDOWN_TIMEOUT",
             rich_help_panel=FAILURES,
-            help="How long workers may take to end before they are killed. [30]",
+            help="How long workers may take to exit before they are killed. [30]",
         ),
     ] = 30
 
@@ -296,7 +301,7 @@ class LaunchOptions:
             metavar="DIR",
             envvar="PET_LOG_DIR",
             rich_help_panel=LOGS,
-            help="Keep what workers print there. [a temporary one, kept if the job fails]",
+            help="Directory for worker logs. [a temporary one, kept if the job fails]",
         ),
     ] = None
     redirects: Annotated[
@@ -305,11 +310,11 @@ class LaunchOptions:
             "-r",
             "--redirects",
             metavar="N",
-            parser=_streams,
+            parser=_check_streams,
             envvar="PET_REDIRECTS",
             rich_help_panel=LOGS,
-            help="Streams that go to files: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2. "
-            "[both, save of local rank 0]",
+            help="Streams redirected to log files: 1 stdout, 2 stderr, 3 both; or per local rank: 0:3,1:2. "
+            "[both, except of local rank 0]",
         ),
     ] = None
     tee: Annotated[
@@ -318,10 +323,10 @@ class LaunchOptions:
             "-t",
             "--tee",
             metavar="N",
-            parser=_streams,
+            parser=_check_streams,
             envvar="PET_TEE",
             rich_help_panel=LOGS,
-            help="Streams that go to files and to the terminal.",
+            help="Streams written to log files and to the terminal.",
         ),
     ] = None
     role: Annotated[
@@ -331,6 +336,6 @@ class LaunchOptions:
             metavar="NAME",
             envvar="PET_ROLE",
             rich_help_panel=LOGS,
-            help="What teed lines begin with. [ckpt]",
+            help="Prefix of teed lines. [ckpt]",
         ),
     ] = "ckpt"

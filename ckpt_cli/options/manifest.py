@@ -24,20 +24,26 @@ from ckpt_cli.options.transfer import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestOptions:
-    """``ckpt manifest``."""
+    """Options of ``ckpt manifest``."""
 
     path: Annotated[
-        Path, Argument(metavar="PATH", help="A checkpoint directory, one of its files, or a training root.")
+        Path, Argument(metavar="PATH", help="Checkpoint directory, one of its files, or a training root.")
     ] = Path()
     fingerprints: Annotated[
         bool,
-        Flag("--fingerprints/--no-fingerprints", rich_help_panel=OUTPUT, help="Fingerprints of the tensors. [yes]"),
+        Flag("--fingerprints/--no-fingerprints", rich_help_panel=OUTPUT, help="Include tensor fingerprints. [yes]"),
     ] = True
     output: Annotated[
         Path | None,
-        Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write it there, not beside the data."),
+        Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="Write the manifest to FILE, not next to the data.",
+        ),
     ] = None
-    force: Annotated[bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace one that is there.")] = False
+    force: Annotated[bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace an existing manifest.")] = False
     iteration: Iteration = None
     missing_chunks: MissingChunks = None
     rules: RulesFile = None

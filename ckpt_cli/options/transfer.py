@@ -1,7 +1,7 @@
-"""The options of the commands, each declared once.
+"""The options of inspect, convert and reshard, and those that several commands share.
 
-A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants. Long options may be
-written with ``-`` or ``_`` inside.
+A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants. Long
+options may be written with ``-`` or ``_`` inside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from typer import Argument, Option
 
 from ckpt_cli.options.typer_command import PANELS
-from ckpt_cli.options.values import AUTO, one_of, whole
+from ckpt_cli.options.values import AUTO, one_of, whole_number
 from core.files.url import refuse_url
 
 Options = TypeVar("Options")
@@ -27,16 +27,17 @@ TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
     *("hf", "deepspeed_universal"),
 )
-"""Formats that can be written; stated here because asking the formats would import them all for a help page."""
+"""Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = (
     *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
     *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
 )
-"""Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
+"""Fields of ``TransferOptions`` that change the content; with one of them, ``--to`` may be left
+out."""
 
 
 def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
-    """Makes a typer command of a function that takes one ``options`` dataclass."""
+    """Return a decorator that makes a typer command of a function taking one ``options`` dataclass."""
     hints = get_type_hints(options, include_extras=True)
     parameters = [
         inspect.Parameter(
@@ -45,7 +46,7 @@ def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], C
             annotation=hints[field.name],
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
         )
-        for field in fields(options)  # type: ignore[arg-type]  # any dataclass will do
+        for field in fields(options)  # type: ignore[arg-type]  # any dataclass
     ]
 
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
@@ -69,22 +70,34 @@ Flag = partial(Option, show_default=False)
 
 def _iteration(panel: str) -> object:
     return Option(
-        "--iteration", metavar="N", parser=whole(0), rich_help_panel=panel, help="Which iteration of a training root."
+        "--iteration",
+        metavar="N",
+        parser=whole_number(0),
+        rich_help_panel=panel,
+        help="Iteration to read, in a training root. [the tracker's, else the newest]",
     )
 
 
 def threads_option(text: str) -> object:
-    """``--threads``, with what they do and how many there are else."""
-    return Option("--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help=text)
+    """Return the option ``--threads``.
+
+    The help text says what the threads do and their default number.
+    """
+    return Option("--threads", "-j", metavar="N", parser=whole_number(1, 64), rich_help_panel=ENGINE, help=text)
 
 
 RulesFile = Annotated[
     Path | None,
-    Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
+    Option(
+        "--rules",
+        metavar="FILE.toml",
+        rich_help_panel=LAYOUT,
+        help="Extra layout rules, tried before the built-in ones.",
+    ),
 ]
 Iteration = Annotated[int | None, _iteration(OUTPUT)]
 CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
-NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")]
+NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave out the optimizer state.")]
 
 
 def _missing_chunks(panel: str) -> object:
@@ -93,7 +106,7 @@ def _missing_chunks(panel: str) -> object:
         metavar="fill|error",
         parser=one_of("fill", "error"),
         rich_help_panel=panel,
-        help="Zarr chunks that were not stored: use the fill value if their writer omits such chunks, or fail. [fill]",
+        help="Missing zarr chunks: use the fill value if their writer omits such chunks, or fail. [fill]",
     )
 
 
@@ -101,48 +114,63 @@ MissingChunks = Annotated[str | None, _missing_chunks(CONTENT)]
 CheckedMissingChunks = Annotated[str | None, _missing_chunks(CHECKS)]
 Memory = Annotated[
     str | None,
-    Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
+    Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Memory limit. [512MiB]"),
 ]
-ReadingThreads = Annotated[int | None, threads_option("Threads that read. [as many as cores]")]
+ReadingThreads = Annotated[int | None, threads_option("Number of reading threads. [one per core]")]
 Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
 Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    """``ckpt inspect``."""
+    """Options of ``ckpt inspect``."""
 
     path: Annotated[
-        Path, Argument(metavar="PATH", help="A checkpoint directory, one of its files, or a training root.")
+        Path, Argument(metavar="PATH", help="Checkpoint directory, one of its files, or a training root.")
     ] = Path()
     keys: Annotated[
         list[str] | None,
-        Argument(metavar="KEY…", help="Show these entries: names, or patterns such as 'decoder.layers.[0-3].*'."),
+        Argument(metavar="KEY…", help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'."),
     ] = None
     iteration: Annotated[
-        int | None, Option("--iteration", metavar="N", parser=whole(0), help="Which iteration of a training root.")
+        int | None,
+        Option(
+            "--iteration",
+            metavar="N",
+            parser=whole_number(0),
+            help="Iteration to read, in a training root. [the tracker's, else the newest]",
+        ),
     ] = None
     tree: Annotated[
         bool | None,
-        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line for each tensor. [tree]"),
+        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line per tensor. [tree]"),
     ] = None
     sort: Annotated[
         str | None,
-        Option("--sort", metavar="name|size", parser=one_of("name", "size"), help="Order; else as stored."),
+        Option("--sort", metavar="name|size", parser=one_of("name", "size"), help="Sort order. [as stored]"),
     ] = None
     values: Annotated[
         int,
-        Option("--values", metavar="N", parser=whole(0, 10_000), show_default=False, help="Show the first N numbers."),
+        Option(
+            "--values",
+            metavar="N",
+            parser=whole_number(0, 10_000),
+            show_default=False,
+            help="Show the first N values of each tensor.",
+        ),
     ] = 0
     limit: Annotated[
         int | None,
         Option(
-            "--limit", metavar="N", parser=whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
+            "--limit",
+            metavar="N",
+            parser=whole_number(0),
+            help="Show at most N lines; 0 for all. [200 for a tree, else all]",
         ),
     ] = None
     missing_chunks: Annotated[str | None, _missing_chunks("Options")] = None
     all: Annotated[
-        bool, Flag("--all", help="Open every file of the ranks, not one of each pipeline stage; so does KEY.")
+        bool, Flag("--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY.")
     ] = False
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
@@ -150,11 +178,11 @@ class InspectOptions:
 
 def _target_size(short: str, long: str, text: str) -> object:
     names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
-    return Option(*names, metavar="N", parser=whole(1), rich_help_panel=LAYOUT, help=text)
+    return Option(*names, metavar="N", parser=whole_number(1), rich_help_panel=LAYOUT, help=text)
 
 
 def _source_size(short: str, long: str) -> object:
-    return Option(f"--{short}", f"--{long}", metavar="N", parser=whole(1), hidden=True)
+    return Option(f"--{short}", f"--{long}", metavar="N", parser=whole_number(1), hidden=True)
 
 
 def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
@@ -168,14 +196,14 @@ def _pipeline_flag(name: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """What ``ckpt convert`` and ``ckpt reshard`` take; they differ in what they require."""
+    """Options of ``ckpt convert`` and ``ckpt reshard``, which differ only in those they require."""
 
-    src: Annotated[Path, Argument(metavar="SRC", help="The checkpoint: a directory, a file or a training root.")] = (
+    src: Annotated[Path, Argument(metavar="SRC", help="Source checkpoint: a directory, a file or a training root.")] = (
         Path()
     )
-    dst: Annotated[Path | None, Argument(metavar="DST", help="What to write; proposed beside SRC if left out.")] = None
+    dst: Annotated[Path | None, Argument(metavar="DST", help="Destination. [named after SRC]")] = None
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Another way to say DST.")
+        Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Same as the DST argument.")
     ] = None
     to: Annotated[
         str | None,
@@ -183,35 +211,45 @@ class TransferOptions:
             "--to",
             metavar="FORMAT",
             rich_help_panel=OUTPUT,
-            help=f"{', '.join(TARGETS)}. [DST's suffix; that of SRC, if only its content changes]",
+            help=f"Format to write: {', '.join(TARGETS)}. [by DST's suffix; SRC's format if only the content changes]",
         ),
     ] = None
     iteration: Iteration = None
     max_shard_size: Annotated[
         str | None,
-        Option("--max-shard-size", metavar="SIZE", rich_help_panel=OUTPUT, help="Most bytes of a file: 5GB, 500MB."),
+        Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            rich_help_panel=OUTPUT,
+            help="Maximum size of each output file: 5GB, 500MB.",
+        ),
     ] = None
     force: Annotated[
-        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST, once the new one is complete.")
+        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST once the new checkpoint is complete.")
     ] = False
     resume: Annotated[
-        bool, Flag("--resume", rich_help_panel=OUTPUT, help="Keep unfinished work on failure, and continue it.")
+        bool,
+        Flag(
+            "--resume",
+            rich_help_panel=OUTPUT,
+            help="Keep partial output if interrupted; rerun the same command to continue.",
+        ),
     ] = False
     dry_run: Annotated[
-        bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no data.")
+        bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no tensor data.")
     ] = False
     metadata_only: Annotated[
         bool,
         Flag(
             "--metadata-only",
             rich_help_panel=OUTPUT,
-            help="torch_dist, dcp: hard links to SRC's data files; nothing is copied.",
+            help="torch_dist, dcp: hard-link SRC's data files instead of copying them.",
         ),
     ] = False
     explain: Annotated[
         bool,
         Flag(
-            "--explain", rich_help_panel=OUTPUT, help="Print the layout rule of every tensor; read and write no data."
+            "--explain", rich_help_panel=OUTPUT, help="Print each tensor's layout rule; read and write no tensor data."
         ),
     ] = False
     rank: Annotated[
@@ -219,18 +257,21 @@ class TransferOptions:
         Option(
             "--rank",
             metavar="R",
-            parser=whole(0),
+            parser=whole_number(0),
             rich_help_panel=OUTPUT,
-            help="With --dry-run: files of SRC that rank R of DST needs, counted from 0.",
+            help="With --dry-run: list the files of SRC that rank R of DST needs, counted from 0.",
         ),
     ] = None
 
     tp_new: Annotated[int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")] = None
-    pp_new: Annotated[int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size.")] = None
+    pp_new: Annotated[int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size to write.")] = (
+        None
+    )
     vpp_new: Annotated[
-        int | None, _target_size("vpp", "virtual-pipeline-parallel-size", "Virtual pipeline chunks per stage.")
+        int | None,
+        _target_size("vpp", "virtual-pipeline-parallel-size", "Model chunks per pipeline stage (virtual pipeline)."),
     ] = None
-    ep_new: Annotated[int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size.")] = None
+    ep_new: Annotated[int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size to write.")] = None
     etp_new: Annotated[
         int | None, _target_size("etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts.")
     ] = None
@@ -241,32 +282,36 @@ class TransferOptions:
     etp: Annotated[int | None, _source_size("etp", "expert-tensor-parallel-size")] = None
     decoder_first: Annotated[
         int | None,
-        _pipeline_option("decoder-first-pipeline-num-layers", "N", "Layers of the first pipeline stage.", whole(1)),
+        _pipeline_option(
+            "decoder-first-pipeline-num-layers", "N", "Layers in the first pipeline stage.", whole_number(1)
+        ),
     ] = None
     decoder_last: Annotated[
         int | None,
-        _pipeline_option("decoder-last-pipeline-num-layers", "N", "Layers of the last pipeline stage.", whole(1)),
+        _pipeline_option(
+            "decoder-last-pipeline-num-layers", "N", "Layers in the last pipeline stage.", whole_number(1)
+        ),
     ] = None
     pipeline_layout: Annotated[
         str | None,
         _pipeline_option(
-            "pipeline-model-parallel-layout", "TEXT", "What every model chunk holds: 'E|(t|)*3,m|L'.", str
+            "pipeline-model-parallel-layout", "TEXT", "Contents of each model chunk: 'E|(t|)*3,m|L'.", str
         ),
     ] = None
     account_for_embedding: Annotated[
-        bool | None, _pipeline_flag("account-for-embedding-in-pipeline-split", "The embedding counts as a layer.")
+        bool | None, _pipeline_flag("account-for-embedding-in-pipeline-split", "Count the embedding as a layer.")
     ] = None
     account_for_loss: Annotated[
-        bool | None, _pipeline_flag("account-for-loss-in-pipeline-split", "The loss counts as a layer.")
+        bool | None, _pipeline_flag("account-for-loss-in-pipeline-split", "Count the loss as a layer.")
     ] = None
     vocab_size: Annotated[
         int | None,
         Option(
             "--vocab-size",
             metavar="N",
-            parser=whole(1),
+            parser=whole_number(1),
             rich_help_panel=LAYOUT,
-            help="True vocabulary size, unpadded.",
+            help="Vocabulary size without padding.",
         ),
     ] = None
     vocab_divisor: Annotated[
@@ -274,19 +319,20 @@ class TransferOptions:
         Option(
             "--make-vocab-size-divisible-by",
             metavar="N",
-            parser=whole(1),
+            parser=whole_number(1),
             rich_help_panel=LAYOUT,
-            help="Hugging Face to Megatron: the vocabulary is padded to a multiple of N times TP [128].",
+            help="Hugging Face to Megatron: pad the vocabulary to a multiple of N × TP. [128]",
         ),
     ] = None
     keep_padded_vocab: Annotated[
-        bool, Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the padding rows as they are.")
+        bool,
+        Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the vocabulary's padding rows as they are."),
     ] = False
     names: Annotated[
         str | None,
         Option(
             "--names",
-            metavar="WHOSE",
+            metavar="SCHEME",
             rich_help_panel=LAYOUT,
             help="Tensor names to write: hf, hf:MODEL_TYPE or megatron.",
         ),
@@ -297,7 +343,7 @@ class TransferOptions:
             "--config",
             metavar="config.json",
             rich_help_panel=LAYOUT,
-            help="Of the model, where SRC has Hugging Face's names and none beside them.",
+            help="The model's config.json, if SRC has none.",
         ),
     ] = None
     transformer_impl: Annotated[
@@ -307,7 +353,7 @@ class TransferOptions:
             metavar="IMPL",
             parser=one_of("local", "transformer_engine"),
             rich_help_panel=LAYOUT,
-            help="Megatron's module names to write: local or transformer_engine.",
+            help="Megatron module names to write: local or transformer_engine.",
         ),
     ] = None
     megatron_version: Annotated[
@@ -316,7 +362,7 @@ class TransferOptions:
             "--megatron-version",
             metavar="X.Y",
             rich_help_panel=LAYOUT,
-            help="The megatron-core that will load the rank files; else they suit the one that wrote SRC.",
+            help="megatron-core version that will load the rank files. [the one that wrote SRC]",
         ),
     ] = None
     moe_experts: Annotated[
@@ -326,7 +372,7 @@ class TransferOptions:
             metavar="KIND",
             parser=one_of("sequential"),
             rich_help_panel=LAYOUT,
-            help="sequential: write the old GroupedMLP (gone in megatron-core 0.17) as one module per expert.",
+            help="sequential: write the old GroupedMLP (removed in megatron-core 0.17) as one module per expert.",
         ),
     ] = None
     rules: RulesFile = None
@@ -337,7 +383,7 @@ class TransferOptions:
             metavar="POLICY",
             parser=one_of("refuse", "replicate"),
             rich_help_panel=LAYOUT,
-            help="Tensors without a layout rule: refuse, or replicate what all ranks hold equally.  [default: refuse]",
+            help="Tensors without a layout rule: refuse, or replicate those identical on all ranks. [refuse]",
         ),
     ] = None
 
@@ -352,35 +398,50 @@ class TransferOptions:
     ] = None
     include: Annotated[
         list[str] | None,
-        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Carry only these keys; repeatable."),
+        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Keep only keys that match; repeatable."),
     ] = None
     exclude: Annotated[
-        list[str] | None, Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these out.")
+        list[str] | None,
+        Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave out keys that match; repeatable."),
     ] = None
     strip_prefix: Annotated[
         list[str] | None,
-        Option(
-            "--strip-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Take this off keys that begin with it."
-        ),
+        Option("--strip-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Remove this prefix from keys."),
     ] = None
     add_prefix: Annotated[
         str | None,
-        Option("--add-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Put this before the model's keys."),
+        Option("--add-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Add this prefix to the model's keys."),
     ] = None
     rename: Annotated[
         list[str] | None,
-        Option("--rename", metavar="OLD=NEW", rich_help_panel=CONTENT, help="Regex on keys; NEW may use \\1."),
+        Option(
+            "--rename",
+            metavar="OLD=NEW",
+            rich_help_panel=CONTENT,
+            help="Rename keys by a regular expression; NEW may use \\1.",
+        ),
     ] = None
     untie: Annotated[
         list[str] | None,
-        Option("--untie", metavar="NEW=KEY", rich_help_panel=CONTENT, help="Write KEY a second time, as NEW."),
+        Option(
+            "--untie",
+            metavar="NEW=KEY",
+            rich_help_panel=CONTENT,
+            help="Write KEY a second time as NEW (untied weights).",
+        ),
     ] = None
     tie: Annotated[
         list[str] | None,
-        Option("--tie", metavar="OLD=KEY", rich_help_panel=CONTENT, help="Leave OLD out, proven equal to KEY."),
+        Option(
+            "--tie",
+            metavar="OLD=KEY",
+            rich_help_panel=CONTENT,
+            help="Drop OLD after checking that it is identical to KEY (tied weights).",
+        ),
     ] = None
     stack_layers: Annotated[
-        bool, Flag("--stack-layers", rich_help_panel=CONTENT, help="Stack layers.0, layers.1 … along a first axis.")
+        bool,
+        Flag("--stack-layers", rich_help_panel=CONTENT, help="Stack layers.0, layers.1, … along a new first axis."),
     ] = False
     unstack_layers: Annotated[
         list[str] | None,
@@ -388,7 +449,7 @@ class TransferOptions:
             "--unstack-layers",
             metavar="GLOB",
             rich_help_panel=CONTENT,
-            help=f"Write these stacked tensors as one a layer; {AUTO}: all with 'layers' in their key.",
+            help=f"Split these stacked tensors into one per layer; {AUTO}: all with 'layers' in their key.",
         ),
     ] = None
     dtype: Annotated[
@@ -398,7 +459,7 @@ class TransferOptions:
             "--torch-dtype",
             metavar="[GLOB=]DTYPE",
             rich_help_panel=CONTENT,
-            help="Cast the model's floating tensors, or those of a glob: bf16, fp16, fp32, …",
+            help="Cast the model's floating-point tensors, or those matching GLOB: bf16, fp16, fp32, …",
         ),
     ] = None
     quantize: Annotated[
@@ -407,7 +468,7 @@ class TransferOptions:
             "--quantize",
             metavar="[GLOB=]KIND",
             rich_help_panel=CONTENT,
-            help="float8 with scales for linear weights or a glob's: block (128 × 128), tensor, none.",
+            help="Quantize linear weights, or those matching GLOB, to scaled float8: block (128 × 128), tensor, none.",
         ),
     ] = None
     no_optim: NoOptim = False
@@ -418,7 +479,7 @@ class TransferOptions:
             metavar="keep|drop",
             parser=one_of("keep", "drop"),
             rich_help_panel=CONTENT,
-            help="Random states: keep them or fail; drop them. [kept where ranks stay, else dropped]",
+            help="Random states: keep them or fail; drop them. [kept if the ranks stay the same, else dropped]",
         ),
     ] = None
     missing_chunks: MissingChunks = None
@@ -429,7 +490,7 @@ class TransferOptions:
             metavar="error|first",
             parser=one_of("error", "first"),
             rich_help_panel=CONTENT,
-            help="Where ranks hold different copies of one tensor: fail, or take the first. [error]",
+            help="If ranks hold different copies of one tensor: fail, or use the first. [error]",
         ),
     ] = None
     weights_only: Annotated[
@@ -437,43 +498,44 @@ class TransferOptions:
         Flag(
             "--weights-only",
             rich_help_panel=CONTENT,
-            help="Write a .pt that torch.load's weights_only mode accepts: set aside the objects that it refuses.",
+            help="Write a .pt that torch.load(weights_only=True) accepts; objects it refuses get a separate key.",
         ),
     ] = False
     drop_unknown: Annotated[
         bool,
-        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),
+        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of unknown classes."),
     ] = False
 
     memory: Memory = None
     threads: Annotated[
         int | None,
-        threads_option("Threads that copy. [2]"),
+        threads_option("Number of copying threads. [2]"),
     ] = None
     no_crc: Annotated[
-        bool, Flag("--no-crc", rich_help_panel=ENGINE, help="No CRC-32 checksums; zip tools then refuse torch files.")
+        bool,
+        Flag("--no-crc", rich_help_panel=ENGINE, help="Skip CRC-32 checksums (zip tools then reject torch files)."),
     ] = False
     no_digest: Annotated[
-        bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
+        bool, Flag("--no-digest", rich_help_panel=ENGINE, help="Skip content digests in the manifest.")
     ] = False
     fingerprint: Annotated[
         bool,
         Flag(
             "--fingerprint",
             rich_help_panel=ENGINE,
-            help="Put fingerprints into the manifest, which are the same in every format and layout.",
+            help="Add fingerprints to the manifest; they are the same in every format and layout.",
         ),
     ] = False
     verify: Annotated[
         bool,
-        Flag("--verify", rich_help_panel=ENGINE, help="Read the result again and compare every byte with the source."),
+        Flag("--verify", rich_help_panel=ENGINE, help="Read the result back and compare every byte with the source."),
     ] = False
     no_fsync: Annotated[
-        bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Do not wait until the disk has everything.")
+        bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Skip fsync (faster; a crash may lose data).")
     ] = False
 
     json: Json = False
     quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors, and what is not carried.")
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried.")
     ] = False
     debug: Debug = False

@@ -1,7 +1,8 @@
-"""A typer command with a quicker start and a help page with sections.
+"""A typer command that starts faster and groups its options into sections on the help page.
 
-Help pages are written without rich, and values are converted without pydantic, which typer 0.29 imports for it: each
-would double the start-up time. Options convert and check their values themselves (``parser=``).
+Help pages are written without rich, and values are converted without pydantic, which typer 0.29
+imports for that: each would double the start-up time. Options convert and check their values
+themselves (``parser=``).
 """
 
 from __future__ import annotations
@@ -15,23 +16,30 @@ from typer.core import TyperCommand, TyperGroup
 PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
 LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
-"""Those of ``ckpt launch``."""
+"""Sections of the help page of ``ckpt launch``."""
 
 
 class Command(TyperCommand):
-    """See the module's docstring. (typer takes a class here; there is no other seam.)"""
+    """A subcommand of ``ckpt``.
+
+    typer takes a class here and offers no other way to change its behaviour.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, with our conversion in place of pydantic's."""
-        return _quick(super().get_params(ctx))
+        """Return the parameters, converted by their own parsers instead of pydantic."""
+        return _without_pydantic(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the usage line; an argument that is described by several words stands as it is."""
-        described = {f"[{one.metavar}]...": one.metavar for one in self.get_params(ctx) if " " in (one.metavar or "")}
-        return [described.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
+        """Return the words of the usage line.
+
+        A metavar of several words gets no brackets and dots.
+        """
+        metavars = {f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")}
+        return [metavars.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments, then options by section."""
+        """Write the arguments, then the options by section."""
+        # Collect the rows of every section in the order of the page.
         sections: dict[str, list[tuple[str, str]]] = {
             "Arguments": [],
             "Options": [],
@@ -46,9 +54,10 @@ class Command(TyperCommand):
                 sections["Arguments"].append((param.metavar or names, text))
             else:
                 panel = getattr(param, "rich_help_panel", None) or "Options"
-                sections[panel].append((_one_name(param, names), text))
+                sections[panel].append((_shown_names(param, names), text))
+        # Options without a section (only --help) join the last one; inspect has no sections.
         if sections["Messages"]:
-            sections["Messages"] += sections.pop("Options")  # there is only --help
+            sections["Messages"] += sections.pop("Options")
         for name, rows in sections.items():
             if rows:
                 with formatter.section(name):
@@ -56,23 +65,26 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The root command, for the same reason."""
+    """The root command ``ckpt``, which also starts without pydantic."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """As in ``Command``."""
-        return _quick(super().get_params(ctx))
+        """Return the parameters, converted by their own parsers instead of pydantic."""
+        return _without_pydantic(super().get_params(ctx))
 
 
-def _quick(params: list[Any]) -> list[Any]:
-    """The parameters without pydantic; typer versions before 0.29 have none to replace."""
+def _without_pydantic(params: list[Any]) -> list[Any]:
+    """Return the parameters with pydantic's conversion replaced.
+
+    Versions of typer before 0.29 have none to replace.
+    """
     for param in params:
         if hasattr(param, "_runtime_param"):
-            param._runtime_param = _Conversion(param.type_descriptor)
+            param._runtime_param = _ValueConverter(param.type_descriptor)
     return params
 
 
-class _Conversion:
-    """Values of one parameter, converted by its ``parser`` or, for text and paths, its type.
+class _ValueConverter:
+    """Converts the values of one parameter with its ``parser`` or, for text and paths, by its type.
 
     Args:
         descriptor: typer's description of the parameter.
@@ -83,23 +95,26 @@ class _Conversion:
         self._is_path = descriptor.annotation is Path
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The parameter's value; typer calls this with text, a list of texts, or a default."""
-        is_several = param.multiple or param.nargs == -1
+        """Convert a text, a list of texts or a default; typer calls this method by its name."""
+        is_repeatable = param.multiple or param.nargs == -1
         if value is None:
-            return () if is_several else None
+            return () if is_repeatable else None
         if self._parser is None:
             return Path(value) if self._is_path else value
         try:
-            return [self._parser(item) for item in value] if is_several else self._parser(value)
+            return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
         except BadParameter as err:
             err.param, err.ctx = param, ctx
             raise
 
 
-def _one_name(param: Any, shown: str) -> str:
-    """The option as the page shows it: its short name and the first long one; aliases are told in the epilogue."""
+def _shown_names(param: Any, all_names: str) -> str:
+    """Return an option's short name, first long name and metavar.
+
+    The epilogue tells of its aliases.
+    """
     if param.is_flag:
-        return shown
+        return all_names
     long = next(name for name in param.opts if name.startswith("--"))
     short = next((name for name in param.opts if not name.startswith("--")), None)
     return f"{f'{short}, ' if short else ''}{long} {param.metavar or ''}".rstrip()

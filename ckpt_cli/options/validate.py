@@ -20,43 +20,49 @@ from ckpt_cli.options.transfer import (
     ReadingThreads,
     RulesFile,
 )
-from ckpt_cli.options.values import one_of, whole
+from ckpt_cli.options.values import one_of, whole_number
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
-"""What a report can be written as."""
+"""Report formats that ``--format`` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions:
-    """``ckpt validate``."""
+    """Options of ``ckpt validate``."""
 
     paths: Annotated[
         list[Path] | None,
-        Argument(metavar="PATH…", parser=Path, help="Checkpoint directories, files of them, or training roots. [.]"),
+        Argument(metavar="PATH…", parser=Path, help="Checkpoint directories, files in them, or training roots. [.]"),
     ] = None
     headers: Annotated[
-        bool, Flag("--headers", rich_help_panel=CHECKS, help="Open every container: headers, offsets, sizes, strides.")
+        bool,
+        Flag("--headers", rich_help_panel=CHECKS, help="Also read every container's headers: offsets, sizes, strides."),
     ] = False
     deep: Annotated[
-        bool, Flag("--deep", rich_help_panel=CHECKS, help="Read every byte once: CRCs, digests, NaN, replicas.")
+        bool, Flag("--deep", rich_help_panel=CHECKS, help="Also read every byte: checksums, digests, NaN, replicas.")
     ] = False
-    strict: Annotated[bool, Flag("--strict", rich_help_panel=CHECKS, help="Warnings count as errors.")] = False
+    strict: Annotated[bool, Flag("--strict", rich_help_panel=CHECKS, help="Treat warnings as errors.")] = False
     ignore: Annotated[
         list[str] | None,
         Option(
             "--ignore",
             metavar="CODE[:GLOB]",
             rich_help_panel=CHECKS,
-            help="Leave out a code (CK101), all that begin so (CK7), or either in some files or keys; repeatable.",
+            help="Ignore a code (CK101), a group (CK7), or either in matching files or keys only; repeatable.",
         ),
     ] = None
     baseline: Annotated[
         Path | None,
-        Option("--baseline", metavar="FILE", rich_help_panel=CHECKS, help="Findings that are known count no more."),
+        Option("--baseline", metavar="FILE", rich_help_panel=CHECKS, help="Ignore findings recorded in FILE."),
     ] = None
     write_baseline: Annotated[
         Path | None,
-        Option("--write-baseline", metavar="FILE", rich_help_panel=CHECKS, help="Write what is found as a baseline."),
+        Option(
+            "--write-baseline",
+            metavar="FILE",
+            rich_help_panel=CHECKS,
+            help="Record the findings in FILE, for --baseline.",
+        ),
     ] = None
     against: Annotated[
         Path | None,
@@ -64,7 +70,7 @@ class ValidateOptions:
             "--against",
             metavar="PATH",
             rich_help_panel=CHECKS,
-            help="Whether all tensors are those of a manifest with fingerprints, or of another checkpoint.",
+            help="Compare all tensors with another checkpoint, or with a manifest that has fingerprints.",
         ),
     ] = None
     plan_for: Annotated[
@@ -73,7 +79,7 @@ class ValidateOptions:
             "--plan-for",
             metavar="tp=N,pp=N,…",
             rich_help_panel=CHECKS,
-            help="Whether it can be resharded so, and written as format=FORMAT if that is given.",
+            help="Check that it can be resharded to these sizes, and written as format=FORMAT if given.",
         ),
     ] = None
     newest_valid: Annotated[
@@ -81,16 +87,16 @@ class ValidateOptions:
         Flag(
             "--newest-valid",
             rich_help_panel=CHECKS,
-            help="Print only the path of the newest iteration of a training root that is whole.",
+            help="Print only the path of the newest valid iteration in a training root.",
         ),
     ] = False
     missing_chunks: CheckedMissingChunks = None
     iteration: CheckedIteration = None
     all_iterations: Annotated[
-        bool, Flag("--all-iterations", rich_help_panel=CHECKS, help="Every iteration of a training root.")
+        bool, Flag("--all-iterations", rich_help_panel=CHECKS, help="Check every iteration in a training root.")
     ] = False
     list_checks: Annotated[
-        bool, Flag("--list-checks", rich_help_panel=CHECKS, help="Print all codes and what they mean, and exit.")
+        bool, Flag("--list-checks", rich_help_panel=CHECKS, help="List all codes and their meaning, and exit.")
     ] = False
 
     format: Annotated[
@@ -100,7 +106,7 @@ class ValidateOptions:
             metavar="FORMAT",
             parser=one_of(*FORMATS),
             rich_help_panel=OUTPUT,
-            help=f"{', '.join(FORMATS)}. [text]",
+            help=f"Report format: {', '.join(FORMATS)}. [text]",
         ),
     ] = None
     output: Annotated[
@@ -110,7 +116,7 @@ class ValidateOptions:
             "--output",
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            help="Write the report there; stdout then shows text.",
+            help="Write the report to FILE; stdout then shows text.",
         ),
     ] = None
     report: Annotated[
@@ -120,18 +126,18 @@ class ValidateOptions:
             metavar="FILE",
             parser=Path,
             rich_help_panel=OUTPUT,
-            help="Write another report, as FILE's suffix says: .json, .xml (JUnit), .sarif, .txt; repeatable.",
+            help="Write another report, in the format of FILE's suffix: .json, .xml (JUnit), .sarif, .txt; repeatable.",
         ),
     ] = None
-    json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="The same as --format json.")] = False
+    json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = False
     limit: Annotated[
         int | None,
         Option(
             "--limit",
             metavar="N",
-            parser=whole(0),
+            parser=whole_number(0),
             rich_help_panel=OUTPUT,
-            help="Show at most N places of a code as text; 0 for all. [8]",
+            help="Show at most N locations per code in text; 0 for all. [8]",
         ),
     ] = None
 
@@ -141,6 +147,6 @@ class ValidateOptions:
     threads: ReadingThreads = None
 
     quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing of checkpoints without errors.")
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing for checkpoints without errors.")
     ] = False
     debug: Debug = False

@@ -1,6 +1,7 @@
-"""The values of options: what their texts mean.
+"""Parsers for the values of options.
 
-``one_of`` and ``whole`` are parsers for typer; the others are called when the options are put together to a job.
+``one_of`` and ``whole_number`` make parsers for typer. The other functions are called when a
+command builds its job from the options.
 """
 
 from __future__ import annotations
@@ -14,113 +15,141 @@ from typer import BadParameter
 from core.errors import UsageError
 
 AUTO = "auto"
-"""What ``--unstack-layers`` takes for the usual names."""
+"""Value of ``--unstack-layers`` that selects the stacked tensors by their usual names."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
-def size_in_bytes(text: str) -> int:
-    """Bytes of ``512MiB``, ``1GB``, ``1.5g``, ``65536``; ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` of two.
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``512MiB``, ``1GB``, ``1.5g`` or ``65536``.
+
+    ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` powers of two.
 
     Raises:
-        UsageError: not a size, or zero.
+        UsageError: the text is not a size, or the size is zero.
     """
-    found = _SIZE.fullmatch(text.strip())
-    n_bytes = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    n_bytes = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if n_bytes <= 0:
         raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
     return n_bytes
 
 
-def casts_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """``(glob or None, dtype)`` of each ``--dtype``: ``bf16`` or ``GLOB=bf16``."""
-    return _of_globs(texts, option="--dtype", what="DTYPE", hint="for example '*.bias=fp32'")
+def parse_casts(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
+    """Parse each ``--dtype`` (``bf16`` or ``GLOB=bf16``) into ``(glob or None, dtype)``."""
+    return _parse_glob_pairs(texts, option="--dtype", value="DTYPE", hint="for example '*.bias=fp32'")
 
 
-def quantizations_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """``(glob or None, kind)`` of each ``--quantize``: ``block`` or ``GLOB=block``."""
-    return _of_globs(texts, option="--quantize", what="KIND", hint="KIND is block, tensor or none")
+def parse_quantizations(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
+    """Parse each ``--quantize`` (``block`` or ``GLOB=block``) into ``(glob or None, kind)``."""
+    return _parse_glob_pairs(texts, option="--quantize", value="KIND", hint="KIND is block, tensor or none")
 
 
-def _of_globs(texts: list[str] | None, *, option: str, what: str, hint: str) -> tuple[tuple[str | None, str], ...]:
-    """(glob or None, word) of each ``WORD`` or ``GLOB=WORD``.
+def _parse_glob_pairs(
+    texts: list[str] | None, *, option: str, value: str, hint: str
+) -> tuple[tuple[str | None, str], ...]:
+    """Parse each ``WORD`` or ``GLOB=WORD`` into ``(glob or None, word)``.
 
     Raises:
-        UsageError: one is neither.
+        UsageError: a text has neither form; ``option``, ``value`` and ``hint`` are for the message.
     """
     pairs = []
     for text in texts or ():
         glob, equals, word = text.rpartition("=")
         if not word or (equals and not glob):
-            raise UsageError(f"{option}: {text!r} is neither {what} nor GLOB={what}", hint=hint)
+            raise UsageError(f"{option}: {text!r} is neither {value} nor GLOB={value}", hint=hint)
         pairs.append((glob if equals else None, word))
     return tuple(pairs)
 
 
-def renames_of(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
-    """``(regex, replacement)`` of each ``--rename OLD=NEW``; a ``=`` inside OLD is written ``\\=``."""
+def parse_renames(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    """Parse each ``--rename OLD=NEW`` into ``(regex, replacement)``.
+
+    A ``=`` inside OLD is written ``\\=``.
+
+    Raises:
+        UsageError: a text is not ``OLD=NEW``.
+    """
     pairs = []
     for text in texts or ():
-        found = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
+        if match is None:
             raise UsageError(f"--rename: {text!r} is not OLD=NEW", hint="OLD is a regular expression: '^module\\.='")
-        pairs.append((found[1], found[2]))
+        pairs.append((match[1], match[2]))
     return tuple(pairs)
 
 
-def pairs_of(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], ...]:
-    """(first key, second key) of each ``A=B``."""
+def parse_key_pairs(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], ...]:
+    """Parse each ``A=B`` into ``(first key, second key)``.
+
+    Raises:
+        UsageError: a text is not two keys; the message names ``option``.
+    """
     pairs = []
     for text in texts or ():
         first, equals, second = text.partition("=")
         if not (first and equals and second) or "=" in second:
             raise UsageError(
-                f"{option}: {text!r} is not KEY=KEY", hint=f"such as {option} lm_head.weight=model.embed_tokens.weight"
+                f"{option}: {text!r} is not KEY=KEY",
+                hint=f"for example {option} lm_head.weight=model.embed_tokens.weight",
             )
         pairs.append((first, second))
     return tuple(pairs)
 
 
-def stacks_of(texts: list[str] | None) -> tuple[str, ...] | None:
-    """The globs of ``--unstack-layers``: () for ``auto``, None without the option."""
+def parse_unstack_globs(texts: list[str] | None) -> tuple[str, ...] | None:
+    """Return the globs of ``--unstack-layers``: () for ``auto``, None without the option.
+
+    Raises:
+        UsageError: ``auto`` is given together with a glob.
+    """
     if not texts:
         return None
     if AUTO in texts and len(texts) > 1:
-        raise UsageError(f"--unstack-layers: {AUTO} and globs contradict each other", hint="give the globs alone")
+        raise UsageError(f"--unstack-layers: {AUTO} and globs cannot be combined", hint="give only the globs")
     return () if texts == [AUTO] else tuple(texts)
 
 
-def names_of(text: str | None) -> str | None:
-    """``hf``, ``hf:MODEL_TYPE`` or ``megatron``."""
+def check_names(text: str | None) -> str | None:
+    """Return the value of ``--names`` if it is valid.
+
+    Raises:
+        UsageError: it is not ``hf``, ``hf:MODEL_TYPE`` or ``megatron``.
+    """
     if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
-        raise UsageError(f"--names: {text!r} is none of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe")
+        raise UsageError(
+            f"--names: {text!r} is not one of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe"
+        )
     return text
 
 
-def check_rules(path: Path | None) -> None:
-    """Refuses a file of ``--rules`` that is not there.
+def check_rules_file(path: Path | None) -> None:
+    """Raise unless the file of ``--rules`` exists or the option is not given.
 
     Raises:
-        UsageError: see there.
+        UsageError: the path is not a file.
     """
     if path is not None and not path.is_file():
-        raise UsageError("--rules: there is no such file", file=str(path), hint="check the spelling of the path")
+        raise UsageError("--rules: file not found", file=str(path), hint="check the spelling of the path")
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """A parser for one of some words."""
+    """Return a typer parser that accepts only the given words."""
 
     def parse(text: str) -> str:
         if text not in words:
-            raise BadParameter(f"{text!r} is none of: {', '.join(words)}")
+            raise BadParameter(f"{text!r} is not one of: {', '.join(words)}")
         return text
 
     return parse
 
 
-def whole(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
-    """A parser for whole numbers from ``low`` to ``high``; defaults come as numbers."""
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
+    """Return a typer parser for whole numbers from ``low`` to ``high``.
+
+    typer also passes defaults through the parser, as numbers.
+    """
 
     def parse(text: str | int) -> int:
         try:

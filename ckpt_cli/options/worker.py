@@ -1,4 +1,6 @@
-"""Options of a worker: what stands before the verb in ``python -m ckpt_cli.worker [options] VERB ARGS``."""
+"""Options of a worker: the arguments before the verb in ``python -m ckpt_cli.worker [options] VERB
+ARGS``.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,33 @@ from core.errors import UsageError
 
 BACKENDS = ("auto", "gloo", "nccl")
 LONGEST_S = 86_400
-"""No wait is longer: a day."""
+"""The longest time limit that can be set: a day, in seconds."""
 
 USAGE = """usage: python -m ckpt_cli.worker [options] VERB ARGS
 One of several workers that run a ckpt command together; started by ckpt launch, torchrun -m, srun or mpirun.
 
-  --device cpu|cuda|auto   where work on every byte is done (cpu); auto: a GPU, if each worker has one
-  --backend auto|gloo|nccl how workers talk (auto: gloo, with nccl beside it on GPUs)
-  --timeout SECONDS        a worker that is silent for so long is given up (60)
-  --join-timeout SECONDS   how long workers wait for one another at the beginning (300)
+  --device cpu|cuda|auto   device for casts and checks (cpu); auto: a GPU, if each worker has one
+  --backend auto|gloo|nccl how workers communicate (auto: gloo, plus nccl on GPUs)
+  --timeout SECONDS        give up on a worker after this long without a heartbeat (60)
+  --join-timeout SECONDS   how long workers wait for each other at the start (300)
   --bind none|cores|numa|auto
-                           cores that a worker keeps to (auto)
+                           cores to pin each worker to (auto)
 VERB ARGS are those of ckpt."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a worker works.
+    """Settings of one worker process.
 
     Args:
-        device: where work on every byte is done, one of ``core.device.device.NAMES``.
-        backend: how workers talk, one of ``BACKENDS``.
-        timeout_s: a worker that gives no sign for so many seconds is given up.
-        join_timeout_s: seconds that workers wait for one another at the beginning.
-        bind: cores that a worker keeps to, one of ``ckpt_cli.host.binding.MODES``.
+        device: where per-byte work runs, one of ``core.device.device.NAMES``.
+        backend: how workers communicate, one of ``BACKENDS``.
+        timeout_s: seconds without a heartbeat after which a worker counts as lost.
+        join_timeout_s: seconds that workers wait for each other at the start.
+        bind: cores to pin the worker to, one of ``ckpt_cli.host.binding.MODES``.
+
+    Raises:
+        UsageError: a value is not among those allowed, or two contradict each other.
     """
 
     device: str = "cpu"
@@ -44,70 +49,68 @@ class WorkerOptions:
     bind: str = "auto"
 
     def __post_init__(self) -> None:
-        for option, value, known in (
+        for option, value, allowed in (
             ("--device", self.device, NAMES),
             ("--backend", self.backend, BACKENDS),
             ("--bind", self.bind, MODES),
         ):
-            if value not in known:
-                raise UsageError(f"{option} is {value!r}, which is none of {', '.join(known)}")
+            if value not in allowed:
+                raise UsageError(f"{option} is {value!r}, which is not one of: {', '.join(allowed)}")
         for option, seconds in (("--timeout", self.timeout_s), ("--join-timeout", self.join_timeout_s)):
             if not 1 <= seconds <= LONGEST_S:
                 raise UsageError(f"{option} is {seconds:g} seconds, which is not between 1 and {LONGEST_S}")
         if self.backend == "nccl" and self.device == "cpu":
-            raise UsageError("--backend nccl talks between GPUs, but --device is cpu", hint="give --device cuda")
+            raise UsageError("--backend nccl needs GPUs, but --device is cpu", hint="give --device cuda")
 
     def as_arguments(self) -> list[str]:
-        """The options as a command line has them; those that have their usual values are left out."""
-        usual = WorkerOptions()
-        found = []
+        """Return the options that differ from their defaults, as command-line arguments."""
+        defaults = WorkerOptions()
+        arguments = []
         for option, (name, _) in _OPTIONS.items():
-            if getattr(self, name) != getattr(usual, name):
-                value = getattr(self, name)
-                found += [option, f"{value:g}" if isinstance(value, (int, float)) else value]
-        return found
+            value = getattr(self, name)
+            if value != getattr(defaults, name):
+                arguments += [option, f"{value:g}" if isinstance(value, (int, float)) else value]
+        return arguments
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{text!r} is no number of seconds") from None
+        raise UsageError(f"{text!r} is not a number of seconds") from None
 
 
 _OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
     "--device": ("device", str),
     "--backend": ("backend", str),
-    "--timeout": ("timeout_s", _seconds),
-    "--join-timeout": ("join_timeout_s", _seconds),
+    "--timeout": ("timeout_s", _parse_seconds),
+    "--join-timeout": ("join_timeout_s", _parse_seconds),
     "--bind": ("bind", str),
 }
 
 
-def parsed(arguments: Sequence[str]) -> tuple[WorkerOptions, list[str]]:
-    """The options, and the verb with its arguments.
+def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, list[str]]:
+    """Split a worker's arguments into its options and the ckpt command that follows them.
 
     Raises:
-        UsageError: an option is unknown or has no proper value, or there is no verb.
+        UsageError: an option is unknown or its value invalid, or no command follows.
     """
     values: dict[str, object] = {}
-    left = list(arguments)
-    while left and left[0].startswith("-"):
-        word = left.pop(0)
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
         if word == "--":
             break
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
         if option not in _OPTIONS:
-            raise UsageError(
-                f"no such option of a worker: {option}", hint="options of the command follow it; see --help"
-            )
+            raise UsageError(f"no such worker option: {option}", hint="options of the command go after it; see --help")
         if not equals:
-            if not left:
+            if not rest:
                 raise UsageError(f"{option} needs a value")
-            value = left.pop(0)
+            value = rest.pop(0)
         name, convert = _OPTIONS[option]
         values[name] = convert(value)
-    if not left:
-        raise UsageError("no command to run", hint="give one, as to ckpt: … convert SRC DST --to FORMAT")
-    return replace(WorkerOptions(), **values), left  # type: ignore[arg-type]
+    if not rest:
+        raise UsageError("no command to run", hint="give one as for ckpt: … convert SRC DST --to FORMAT")
+    return replace(WorkerOptions(), **values), rest  # type: ignore[arg-type]

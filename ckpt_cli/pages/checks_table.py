@@ -18,28 +18,27 @@ from core.checks.registry import codes
 
 
 def print_checks(*, is_json: bool) -> int:
-    """Prints them; returns the exit code."""
+    """Print every code of ``ckpt validate`` and return the exit code."""
     if is_json:
-        print(json.dumps({"schema": "ckpt.checks/1", "checks": list(_rows())}))
+        checks = [
+            {
+                "code": code.code,
+                "severity": code.severity.label,
+                "level": LEVELS[code.level],
+                "title": code.title,
+                "hint": code.hint,
+            }
+            for code in codes().values()
+        ]
+        print(json.dumps({"schema": "ckpt.checks/1", "checks": checks}))
         return 0
     for line in table_lines(screen_of(sys.stdout)):
         print(line)
     return 0
 
 
-def _rows() -> Iterator[dict[str, str]]:
-    for code in codes().values():
-        yield {
-            "code": code.code,
-            "severity": code.severity.label,
-            "level": LEVELS[code.level],
-            "title": code.title,
-            "hint": code.hint,
-        }
-
-
 def table_lines(screen: Screen) -> Iterator[str]:
-    """The table for people: hints only where there is room for them."""
+    """Yield the table for people: code, severity, level and title of every code."""
     rows: list[list[Cell | str]] = []
     for code in codes().values():
         severity = Cell(code.severity.label, (STYLES[code.severity],))

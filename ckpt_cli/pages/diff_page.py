@@ -1,7 +1,7 @@
-"""What ``ckpt diff`` prints: the verdict first, then what matters most.
+"""The page of ``ckpt diff``: the verdict first, then the most important differences.
 
-Tensors that differ in numbers of their keys only (layers, experts), and have one shape, are one row; its figures are
-those of the worst of them.
+Tensors whose keys differ only in numbers (layers, experts) and that have the same shape share a row,
+which shows the figures of the worst of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUPS = {"model": "model", "moments": "optimizer moments", "masters": "master 
 _COLUMNS = {
     "equal": "equal",
     "close": "close",
-    "unread": "alike",
+    "unread": "not read",
     "values": "values",
     "dtype": "dtype",
     "shape": "shape",
@@ -43,117 +43,137 @@ _COLUMNS = {
 _MAX_NOTES = 6
 
 
-def page_of(screen: Screen, found: Diff, *, limit: int, is_flat: bool) -> Iterator[str]:
-    """The whole page.
+def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Iterator[str]:
+    """Yield the page.
 
     Args:
         limit: most lines of a list; 0 for all.
-        is_flat: one row a tensor.
+        is_flat: every tensor gets a row of its own.
     """
-    yield verdict_line(screen, found)
-    yield from facts(screen, _facts(found), indent=2)
-    if any(not one.is_same for one in found.tensors) or found.of_kind("close"):
+    # Above the lists: verdict, facts, and how many tensors of each group are of each kind.
+    yield verdict_line(screen, result)
+    yield from facts(screen, _facts(result), indent=2)
+    if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
         yield ""
-        yield from table(screen, list(_counts(found)), align="<" + ">" * len(_COLUMNS), indent=2)
-    hand = _Lists(screen, limit, is_flat)
-    for name, missing in _missing(found):
-        yield from hand.listed(f"only in {name}", missing, only_row, whole=_whole_groups(found, missing))
-    yield from hand.listed("shapes, A and B", found.of_kind("shape"), shape_row)
-    yield from hand.listed("dtypes, A and B", found.of_kind("dtype"), dtype_row)
-    yield from hand.listed("values, the farthest apart first", found.of_kind("values"), values_row, head=VALUES_HEAD)
-    if found.rule is not None:
-        close = sorted(found.of_kind("close"), key=lambda one: one.order)
-        yield from hand.listed("within the tolerance, not equal", close, values_row, head=VALUES_HEAD)
-    yield from hand.entries("beside tensors", found.entries)
+        yield from table(screen, list(_count_rows(result)), align="<" + ">" * len(_COLUMNS), indent=2)
+    # The lists, the most important first; those without members print nothing.
+    lists = _ListPrinter(screen, limit, is_flat)
+    for name, tensors in _one_sided(result):
+        whole_groups = _missing_groups(result, tensors)
+        yield from lists.tensor_lines(f"only in {name}", tensors, only_row, whole_groups=whole_groups)
+    yield from lists.tensor_lines("different shapes, A → B", result.of_kind("shape"), shape_row)
+    yield from lists.tensor_lines("different dtypes, A → B", result.of_kind("dtype"), dtype_row)
+    yield from lists.tensor_lines(
+        "different values, largest difference first", result.of_kind("values"), values_row, head=VALUES_HEAD
+    )
+    if result.rule is not None:
+        close = sorted(result.of_kind("close"), key=lambda tensor: tensor.order)
+        yield from lists.tensor_lines("within the tolerance, not identical", close, values_row, head=VALUES_HEAD)
+    yield from lists.entry_lines("other entries", result.entries)
 
 
-def verdict_line(screen: Screen, found: Diff) -> str:
-    """One line: whether they are the same, and if not, how much of them differs."""
-    text, is_good = _verdict(found)
+def verdict_line(screen: Screen, result: Diff) -> str:
+    """Return one line that tells whether the checkpoints are the same, and if not, how much of them
+    differs.
+    """
+    is_good = result.is_same
     mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
-    return screen.plain(f"{mark} {screen.styled(text, 'bold')}")
+    return screen.plain(f"{mark} {screen.styled(_verdict_text(result), 'bold')}")
 
 
-def _verdict(found: Diff) -> tuple[str, bool]:
-    differing = sum(not one.is_same for one in found.tensors)
-    tensors = n_text(len(found.tensors), "tensor")
-    entries = n_text(len(found.entries), "entry", "entries") + " beside them"
-    if differing:
-        if all(one.is_same or (one.kind == "dtype" and one.is_cast) for one in found.tensors) and not found.entries:
-            return f"they differ in dtypes only: {differing:,} of {tensors} hold the same values in another one", False
-        missing = [f"{len(some):,} are only in {name}" for name, some in _missing(found) if some]
-        n_both = len(found.tensors) - sum(len(some) for _, some in _missing(found))
-        if n_both and n_both == len(found.tensors) - differing:
-            rest = f", and {entries} differ" if found.entries else ""
-            return (
-                f"the tensors of both are the same ({n_both:,}, {_how(found)}), but {' and '.join(missing)}{rest}",
-                False,
-            )
-        rest = f", {entries}" if found.entries else ""
-        return f"they differ: {differing:,} of {tensors}{rest}", False
-    how = _how(found)
-    if found.left_out:
-        return f"what could be compared is the same ({tensors} {how}), but not everything could be", False
-    if found.entries:
-        verb = "differs" if len(found.entries) == 1 else "differ"
-        return f"the tensors are the same ({len(found.tensors):,}, {how}), but {entries} {verb}", False
-    values = f" and {n_text(found.n_entries, 'value')} beside them" if found.n_entries else ""
-    size = bytes_text(sum(one.meta.n_bytes for one in found.tensors))
-    if not found.is_read:
-        return f"alike: {tensors} ({size}) of equal names, shapes and dtypes{values}; {how}", True
-    return f"the same: {tensors} ({size}) {how}{values}", True
+def _verdict_text(result: Diff) -> str:
+    n_differing = sum(not tensor.is_same for tensor in result.tensors)
+    if n_differing:
+        return _difference_text(result, n_differing)
+    method = _method_text(result)
+    tensors = n_text(len(result.tensors), "tensor")
+    if result.left_out:
+        return f"no difference in the compared data ({tensors} {method}), but not everything could be compared"
+    if result.entries:
+        verb = "differs" if len(result.entries) == 1 else "differ"
+        return f"the tensors are the same ({len(result.tensors):,}, {method}), but {_entries_text(result)} {verb}"
+    entries = ""
+    if result.n_entries:
+        entries = f" and {n_text(result.n_entries, 'other entry', 'other entries')} (arguments, counters, RNG, …)"
+    size = bytes_text(sum(tensor.meta.n_bytes for tensor in result.tensors))
+    if not result.is_read:
+        return f"same names, shapes and dtypes: {tensors} ({size}){entries}; {method}"
+    return f"the same: {tensors} ({size}) {method}{entries}"
 
 
-def _missing(found: Diff) -> tuple[tuple[str, list[TensorDiff]], ...]:
-    """The tensors that only one side has."""
-    return ("A", found.of_kind("only_a")), ("B", found.of_kind("only_b"))
+def _difference_text(result: Diff, n_differing: int) -> str:
+    """Return the verdict on checkpoints whose tensors differ."""
+    tensors = n_text(len(result.tensors), "tensor")
+    is_cast = all(t.is_same or (t.kind == "dtype" and t.is_cast) for t in result.tensors)
+    if is_cast and not result.entries:
+        return f"only dtypes differ: {n_differing:,} of {tensors} hold the same values in another dtype"
+    # Every tensor that both have may be the same, and one side has more of them.
+    one_sided = [(name, len(members)) for name, members in _one_sided(result) if members]
+    n_shared = len(result.tensors) - sum(n for _, n in one_sided)
+    if n_shared and n_shared == len(result.tensors) - n_differing:
+        missing = " and ".join(f"{n:,} {'is' if n == 1 else 'are'} only in {name}" for name, n in one_sided)
+        rest = f", and {_entries_text(result)} differ" if result.entries else ""
+        return f"the tensors that both have are the same ({n_shared:,}, {_method_text(result)}), but {missing}{rest}"
+    rest = f" and {_entries_text(result)}" if result.entries else ""
+    return f"different: {n_differing:,} of {tensors}{rest}"
 
 
-def _how(found: Diff) -> str:
-    if not found.is_read:
+def _entries_text(result: Diff) -> str:
+    return n_text(len(result.entries), "other entry", "other entries")
+
+
+def _one_sided(result: Diff) -> tuple[tuple[str, list[TensorDiff]], ...]:
+    """Return the tensors that only one side has, by the name of the side."""
+    return ("A", result.of_kind("only_a")), ("B", result.of_kind("only_b"))
+
+
+def _method_text(result: Diff) -> str:
+    """Return how the tensors were compared, as the end of a clause."""
+    if not result.is_read:
         return "no tensor was read"
-    n_close = len(found.of_kind("close"))
-    if found.n_by_fingerprint == sum(one.a is not None and one.b is not None for one in found.tensors) > 0:
-        return "by their fingerprints"
-    if found.rule is None or not n_close:
+    n_close = len(result.of_kind("close"))
+    n_shared = sum(tensor.a is not None and tensor.b is not None for tensor in result.tensors)
+    if result.n_by_fingerprint == n_shared > 0:
+        return "by fingerprint"
+    if result.rule is None or not n_close:
         return "bit for bit"
     return f"within the tolerance, {n_close:,} of them not bit for bit"
 
 
-def _facts(found: Diff) -> Iterator[tuple[str, Cell | str]]:
-    yield "A", _side_text(found.a)
-    yield "B", _side_text(found.b)
-    if found.rule is not None:
-        nan = "NaN equals NaN" if found.rule.equal_nan else "NaN differs from NaN"
-        yield "equal if", f"|A-B| <= {found.rule.atol:g} + {found.rule.rtol:g}·|B|, {nan}"
-    if found.is_read:
-        rate = (
-            f", {bytes_text(round(found.read_bytes / found.seconds))}/s"
-            if found.read_bytes and found.seconds > 1
-            else ""
-        )
-        yield "read", f"{bytes_text(found.read_bytes)} in {seconds_text(found.seconds)}{rate}"
-    if found.n_by_fingerprint:
-        n = n_text(found.n_by_fingerprint, "tensor")
-        text = f"{n} not read: the fingerprints in both manifests are equal (--read reads them)"
+def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
+    """Yield the facts below the verdict: the two sides, how they were compared, and notes."""
+    # What was compared, and how.
+    yield "A", _side_text(result.a)
+    yield "B", _side_text(result.b)
+    if result.rule is not None:
+        nan = "NaN equals NaN" if result.rule.equal_nan else "NaN differs from NaN"
+        yield "equal if", f"|A-B| <= {result.rule.atol:g} + {result.rule.rtol:g}·|B|, {nan}"
+    if result.is_read:
+        rate = ""
+        if result.read_bytes and result.seconds > 1:
+            rate = f", {bytes_text(round(result.read_bytes / result.seconds))}/s"
+        yield "read", f"{bytes_text(result.read_bytes)} in {seconds_text(result.seconds)}{rate}"
+    # What needed no comparison, and what could be done next.
+    if result.n_by_fingerprint:
+        tensors = n_text(result.n_by_fingerprint, "tensor")
+        text = f"{tensors} not read: their fingerprints in both manifests are equal (--read compares the data)"
         yield "proven", Cell(text, ("green",))
-    if found.of_layout:
-        some = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in found.of_layout[:3])
-        more = ", …" if len(found.of_layout) > 3 else ""
-        count = n_text(len(found.of_layout), "entry", "entries")
-        verb, does = ("differs", "does") if len(found.of_layout) == 1 else ("differ", "do")
-        yield (
-            "layout",
-            Cell(f"{count} {verb} as layout, format or directory do, and {does} not count: {some}{more}", ("dim",)),
-        )
-    if found.rule is None and found.is_read and any(one.kind == "dtype" for one in found.tensors):
-        yield "hint", Cell("--rtol 0 compares values, whatever their dtypes", ("dim",))
-    for number, text in enumerate(found.left_out):
+    if result.of_layout:
+        names = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in result.of_layout[:3])
+        more = ", …" if len(result.of_layout) > 3 else ""
+        count = n_text(len(result.of_layout), "entry", "entries")
+        verb = "differs" if len(result.of_layout) == 1 else "differ"
+        text = f"{count} {verb} because of layout, format or directory, not counted: {names}{more}"
+        yield "layout", Cell(text, ("dim",))
+    if result.rule is None and result.is_read and any(tensor.kind == "dtype" for tensor in result.tensors):
+        yield "hint", Cell("--rtol 0 compares values across dtypes", ("dim",))
+    # What could not be compared, and notes.
+    for number, text in enumerate(result.left_out):
         yield "" if number else "left out", Cell(escaped(text), ("red",))
-    for number, text in enumerate(found.notes[:_MAX_NOTES]):
+    for number, text in enumerate(result.notes[:_MAX_NOTES]):
         yield "" if number else "note", Cell(escaped(text), ("yellow",))
-    if len(found.notes) > _MAX_NOTES:
-        yield "", Cell(f"… {len(found.notes) - _MAX_NOTES} more (--json lists all)", ("dim",))
+    if len(result.notes) > _MAX_NOTES:
+        yield "", Cell(f"… {len(result.notes) - _MAX_NOTES} more (--json lists all)", ("dim",))
 
 
 def _side_text(side: Side) -> str:
@@ -165,67 +185,73 @@ def _side_text(side: Side) -> str:
     return f"{escaped(str(side.source.path))}  ({', '.join(parts)})"
 
 
-def _counts(found: Diff) -> Iterator[list[Cell | str]]:
-    """How many tensors of each group are of each kind; columns and rows without any are left out."""
-    kinds = [kind for kind in _COLUMNS if found.of_kind(kind)]
+def _count_rows(result: Diff) -> Iterator[list[Cell | str]]:
+    """Yield how many tensors of each group are of each kind, without empty columns and rows."""
+    kinds = [kind for kind in _COLUMNS if result.of_kind(kind)]
     yield ["", *(Cell(_COLUMNS[kind], ("dim",)) for kind in kinds)]
     for role in ROLES:
-        members = [one.kind for one in found.tensors if one.role == role]
+        members = [tensor.kind for tensor in result.tensors if tensor.role == role]
         if members:
-            numbers = [members.count(kind) for kind in kinds]
-            yield [_GROUPS[role], *(_count_cell(kind, n) for kind, n in zip(kinds, numbers, strict=True))]
-
-
-def _count_cell(kind: str, n: int) -> Cell:
-    if n == 0:
-        return Cell("·", ("dim",))
-    return Cell(f"{n:,}", ("green",) if kind in ("equal", "close", "unread") else ("red",))
+            row: list[Cell | str] = [_GROUPS[role]]
+            for kind in kinds:
+                n = members.count(kind)
+                color = "green" if kind in ("equal", "close", "unread") else "red"
+                row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
+            yield row
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
-    """Prints lists of tensors and entries."""
+class _ListPrinter:
+    """Prints lists of tensors and entries.
+
+    Args:
+        limit: most lines of a list; 0 for all.
+        is_flat: every tensor gets a row of its own.
+    """
 
     screen: Screen
     limit: int
     is_flat: bool
 
-    def listed(
+    def tensor_lines(
         self,
         title: str,
         tensors: Sequence[TensorDiff],
         cells: RowCells,
         *,
         head: Sequence[str] = (),
-        whole: Collection[str] = (),
+        whole_groups: Collection[str] = (),
     ) -> Iterator[str]:
-        """A section; nothing where there are no tensors.
+        """Yield a section with a list of tensors; nothing if there are none.
 
         Args:
-            head: of the columns.
-            whole: groups that are one row each.
+            cells: makes the cells of a row, after its name.
+            head: titles of the columns.
+            whole_groups: groups (roles of tensors) that get only one row each.
         """
         if not tensors:
             return
+        # Tensors to rows: one each, or one for those that differ only in numbers of their keys.
         if self.is_flat:
-            rows = [Row(escaped(one.key), one, (one,)) for one in tensors]
+            rows = [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
         else:
-            grouped = [[one for one in tensors if one.role == role] for role in whole]
-            rows = [Row(f"all {_GROUPS[some[0].role]}", some[0], some) for some in grouped]
-            rows += folded_rows(one for one in tensors if one.role not in whole)
+            groups = [[tensor for tensor in tensors if tensor.role == role] for role in whole_groups]
+            rows = [Row(f"all {_GROUPS[members[0].role]}", members[0], members) for members in groups]
+            rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
         shown = rows[: self.limit] if self.limit else rows
+        # Title, table, and the number of tensors that are not shown.
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
-        made: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in head]] if head else []
-        made += [[row.name, *cells(row)] for row in shown]
-        yield from self._table(made, has_head=bool(head))
+        table_rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in head]] if head else []
+        table_rows += [[row.name, *cells(row)] for row in shown]
+        yield from self._table(table_rows, has_head=bool(head))
         yield from self._more(sum(len(row.members) for row in rows[len(shown) :]), "tensor")
 
-    def entries(self, title: str, entries: Sequence[EntryDiff]) -> Iterator[str]:
-        """The entries that differ."""
+    def entry_lines(self, title: str, entries: Sequence[EntryDiff]) -> Iterator[str]:
+        """Yield a section with the entries that differ; nothing if there are none."""
         if not entries:
             return
-        lines = folded((f"{one.path}{END}{_change(one)}" for one in entries), end=END)
+        lines = folded((f"{entry.path}{END}{_change_text(entry)}" for entry in entries), end=END)
         shown = lines[: self.limit] if self.limit else lines
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(entries):,})", "bold"))
@@ -241,7 +267,10 @@ class _Lists:
             yield self.screen.plain(self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim"))
 
     def _table(self, rows: list[list[Cell | str]], *, has_head: bool) -> Iterator[str]:
-        """Aligned columns; where they are too wide, names on lines of their own."""
+        """Yield aligned columns.
+
+        If they are too wide for the screen, names get lines of their own.
+        """
         n_columns = max(map(len, rows))
         align = "<" + ">" * (n_columns - 2) * has_head + "<" * (1 if has_head else n_columns - 1)
         width = self.screen.width
@@ -249,9 +278,13 @@ class _Lists:
         if width is None or all(columns_of(line) <= width for line in lines):
             yield from table(self.screen, rows, align=align, indent=2)
             return
+        # Too wide: each name above the other cells of its row.
         rest = [[Cell("  "), *row[1:]] for row in rows]
+        # Still too wide: the last cell has only the index of the first difference, not its two values.
         if has_head and any(columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)):
-            rest = [[*row[:-1], _without_values(row[-1])] for row in rest]
+            for row in rest:
+                text = row[-1].text if isinstance(row[-1], Cell) else row[-1]
+                row[-1] = Cell(text.partition(": ")[0], ("dim",))
         for row, line in zip(rows, table(self.screen, rest, align=align, indent=2), strict=True):
             name = row[0].text if isinstance(row[0], Cell) else row[0]
             if name:
@@ -259,19 +292,13 @@ class _Lists:
             yield line
 
 
-def _whole_groups(found: Diff, missing: Sequence[TensorDiff]) -> list[str]:
-    """The groups of which all tensors are missing on one side: there is nothing to compare them with."""
-    n_all, n_missing = (Counter(one.role for one in some) for some in (found.tensors, missing))
+def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
+    """Return the groups (roles) of which all tensors are missing on one side, apart from the model."""
+    n_all, n_missing = (Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing))
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
 
 
-def _without_values(cell: Cell | str) -> Cell:
-    """Where the first difference is, without what is there."""
-    text = cell.text if isinstance(cell, Cell) else cell
-    return Cell(text.partition(": ")[0], ("dim",))
-
-
-def _change(entry: EntryDiff) -> str:
+def _change_text(entry: EntryDiff) -> str:
     if entry.kind == "only_a":
         return f"only in A: {entry.a}"
     if entry.kind == "only_b":

@@ -1,7 +1,9 @@
-"""Objects (arguments, random states, optimizer settings) as JSON values; nothing in them is ever run.
+"""Objects (arguments, random states, optimizer settings) as JSON values.
 
-An instance is shown as ``{"<class>": "argparse.Namespace", …attributes}``, a class or function as its dotted name, a
-tensor as ``{"<tensor>": key}``, bytes as their number.
+Nothing in them is ever executed.
+
+An instance is result as ``{"<class>": "argparse.Namespace", …attributes}``, a class or function as
+its dotted name, a tensor as ``{"<tensor>": key}``, bytes as their number.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ MAX_NODES = 20_000
 _MAX_BITS = 8192
 
 
-def plain(item: StoredObject, checkpoint: Checkpoint) -> object:
-    """The value of an object, read from its own stream where the metadata does not hold it."""
+def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
+    """Return an object as a JSON value.
+
+    Read it from its own stream if the metadata does not hold it.
+    """
     value = item.value
     if item.raw_key is not None:
         from core.formats.torch.format import load_object
@@ -27,18 +32,22 @@ def plain(item: StoredObject, checkpoint: Checkpoint) -> object:
         stream = checkpoint.catalog.fragments(item.raw_key)[0].array
         assert stream is not None
         value, _ = load_object(checkpoint.store, stream, key=item.key)
-    return _Reader().plain(value)
+    return _JsonConverter().convert(value)
 
 
-class _Reader:
-    """Turns an inert tree into JSON values; ends whatever the tree is (deep, cyclic, shared a million times)."""
+class _JsonConverter:
+    """Converts an inert tree into JSON values.
+
+    The conversion ends for every tree (deep, cyclic, shared a million times).
+    """
 
     def __init__(self) -> None:
-        self._left = MAX_NODES
+        self._n_remaining = MAX_NODES
 
-    def plain(self, value: object, depth: int = 0) -> object:
-        """``value`` as JSON; "…" for what is too much."""
-        self._left -= 1
+    def convert(self, value: object, depth: int = 0) -> object:
+        """Return the value as JSON; "…" if it is nested too deeply or the tree is too large."""
+        self._n_remaining -= 1
+        # Numbers, text and references stand for themselves.
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
@@ -53,7 +62,8 @@ class _Reader:
             return {"<object>": value.key}
         if isinstance(value, (Global, complex)):
             return str(value)
-        if depth >= MAX_DEPTH or self._left <= 0:
+        # Containers are converted recursively, within the limits.
+        if depth >= MAX_DEPTH or self._n_remaining <= 0:
             return "…"
         mapping = as_mapping(value)
         if mapping is not None:
@@ -65,31 +75,33 @@ class _Reader:
         return f"<{type(value).__name__}>"
 
     def _instance(self, value: Inert, depth: int) -> dict[str, object]:
-        shown: dict[str, object] = {"<class>": value.class_name}
+        result: dict[str, object] = {"<class>": value.class_name}
         if value.args:
-            shown["<arguments>"] = self._items(value.args, depth)
+            result["<arguments>"] = self._items(value.args, depth)
         if isinstance(value.state, dict):
-            shown.update(self._entries(value.state, depth))
+            result.update(self._entries(value.state, depth))
         elif value.state is not NO_STATE:
-            shown["<state>"] = self.plain(value.state, depth + 1)
+            result["<state>"] = self.convert(value.state, depth + 1)
         if value.items:
-            shown["<items>"] = self._items(value.items, depth)
-        return shown
+            result["<items>"] = self._items(value.items, depth)
+        return result
 
     def _entries(self, mapping: dict[object, object], depth: int) -> dict[str, object]:
-        shown: dict[str, object] = {}
+        result: dict[str, object] = {}
         for number, (name, item) in enumerate(mapping.items()):
-            if self._left <= 0:
-                shown["…"] = f"{len(mapping) - number} more"
+            if self._n_remaining <= 0:
+                result["…"] = f"{len(mapping) - number} more"
                 break
-            shown[name if isinstance(name, str) else str(self.plain(name, depth + 1))] = self.plain(item, depth + 1)
-        return shown
+            result[name if isinstance(name, str) else str(self.convert(name, depth + 1))] = self.convert(
+                item, depth + 1
+            )
+        return result
 
     def _items(self, items: Sequence[object], depth: int) -> list[object]:
-        shown: list[object] = []
+        result: list[object] = []
         for number, item in enumerate(items):
-            if self._left <= 0:
-                shown.append(f"… {len(items) - number} more")
+            if self._n_remaining <= 0:
+                result.append(f"… {len(items) - number} more")
                 break
-            shown.append(self.plain(item, depth + 1))
-        return shown
+            result.append(self.convert(item, depth + 1))
+        return result

@@ -1,4 +1,4 @@
-"""One tensor for people and for ``--json``: the map of its boxes, and its first numbers."""
+"""One tensor for people and for ``--json``: the places of its boxes and its first values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from core.inspect.preview import Number, Place
 def tensor_lines(
     screen: Screen, meta: TensorMeta, places: Sequence[Place], values: Sequence[Number] | None
 ) -> Iterator[str]:
-    """The page of one tensor."""
+    """Yield the page of one tensor: facts, a row for each place, and its first values."""
     yield screen.styled(escaped(meta.key), "bold")
     n_boxes = len({place.box for place in places})
     n_copies = len(places) - n_boxes
-    copies = f", and {n_text(n_copies, 'copy', 'copies')} of some" if n_copies else ""
-    stored = n_text(n_boxes, "box", "boxes") + copies + _encoded(places)
+    replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
+    stored = n_text(n_boxes, "box", "boxes") + replicas + _encoding_text(places)
     elements = f"{count_text(meta.n_elements)} {'element' if meta.n_elements == 1 else 'elements'}"
     yield from facts(
         screen,
@@ -32,12 +32,13 @@ def tensor_lines(
             ("stored", stored),
         ],
     )
+    # One row for each place, without empty columns.
     yield ""
     head = [Cell(text, ("dim",)) for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")]
     rows = [head, *(_row(place, itemsize(meta.dtype)) for place in places)]
-    used = [at for at in range(len(head)) if any(row[at].text for row in rows[1:])]
-    align = "".join("<<<<><<"[at] for at in used)
-    yield from table(screen, [[row[at] for at in used] for row in rows], align=align)
+    columns = [i for i in range(len(head)) if any(row[i].text for row in rows[1:])]  # those that are not empty
+    align = "".join("<<<<><<"[i] for i in columns)
+    yield from table(screen, [[row[i] for i in columns] for row in rows], align=align)
     if values is not None:
         yield ""
         count = f"all {len(values)}" if len(values) == meta.n_elements else f"first {len(values)}"
@@ -47,15 +48,7 @@ def tensor_lines(
 def _row(place: Place, size: int) -> list[Cell]:
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
-        return [
-            Cell(box_text(place.box)),
-            Cell(rank),
-            Cell("zeros by rule", ("dim",)),
-            Cell(""),
-            Cell(""),
-            Cell(""),
-            Cell(""),
-        ]
+        return [Cell(box_text(place.box)), Cell(rank), Cell("zeros (padding)", ("dim",)), *(Cell("") for _ in range(4))]
     is_part = place.box.shape != place.array_shape
     inside = f"at {shape_text(place.at)}" if is_part else ""
     item = f"item {place.offset} +{place.item_bytes}" if place.item_bytes is not None else str(place.offset)
@@ -67,31 +60,34 @@ def _row(place: Place, size: int) -> list[Cell]:
         Cell(inside, ("dim",)),
         Cell(item, ("dim",)),
         Cell("" if is_plain or place.strides is None else shape_text(place.strides), ("yellow",)),
-        Cell("" if place.encoding is None else _stored_as(place, size), ("yellow",)),
+        Cell("" if place.encoding is None else _stored_text(place, size), ("yellow",)),
     ]
 
 
-def _stored_as(place: Place, size: int) -> str:
-    """``zstd, 1.2 KiB of 4 KiB``: the codec and the lengths of the whole array, stored and dense."""
+def _stored_text(place: Place, size: int) -> str:
+    """Return the codec with the array's stored and decoded length: ``zstd, 1.2 KiB of 4 KiB``."""
     if place.stored_bytes is None:
         return escaped(place.encoding or "")
     n_bytes = prod(place.array_shape) * size
     return escaped(f"{place.encoding}, {bytes_text(place.stored_bytes)} of {bytes_text(n_bytes)}")
 
 
-def _encoded(places: Sequence[Place]) -> str:
-    """How much of a tensor is not stored as plain numbers, as the end of a sentence."""
+def _encoding_text(places: Sequence[Place]) -> str:
+    """Return the codecs of a tensor with their bytes, as the end of a sentence.
+
+    Returns "" if none is used.
+    """
     names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
     if not names:
         return ""
     lengths = {(place.file, place.array): place.stored_bytes for place in places if place.encoding is not None}
-    known = [n for n in lengths.values() if n is not None]
-    size = f", {bytes_text(sum(known))} in the files" if len(known) == len(lengths) else ""
+    sizes = [n for n in lengths.values() if n is not None]
+    size = f", {bytes_text(sum(sizes))} in the files" if len(sizes) == len(lengths) else ""
     return f", {escaped(', '.join(map(str, names)))}{size}"
 
 
 def number_text(value: Number, dtype: str) -> str:
-    """A number with the digits that its dtype has."""
+    """Format a number with as many digits as its dtype has."""
     if isinstance(value, bool) or not isinstance(value, (float, complex)):
         return str(value)
     digits = 17 if dtype in ("float64", "complex128") else 9 if dtype in ("float32", "complex64") else 5
@@ -101,7 +97,7 @@ def number_text(value: Number, dtype: str) -> str:
 
 
 def number_json(value: Number) -> object:
-    """A number as JSON can hold it."""
+    """Return a number as a JSON value."""
     if isinstance(value, complex):
         return [number_json(value.real), number_json(value.imag)]
     if isinstance(value, float) and not math.isfinite(value):
@@ -110,7 +106,7 @@ def number_json(value: Number) -> object:
 
 
 def place_json(place: Place) -> dict[str, object]:
-    """A place as ``--json`` prints it; see ``ckpt_cli.commands.inspect``."""
+    """Return a place as an object of ``--json``; the schema is in ``ckpt_cli.commands.inspect``."""
     return {
         "offset": list(place.box.offset),
         "shape": list(place.box.shape),

@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from core.convert.explain import Explained
     from core.convert.prepare import Prepared
     from core.convert.run import Report
-    from core.plan.plan import Plan
     from core.team.protocol import Figures
 
 LISTED = 12
-"""So many entries of a list are shown; ``--json`` has them all."""
+"""The most entries of a list that are shown; ``--json`` has all."""
 
 
 def plan_lines(
     screen: Screen, prepared: Prepared, *, rank: int | None, rank_files: Sequence[str] | None
 ) -> Iterator[str]:
-    """What would be done."""
+    """Yield the plan of a dry run."""
     yield screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
     source = prepared.source
     plan = prepared.plan
-    size = f"{n_text(len(prepared.files), 'file')}, {bytes_text(plan.file_bytes)}"
+    replicas = f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
     yield from facts(
         screen,
         [
             ("from", f"{escaped(str(source.path))} ({source.format.name})"),
-            ("to", f"{prepared.target_format.name}, {size}"),
+            ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
             ("tensors", f"{prepared.n_tensors:,}"),
-            ("reads", bytes_text(plan.read_bytes) + _replicas(plan)),
-            ("at least", f"{bytes_text(plan.least_read_bytes)} to read, {bytes_text(plan.file_bytes)} to write"),
-            ("memory", f"{bytes_text(plan.memory_bytes)} of the {bytes_text(prepared.job.memory_bytes)} allowed"),
-            *_listed("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
-            *_listed("not carried", prepared.dropped, style="yellow"),
-            *_listed("note", prepared.notes, style="yellow"),
+            ("read", f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"),
+            ("write", bytes_text(plan.file_bytes)),
+            ("memory", f"{bytes_text(plan.memory_bytes)} of {bytes_text(prepared.job.memory_bytes)} allowed"),
+            *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
+            *_list_facts("not carried", prepared.dropped, style="yellow"),
+            *_list_facts("note", prepared.notes, style="yellow"),
         ],
     )
+    # The files of the destination, and those that one of its ranks needs.
     yield ""
     rows = [[Cell(escaped(path)), Cell(bytes_text(size), ("dim",))] for path, size in prepared.files[:LISTED]]
     yield from table(screen, rows, align="<>", indent=2)
@@ -49,20 +49,15 @@ def plan_lines(
         yield screen.plain(screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim"))
     if rank_files is not None:
         yield ""
-        yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'file')} of the source", "bold")
+        yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'source file')}", "bold")
         for name in rank_files:
             yield f"  {escaped(name)}"
 
 
-def _replicas(plan: Plan) -> str:
-    """How much of what is read is only compared."""
-    return f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
-
-
 def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
-    """Each tensor with its shape, what its rule does, and which row the rule is.
+    """Yield each tensor with its shape, the effect of its rule, and where the rule is.
 
-    One line for each where they fit, and in files and pipes; else the rule is wrapped below its tensor.
+    Each tensor takes one line if all fit, and in files and pipes; else the rule is wrapped below it.
     """
     rows = []
     for line in lines:
@@ -86,10 +81,14 @@ def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
 
 
 def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
-    """What was done."""
-    done = screen.styled("✓ wrote", "green", "bold")
-    name = " (a name beside SRC, as no DST was given)" if is_proposed else ""
-    yield screen.plain(f"{done} {screen.styled(escaped(str(report.dst)), 'bold')}{name}")
+    """Yield the report of a finished conversion.
+
+    Args:
+        is_proposed: the destination's name was derived from the source's.
+    """
+    label = screen.styled("✓ wrote", "green", "bold")
+    reason = " (no DST given; named after SRC)" if is_proposed else ""
+    yield screen.plain(f"{label} {screen.styled(escaped(str(report.dst)), 'bold')}{reason}")
     rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
     size = f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
     pairs: list[tuple[str, Cell | str]] = [
@@ -98,34 +97,37 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         ("time", f"{seconds_text(report.seconds)} ({rate}/s)"),
     ]
     if report.workers:
-        pairs.append(("workers", _workers(report.workers)))
+        pairs.append(("workers", _workers_text(report.workers)))
     if report.bytes_resumed:
-        pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} were written already"))
+        pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} had already been written"))
     if report.n_copies:
-        pairs.append(("replicas", f"{report.n_copies:,} compared, all equal"))
+        pairs.append(("replicas", f"{report.n_copies:,} compared, all identical"))
     if report.bytes_verified:
-        pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read again, equal to the source"))
+        pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read back, identical to the source"))
     if report.n_fingerprints:
-        again = f", for {report.n_read_back:,} the result was read again" if report.n_read_back else ""
-        pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{again}"))
+        read_back = f", {report.n_read_back:,} of them by reading the result back" if report.n_read_back else ""
+        pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{read_back}"))
     pairs.append(("manifest", escaped(report.manifest)))
-    pairs += _listed("not carried", report.dropped, style="yellow")
-    pairs += _listed("note", report.notes, style="yellow")
+    pairs += _list_facts("not carried", report.dropped, style="yellow")
+    pairs += _list_facts("note", report.notes, style="yellow")
     yield from facts(screen, pairs, indent=2)
 
 
-def _workers(workers: Sequence[Figures]) -> str:
-    """How many there were, and how alike their shares."""
-    found = summarize_figures(workers)
+def _workers_text(workers: Sequence[Figures]) -> str:
+    """Return how many workers and hosts there were, and how evenly the work was divided."""
+    balance = summarize_figures(workers)["balance"]
     times = [worker.seconds for worker in workers]
     return (
         f"{len(workers)} on {n_text(len({worker.host for worker in workers}), 'host')}, "
-        f"largest share {found['balance']} × the mean, {seconds_text(min(times))} to {seconds_text(max(times))} each"
+        f"largest share {balance} × the mean, {seconds_text(min(times))} to {seconds_text(max(times))} each"
     )
 
 
-def _listed(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:
-    """The items below one another, the first beside ``name``; the rest counted."""
+def _list_facts(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:
+    """Return one fact per item, the first labelled ``name``.
+
+    Items beyond ``LISTED`` are only counted.
+    """
     styles = (style,) if style else ()
     rows: list[tuple[str, Cell | str]] = [
         ("" if number else name, Cell(escaped(item), styles)) for number, item in enumerate(items[:LISTED])

@@ -1,4 +1,5 @@
-"""Text blocks: units, aligned columns, fact lists, trees. Pure functions from values to lines.
+"""Blocks of text: numbers with units, aligned columns, lists of facts, trees. Pure functions from
+values to lines.
 
 Not rich: docs/decisions/0030-tables-without-rich.md says why.
 """
@@ -15,7 +16,7 @@ from core.inspect.tree import Node
 
 
 def bytes_text(n_bytes: int) -> str:
-    """``512 B``, ``1.21 KiB``, ``3.05 GiB``: three digits."""
+    """Format a size with three digits: ``512 B``, ``1.21 KiB``, ``3.05 GiB``."""
     if n_bytes < 1024:
         return f"{n_bytes} B"
     value = float(n_bytes)
@@ -27,7 +28,7 @@ def bytes_text(n_bytes: int) -> str:
 
 
 def count_text(count: int) -> str:
-    """``950``, ``187 K``, ``1.24 B``: powers of a thousand, three digits."""
+    """Format a count with three digits and powers of a thousand: ``950``, ``187 K``, ``1.24 B``."""
     if count < 10_000:
         return str(count)
     value = float(count)
@@ -44,7 +45,7 @@ def _three_digits(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``0.42 s``, ``38 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    """Format a duration: ``0.42 s``, ``38 s``, ``4 min 10 s``, ``2 h 05 min``."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 100:
@@ -56,48 +57,52 @@ def seconds_text(seconds: float) -> str:
 
 
 def n_text(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 tensor``, ``12,345 tensors``, ``2 boxes``."""
+    """Format a count with its noun: ``1 tensor``, ``12,345 tensors``, ``2 boxes``."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """``[384, 64]``; ``[]`` for a scalar."""
+    """Format a shape: ``[384, 64]``; ``[]`` for a scalar."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def box_text(box: Box) -> str:
-    """``[0:192, 0:64]``; ``[]`` for a scalar."""
+    """Format a box: ``[0:192, 0:64]``; ``[]`` for a scalar."""
     return f"[{', '.join(f'{o}:{e}' for o, e in zip(box.offset, box.end, strict=True))}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text in a column, with its styles."""
+    """Text in a column, with its styles."""
 
     text: str
     styles: tuple[str, ...] = ()
 
 
 def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0) -> Iterator[str]:
-    """Aligned columns.
+    """Yield the rows with aligned columns.
 
     Args:
         align: ``<`` or ``>`` for each column.
+        indent: spaces before each row.
     """
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
-    widths = [max((columns_of(row[at].text) for row in cells if at < len(row)), default=0) for at in range(len(align))]
+    widths = [max((columns_of(row[i].text) for row in cells if i < len(row)), default=0) for i in range(len(align))]
     for row in cells:
         parts = []
-        for at, cell in enumerate(row):
-            is_last = at == len(row) - 1 and align[at] == "<"
-            text = padded(cell.text, 0 if is_last else widths[at], right=align[at] == ">")
+        for i, cell in enumerate(row):
+            is_last = i == len(row) - 1 and align[i] == "<"  # needs no spaces after it
+            text = padded(cell.text, 0 if is_last else widths[i], right=align[i] == ">")
             start = len(text) - len(text.lstrip(" "))
             parts.append(text[:start] + screen.styled(text[start:], *cell.styles))
         yield screen.plain((" " * indent + "  ".join(parts)).rstrip())
 
 
 def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0) -> Iterator[str]:
-    """Names in a dim column, values wrapped beside them; an empty name continues the one above."""
+    """Yield names in a dim column with their values, wrapped, next to them.
+
+    An empty name continues the one above.
+    """
     pairs = list(pairs)
     label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
     for name, value in pairs:
@@ -113,12 +118,18 @@ def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: in
 
 
 def tree_rows(nodes: Sequence[Node], *, sort: str | None = None) -> Iterator[list[Cell]]:
-    """One row (name with branches, dtype, shape, bytes) for each node, depth first."""
-    for place, node in enumerate(_sorted(nodes, sort)):
-        yield from _node_rows(node, "", is_last=place == len(nodes) - 1, is_root=True, sort=sort)
+    """Yield one row (name with branches, dtype, shape, bytes) for each node, depth first."""
+    for i, node in enumerate(_in_order(nodes, sort)):
+        yield from _node_rows(node, "", is_last=i == len(nodes) - 1, is_root=True, sort=sort)
 
 
 def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str | None) -> Iterator[list[Cell]]:
+    """Yield the row of a node and those of its children.
+
+    Args:
+        lead: lines of the branches of its ancestors.
+        is_last: the node is its parent's last child.
+    """
     branch = "" if is_root else lead + ("└─ " if is_last else "├─ ")
     name = branch + escaped(node.label)
     times = f"{node.n_alike} × " if node.n_alike > 1 else ""
@@ -127,18 +138,18 @@ def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str
         yield [Cell(name), Cell(node.dtype, ("cyan",)), Cell(shape_text(node.shape)), Cell(size, ("dim",))]
     else:
         n = node.n_tensors // node.n_alike
-        twin = "as above" if node.same_as and len(node.same_as) > 12 else f"as {escaped(node.same_as or '')}"
+        same_as = "" if not node.same_as else "as above" if len(node.same_as) > 12 else f"as {escaped(node.same_as)}"
         content = Cell(f"{times}{n_text(n, 'tensor')}", ("dim",))
-        yield [Cell(name, ("bold",)), Cell(twin if node.same_as else "", ("dim",)), content, Cell(size, ("dim",))]
+        yield [Cell(name, ("bold",)), Cell(same_as, ("dim",)), content, Cell(size, ("dim",))]
     if node.same_as:
         return
     below = "" if is_root else lead + ("   " if is_last else "│  ")
-    children = _sorted(node.children, sort)
-    for place, child in enumerate(children):
-        yield from _node_rows(child, below, is_last=place == len(children) - 1, is_root=False, sort=sort)
+    children = _in_order(node.children, sort)
+    for i, child in enumerate(children):
+        yield from _node_rows(child, below, is_last=i == len(children) - 1, is_root=False, sort=sort)
 
 
-def _sorted(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
+def _in_order(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
     if sort == "size":
         return sorted(nodes, key=lambda node: -node.n_bytes)
     if sort == "name":
@@ -146,8 +157,8 @@ def _sorted(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
     return nodes
 
 
-def shortened(screen: Screen, lines: Sequence[str], limit: int) -> Iterator[str]:
-    """The first ``limit`` lines (0: all), and how many more there are."""
+def first_lines(screen: Screen, lines: Sequence[str], limit: int) -> Iterator[str]:
+    """Yield the first ``limit`` lines (0: all) and a line that counts the others."""
     if limit and len(lines) > limit:
         yield from lines[:limit]
         yield screen.plain(screen.styled(f"… {n_text(len(lines) - limit, 'more line')}; --limit 0 shows all", "dim"))

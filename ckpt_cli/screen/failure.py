@@ -1,4 +1,4 @@
-"""From an exception to what the user reads of it, a JSON object and an exit code.
+"""Translates an exception into what the user reads, a JSON object and an exit code.
 
 On the screen an error takes up to three lines, however wide the terminal is::
 
@@ -11,14 +11,14 @@ With ``--quiet``, in logs of workers and in JSON it is one line of text.
 ======  ===============================================================
  code    meaning
 ======  ===============================================================
- 0       fine
+ 0       success
  1       findings (``validate``, ``diff``)
- 2       usage: the request makes no sense
+ 2       usage: invalid request
  3       the checkpoint is corrupt or incomplete
- 4       a format, layout or feature that is not supported
+ 4       unsupported format, layout or feature
  5       refused as unsafe
  6       input or output failed
- 7       does not fit in memory or on the disk
+ 7       not enough memory or disk space
  8       a worker failed
  70      internal error: a bug in ckpt
  129     hung up (SIGHUP)
@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ckpt_cli.screen.other_tools import INSTEAD, OF_TORCHRUN
+from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
 
@@ -49,13 +49,13 @@ INTERNAL_ERROR = 70
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as the user reads it. The texts are safe for a terminal.
+    """An error as the user reads it, with texts that are safe for a terminal.
 
     Args:
-        exit_code: see the module's table.
+        exit_code: one of the module's table.
         message: what is wrong, on one line; "" where nothing is to be printed.
         fields: the ``error`` object of ``--json``.
-        place: file, tensor, rank and bytes that are concerned, or "".
+        place: the file, tensor, rank and bytes concerned, or "".
         hint: the next step, or ""; a rule proposed in it may take several lines.
     """
 
@@ -67,12 +67,12 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """Everything on one line; "" where nothing is to be printed."""
+        """Message, place and hint on one line; "" if nothing is to be printed."""
         where = f" ({self.place})" if self.place else ""
         return f"{self.message}{where}{f'; {self.hint}' if self.hint else ''}"
 
     def text(self, screen: Screen, *, is_one_line: bool = False) -> str:
-        """Return what is printed: three lines, or one."""
+        """Return the text to print: up to three lines, or one."""
         label = screen.styled("error:", "bold", "red")
         if is_one_line:
             return f"{label} {self.line}"
@@ -81,7 +81,7 @@ class Failure:
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal that asks the process to end; everything cleans up as after Ctrl-C.
+    """Raised when a signal asks the process to end; everything cleans up as after Ctrl-C.
 
     Args:
         number: the signal.
@@ -93,11 +93,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_on_signals() -> Callable[[], None]:
-    """Makes SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
+    """Make SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
-    Later ones are ignored, so that nothing interrupts the cleaning up (a closing terminal sends SIGHUP twice, people
-    press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``) stays ignored. In any other thread this
-    does nothing.
+    Later signals are ignored, so that nothing interrupts the clean-up (a closing terminal sends SIGHUP
+    twice, people press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``) stays
+    ignored. In any other thread this function does nothing.
 
     Returns:
         A function that restores the earlier handlers.
@@ -124,10 +124,10 @@ def end_on_signals() -> Callable[[], None]:
 
 
 def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
-    """Return how an exception is reported; every exception has an answer, bugs too.
+    """Return how to report an exception; an unknown one is reported as a bug.
 
     Args:
-        command: what was called, for typer's errors that do not know it.
+        command: the command that ran, for errors of typer that do not name it.
     """
     if isinstance(err, BrokenPipeError):
         return Failure(128 + signal.SIGPIPE, "", {"code": "broken_pipe"})
@@ -145,41 +145,45 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
         INTERNAL_ERROR,
         escaped(text),
         {"code": "internal", "message": str(err), "type": kind},
-        hint="this is a bug in ckpt: run again with --debug and report what it prints",
+        hint="this is a bug in ckpt: rerun with --debug and report the output",
     )
 
 
 def _translated(err: BaseException, command: str) -> CheckpointingException | None:
-    """The project's own error for ``err``, or None if it is a bug."""
+    """Return the project's own error for ``err``, or None if it is a bug."""
     if isinstance(err, CheckpointingException):
         return err
     if isinstance(err, MemoryError):
         return CapacityError("out of memory", hint="lower --memory or --threads, or use a machine with more memory")
     if isinstance(err, RecursionError):
-        return CorruptError("the metadata is nested too deeply to be read", hint="do not trust this checkpoint")
+        return CorruptError("the metadata is nested too deeply to read", hint="do not trust this checkpoint")
     if isinstance(err, OSError):
         file = os.fsdecode(err.filename) if isinstance(err.filename, (str, bytes)) else None
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            return CapacityError(reason, file=file, hint="free some space and run again")
+            return CapacityError(reason, file=file, hint="free some space and rerun the command")
         return StorageError(reason, file=file)
-    say = getattr(err, "format_message", None)  # typer's own errors, whichever click they come from
-    if callable(say):
-        return _usage_error(err, str(say()), command)
+    format_message = getattr(err, "format_message", None)  # typer's own errors, whichever click they come from
+    if callable(format_message):
+        return _usage_error(err, str(format_message()), command)
     return None
 
 
 def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
-    """A mistake in the command line, in our words: lower case, no full stop, and where help is."""
+    """Return the UsageError for an error of typer, with its message in lower case and without a
+    full stop.
+    """
     context = getattr(err, "ctx", None)
     command = getattr(context, "command_path", command)
+    # An option of another tool: name ours.
     option = str(getattr(err, "option_name", ""))
-    instead = OF_TORCHRUN if command == "ckpt launch" else INSTEAD
-    if option in instead:
-        return UsageError(f"no such option: {option}", hint=instead[option].replace("ckpt COMMAND", command))
-    hint = getattr(getattr(err, "param", None), "opts", None)  # "'--tp-new' / '--target-tp' / …": the first will do
-    if hint and len(hint) > 1 and getattr(err, "message", ""):
-        message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"
+    hints = TORCHRUN_OPTION_HINTS if command == "ckpt launch" else OPTION_HINTS
+    if option in hints:
+        return UsageError(f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command))
+    # An option with several names, which typer lists all ("'--tp-new' / '--target-tp' / …"): the first is enough.
+    names = getattr(getattr(err, "param", None), "opts", None)
+    if names and len(names) > 1 and getattr(err, "message", ""):
+        message = f"invalid value for '{names[0]}': {getattr(err, 'message', '')}"
     message = " ".join(message.split())
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
     return UsageError(message[:1].lower() + message[1:], hint=f"see {command} --help")

@@ -1,37 +1,37 @@
-"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun and others that people try, and what to say instead.
+"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun and other tools, with what to use
+instead.
 
-They are no options of ``ckpt``: most of them mean something slightly different there, so they are refused, with the
-name that does the work here. Names are as ``ckpt`` sees them, with ``-`` for ``_``.
+They are not options of ``ckpt``, as most of them mean something slightly different in those tools;
+they are refused with a hint that names the option to use. Names are as ``ckpt`` sees them, with
+``-`` for ``_``.
 """
 
 from __future__ import annotations
 
-_ANY_SIZE = "the data-parallel and context-parallel sizes are no part of a checkpoint's layout here: leave it out"
-_FORMAT = "say --to torch_dist, --to megatron (rank files) or --to zarr; the format of SRC is found by itself"
-_PLACE = "say: ckpt COMMAND SRC DST"
-_VPP = "say --vpp-new N, the number of model chunks a pipeline stage (Megatron's layers per chunk are another number)"
-_RNG = (
-    "say --rng drop to leave random states out; --no-load-rng is for the Megatron run that loads a result without them"
-)
-_OPTIM = "say --no-optim; --no-load-optim is for the Megatron run that loads a result without the optimizer"
-_FULL = "leave it out: the distributed optimizer is always written as fully_reshardable in torch_dist"
-_KIND = "leave it out: the optimizer stays of the kind that it is; which kind that is says ckpt inspect"
+_ANY_SIZE = "leave it out: a checkpoint's layout does not depend on the data-parallel and context-parallel sizes"
+_FORMAT = "use --to torch_dist, --to megatron (rank files) or --to zarr; the format of SRC is detected"
+_PLACE = "use ckpt COMMAND SRC DST"
+_VPP = "use --vpp-new N, the number of model chunks per pipeline stage (not Megatron's number of layers per chunk)"
+_RNG = "use --rng drop to leave out random states; the Megatron run that loads the result then needs --no-load-rng"
+_OPTIM = "use --no-optim; the Megatron run that loads the result then needs --no-load-optim"
+_FULL = "leave it out: torch_dist always gets the distributed optimizer as fully_reshardable"
+_KIND = "leave it out: the kind of optimizer does not change; ckpt inspect shows which kind it is"
 
-INSTEAD: dict[str, str] = {
+OPTION_HINTS: dict[str, str] = {
     **dict.fromkeys(
         ("-t", "--tp-size", "--tensor-parallel-size", "--target-tp-size", "--target-tensor-model-parallel-size"),
-        "say --tp-new N",
+        "use --tp-new N",
     ),
     **dict.fromkeys(
         ("-p", "--pp-size", "--pipeline-parallel-size", "--target-pp-size", "--target-pipeline-model-parallel-size"),
-        "say --pp-new N",
+        "use --pp-new N",
     ),
     **dict.fromkeys(
         ("--ep-size", "--moe-ep-size", "--expert-parallel-size", "--target-expert-model-parallel-size"),
-        "say --ep-new N",
+        "use --ep-new N",
     ),
-    **dict.fromkeys(("--etp-size", "--moe-tp-size", "--target-expert-tensor-model-parallel-size"), "say --etp-new N"),
-    **dict.fromkeys(("--source-tp", "--source-tensor-parallel-size", "--src-tp"), "say --tp N, or leave it out"),
+    **dict.fromkeys(("--etp-size", "--moe-tp-size", "--target-expert-tensor-model-parallel-size"), "use --etp-new N"),
+    **dict.fromkeys(("--source-tp", "--source-tensor-parallel-size", "--src-tp"), "use --tp N, or leave it out"),
     **dict.fromkeys(
         (
             *("--num-layers-per-virtual-pipeline-stage", "--target-num-layers-per-virtual-pipeline-stage"),
@@ -69,40 +69,41 @@ INSTEAD: dict[str, str] = {
         ),
         _FORMAT,
     ),
-    "--ckpt-step": "say --iteration N",
-    "--level": "say --headers or --deep; without either, it is the metadata level",
-    "--overwrite": "say --force",
-    "--true-vocab-size": "say --vocab-size N",
-    "--export-dtype": "say --dtype",
-    "--verify-integrity": "say --verify",
+    "--ckpt-step": "use --iteration N",
+    "--level": "use --headers or --deep; the default is the metadata level",
+    "--overwrite": "use --force",
+    "--true-vocab-size": "use --vocab-size N",
+    "--export-dtype": "use --dtype",
+    "--verify-integrity": "use --verify",
     **dict.fromkeys(
-        ("--max-workers", "--num-workers", "--workers", "--num-threads", "--num-processes"), "say --threads N"
+        ("--max-workers", "--num-workers", "--workers", "--num-threads", "--num-processes"), "use --threads N"
     ),
     **dict.fromkeys(
         ("--no-checking", "--not-strict", "--non-strict", "--dist-ckpt-strictness"),
-        "leave it out: what does not fit is refused by name, with the option that decides",
+        "leave it out: every mismatch is an error that names the option to resolve it",
     ),
 }
-"""Name → what to say instead."""
+"""Option of another tool → hint."""
 
 _NO_SCRIPT = (
-    "leave it out: ckpt launch runs commands of ckpt, as in ckpt launch -- convert SRC DST --to dcp; "
-    "other programs are torchrun's"
+    "leave it out: ckpt launch only runs ckpt commands, as in ckpt launch -- convert SRC DST --to dcp; "
+    "use torchrun for other programs"
 )
-_LOGS = "say --log-dir DIR to keep all logs, and --tee N or --redirects N for which go where"
+_LOGS = "use --log-dir DIR to keep all logs, and --tee N or --redirects N to choose where they go"
 
-OF_TORCHRUN: dict[str, str] = {
+TORCHRUN_OPTION_HINTS: dict[str, str] = {
     **dict.fromkeys(("-m", "--module", "--no-python", "--run-path"), _NO_SCRIPT),
-    "--numa-binding": "say --bind numa, a NUMA node for each worker, or --bind cores",
+    "--numa-binding": "use --bind numa (a NUMA node for each worker) or --bind cores",
     **dict.fromkeys(("--local-ranks-filter", "--logs-specs", "--event-log-handler"), _LOGS),
     **dict.fromkeys(("--duplicate-stdout-filters", "--duplicate-stderr-filters"), _LOGS),
     "--start-method": "leave it out: each worker is a new process",
-    "--signals-to-handle": "leave it out: SIGINT, SIGTERM and SIGHUP end all workers",
+    "--signals-to-handle": "leave it out: SIGINT, SIGTERM and SIGHUP stop all workers",
     "--virtual-local-rank": "leave it out: worker N of a host uses its GPU N",
-    **dict.fromkeys(("--nproc", "--num-processes", "--num-workers", "-n", "-np"), "say --nproc-per-node N"),
-    **dict.fromkeys(("--num-nodes", "--num-machines", "-N"), "say --nnodes N"),
+    **dict.fromkeys(("--nproc", "--num-processes", "--num-workers", "-n", "-np"), "use --nproc-per-node N"),
+    **dict.fromkeys(("--num-nodes", "--num-machines", "-N"), "use --nnodes N"),
     **dict.fromkeys(
-        ("--main-process-ip", "--machine-rank", "--hostfile"), "say --rdzv-endpoint HOST:PORT on each host"
+        ("--main-process-ip", "--machine-rank", "--hostfile"), "use --rdzv-endpoint HOST:PORT on each host"
     ),
 }
-"""The same for ``ckpt launch``: options of torchrun that it does not have, and of accelerate, deepspeed and mpirun."""
+"""Option of torchrun that ``ckpt launch`` does not have, or of accelerate, deepspeed or mpirun →
+hint."""

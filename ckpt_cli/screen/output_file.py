@@ -1,4 +1,4 @@
-"""A report in a file: written aside and moved there, so that nobody reads half of one."""
+"""Report files, which are replaced atomically so that nobody reads half of one."""
 
 from __future__ import annotations
 
@@ -12,51 +12,56 @@ from core.errors import UsageError
 from core.files.store import translate_os_errors
 
 _OPENINGS = (b'{"schema": "ckpt.', b'{\n "$schema": ', b"<?xml ", b"::", "✓ ".encode(), "✗ ".encode(), b"! ")
-"""How the reports and baselines begin that this program writes; colours are never written to a file."""
+"""First bytes of the reports and baselines that this program writes; colours are never written to a
+file."""
 
 
-def check_place(path: Path) -> None:
-    """Refuses what cannot be written, before the work that is to be reported begins.
+def check_report_path(path: Path) -> None:
+    """Raise unless a report can be written to the path.
 
-    An older report is replaced. Any other file is not, so that a slip of the shell's completion costs no checkpoint.
+    Called before the work to be reported begins.
+
+    An older report may be replaced. Any other file may not, so that a slip of the shell's completion
+    costs no checkpoint.
 
     Raises:
-        UsageError: the path is a directory, or its directory does not exist, or there is a file that is no report.
+        UsageError: the path is a directory, its directory does not exist, or it is a file but not a report.
     """
     if path.is_dir():
-        raise UsageError("this is a directory, and no file to write", file=str(path), hint="give the name of a file")
+        raise UsageError("the report's path is a directory", file=str(path), hint="give the name of a file")
     if not path.parent.is_dir():
-        raise UsageError("there is no such directory to write to", file=str(path.parent), hint="make it first")
+        raise UsageError("the report's directory does not exist", file=str(path.parent), hint="create it first")
     with translate_os_errors(str(path), doing="read"):
         if path.is_file():
             with path.open("rb") as file:
                 start = file.read(32)
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(
-                    "this file is no report of ckpt, and is not replaced",
+                    "the file exists and is not a report of ckpt",
                     file=str(path),
-                    hint="give another name, or remove it",
+                    hint="give another name, or remove the file",
                 )
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Writes a text file; one that is there is replaced, a pipe or device is written to.
+    """Write lines to a file, which is replaced if it exists, or to a pipe or device.
 
     Raises:
-        UsageError: as for ``check_place``.
-        CapacityError, StorageError: the system refuses.
+        UsageError: ``check_report_path`` refuses the path.
+        CapacityError: the disk is full.
+        StorageError: the system refuses to write.
     """
-    check_place(path)
+    check_report_path(path)
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     with translate_os_errors(str(path), doing="write"):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(data)
             return
-        target = Path(os.path.realpath(path))  # a link stays one
-        aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        target = Path(os.path.realpath(path))  # a symbolic link is kept; its target is replaced
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            aside.write_bytes(data)
-            os.replace(aside, target)
+            temporary.write_bytes(data)
+            os.replace(temporary, target)
         finally:
             with suppress(FileNotFoundError):
-                aside.unlink()
+                temporary.unlink()

@@ -1,7 +1,7 @@
-"""What the output can take: width, colours, glyphs; and text made safe for it.
+"""The capabilities of a terminal (width, colours, glyphs), and text made safe for it.
 
-Names and messages come out of untrusted files. ``escaped`` is applied to each of them before it is printed, so that
-no file can move the cursor, change colours or reverse the direction of text.
+Names and messages come out of untrusted files. ``escaped`` is applied to each of them before it is
+printed, so that no file can move the cursor, change colours or reverse the direction of text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "bl
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """How a stream is written to.
+    """The capabilities of an output stream.
 
     Args:
         width: columns of the terminal; None for files and pipes, where nothing is shortened.
-        has_color: whether escape sequences for colours are wanted.
-        has_unicode: whether the encoding holds more than ASCII.
+        has_color: escape sequences for colours are wanted.
+        has_unicode: the encoding has more than ASCII characters.
     """
 
     width: int | None = None
@@ -32,13 +32,15 @@ class Screen:
     has_unicode: bool = True
 
     def styled(self, text: str, *styles: str) -> str:
-        """``text`` in the given styles, or as it is where colours are not wanted."""
+        """Return the text in the given styles, or unchanged if colours are not wanted."""
         if not self.has_color or not styles or not text:
             return text
         return f"\x1b[{';'.join(_SGR[style] for style in styles)}m{text}\x1b[0m"
 
     def plain(self, text: str) -> str:
-        """``text`` with our own glyphs spelled in ASCII where the encoding has no others."""
+        """Return the text with the program's own glyphs replaced by ASCII if the encoding lacks
+        them.
+        """
         return text if self.has_unicode else text.translate(_ASCII)
 
 
@@ -52,7 +54,7 @@ _ASCII = {
 
 
 def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen:
-    """What ``stream`` can take.
+    """Return the capabilities of ``stream``.
 
     Args:
         stream: stdout or stderr.
@@ -70,14 +72,14 @@ def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen
 
 
 def escaped(text: str) -> str:
-    """``text`` with everything that is not printable spelled as ``\\x1b``, ``\\n``, ``\\u202e``."""
+    """Return the text with unprintable characters spelled as ``\\x1b``, ``\\n``, ``\\u202e``."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def columns_of(text: str) -> int:
-    """Columns that ``text`` (without escape sequences) takes in a terminal."""
+    """Return the columns that the text (without escape sequences) takes in a terminal."""
     if text.isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -86,12 +88,15 @@ def columns_of(text: str) -> int:
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """``text`` filled with spaces to ``width`` columns, on the left if it is to be aligned ``right``."""
+    """Return the text filled with spaces to ``width`` columns.
+
+    The text is aligned to the left unless ``right``.
+    """
     room = " " * max(width - columns_of(text), 0)
     return room + text if right else text + room
 
 
-def say_note(note: str) -> None:
-    """One line on stderr; a terminal that is gone does not matter."""
+def print_note(note: str) -> None:
+    """Print a one-line note to stderr; a terminal that is gone does not matter."""
     with suppress(OSError):
         print(f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)

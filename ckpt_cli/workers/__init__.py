@@ -1,4 +1,4 @@
-"""A team of processes over torch.distributed: meeting, store, heartbeats, progress.
+"""A team of processes over torch.distributed: rendezvous, store, heartbeats, progress.
 
 Start at ``current_team``, which every command asks, and ``torch_team``.
 Imports: core, host, screen.

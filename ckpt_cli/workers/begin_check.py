@@ -1,31 +1,33 @@
-"""Whether workers can do one job together: what each says of itself when it joins, and what the lead finds wrong."""
+"""Checks that workers can do one job together: each describes itself when it joins, and the lead
+compares them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_cli.host.rank_env import Place
+from ckpt_cli.host.rank_env import WorkerIdentity
 from core import __version__
 from core.errors import CheckpointingException, UsageError, WorkerError
 
 
 def facts_of(
-    place: Place,
+    identity: WorkerIdentity,
     arguments: Sequence[str],
     *,
     backend: str | None = None,
     device: str | None = None,
     problem: CheckpointingException | None = None,
 ) -> dict[str, Any]:
-    """What a worker says of itself; can be written as JSON.
+    """Return a worker's description of itself, as a JSON object.
 
     Args:
-        place: the worker's.
-        arguments: the verb and what belongs to it.
-        backend: how it will talk.
-        device: its name in torch.
-        problem: why the worker cannot work at all; it tells the others, who would wait for it otherwise.
+        identity: the worker's.
+        arguments: the command with its arguments.
+        backend: backend that it will use.
+        device: its device, as torch names it.
+        problem: the reason why it cannot work at all; the others would wait for it if it did not tell them.
     """
     import torch
 
@@ -33,8 +35,8 @@ def facts_of(
     if device is not None and device != "cpu":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {
-        "problem": None if problem is None else record_of(problem),
-        "size": place.size,
+        "problem": None if problem is None else error_record(problem),
+        "size": identity.size,
         "ckpt": __version__,
         "torch": str(torch.__version__),
         "arguments": list(arguments),
@@ -44,47 +46,47 @@ def facts_of(
     }
 
 
-def record_of(error: CheckpointingException) -> dict[str, Any]:
-    """An error as JSON has it."""
+def error_record(error: CheckpointingException) -> dict[str, Any]:
+    """Return an error as a JSON object; ``error_from_record`` makes an error of it again."""
     return {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
 
 
-def error_of(found: Mapping[str, Any]) -> CheckpointingException:
-    """The error of a record."""
-    kind = UsageError if found["usage"] else WorkerError
-    return kind(found["message"], hint=found["hint"])
+def error_from_record(record: Mapping[str, Any]) -> CheckpointingException:
+    """Return the error that ``error_record`` wrote."""
+    kind = UsageError if record["usage"] else WorkerError
+    return kind(record["message"], hint=record["hint"])
 
 
-def problem_of(members: Sequence[Mapping[str, Any]]) -> CheckpointingException | None:
-    """What keeps workers from working together; None if nothing does.
+def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingException | None:
+    """Return the reason why workers cannot work together; None if they can.
 
     Args:
-        members: what they say, by rank; ``host`` is where each runs.
+        members: the workers' descriptions, by rank, each with its ``host``.
     """
+    # A worker that cannot work at all.
     for rank, member in enumerate(members):
         if member["problem"] is not None:
-            error = error_of(member["problem"])
+            error = error_from_record(member["problem"])
             error.message = f"rank {rank} on {member['host']}: {error.message}"
             return error
-    for name, what, hint in (
-        ("size", "number of workers", "two jobs meet at one MASTER_PORT: give each its own"),
-        ("ckpt", "version of ckpt", "install the same one on all hosts"),
-        ("torch", "version of torch", "install the same one on all hosts"),
-        ("arguments", "command", "start all workers with the same one"),
+    # Properties that must be the same for all workers.
+    for name, title, hint in (
+        ("size", "number of workers", "two jobs use the same MASTER_PORT: give each its own"),
+        ("ckpt", "version of ckpt", "install the same version on all hosts"),
+        ("torch", "version of torch", "install the same version on all hosts"),
+        ("arguments", "command", "start all workers with the same command"),
         ("backend", "backend", "give all workers the same --backend and --device"),
     ):
         for rank, member in enumerate(members):
             if member[name] != members[0][name]:
-                first, other = (_text(one[name]) for one in (members[0], member))
+                values = (members[0][name], member[name])
+                first, other = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
                 return UsageError(
-                    f"workers differ in the {what}: rank 0 on {members[0]['host']} has {first}, "
+                    f"workers differ in the {title}: rank 0 on {members[0]['host']} has {first}, "
                     f"rank {rank} on {member['host']} has {other}",
                     hint=hint,
                 )
-    return _shared_gpu(members)
-
-
-def _shared_gpu(members: Sequence[Mapping[str, Any]]) -> CheckpointingException | None:
+    # Two workers must not have the same GPU.
     owners: dict[tuple[str, str], int] = {}
     for rank, member in enumerate(members):
         if member["gpu"] is None:
@@ -92,11 +94,7 @@ def _shared_gpu(members: Sequence[Mapping[str, Any]]) -> CheckpointingException 
         owner = owners.setdefault((member["host"], member["gpu"]), rank)
         if owner != rank:
             return UsageError(
-                f"too few GPUs: ranks {owner} and {rank} on {member['host']} have the same one ({member['device']})",
-                hint="start one worker a GPU, or give --device cpu",
+                f"too few GPUs: ranks {owner} and {rank} on {member['host']} share one ({member['device']})",
+                hint="start one worker per GPU, or give --device cpu",
             )
     return None
-
-
-def _text(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,41 +1,41 @@
-"""Which device a worker works on, and which backend its team talks by."""
+"""Chooses the device of a worker and the backend by which its team communicates."""
 
 from __future__ import annotations
 
-from ckpt_cli.host.rank_env import Place
+from ckpt_cli.host.rank_env import WorkerIdentity
 from core.device.device import Device, device_named
 from core.errors import UsageError
 
 
-def device_of(name: str, place: Place) -> Device | None:
-    """The worker's device; None for the CPU path.
+def device_of(name: str, identity: WorkerIdentity) -> Device | None:
+    """Return the worker's device; None for the CPU path.
 
-    Below a launcher that shows each worker its own GPU only (``srun --gpus-per-task``), that is the worker's.
+    If the launcher shows each worker only its own GPU (``srun --gpus-per-task``), it is that GPU.
 
     Args:
         name: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
-        UsageError: there is none, or fewer than workers.
+        UsageError: the host has no GPU, or fewer GPUs than workers.
     """
     if name == "cpu":
         return None
     import torch
 
-    if place.local_rank is None:
+    if identity.local_rank is None:
         raise UsageError(
-            f"--device {name} is one GPU a worker, but {place.launcher} does not number the workers of a host",
+            f"--device {name} needs one GPU per worker, but {identity.launcher} does not number the workers of a host",
             hint="set LOCAL_RANK, or give --device cpu",
         )
-    is_own = not place.has_store and torch.cuda.is_available() and torch.cuda.device_count() == 1
-    return device_named(name, 0 if is_own else place.local_rank)
+    is_own = not identity.has_store and torch.cuda.is_available() and torch.cuda.device_count() == 1
+    return device_named(name, 0 if is_own else identity.local_rank)
 
 
 def backend_of(name: str, device: Device | None) -> str:
-    """The backend of torch.distributed: gloo, with nccl beside it where workers are on GPUs.
+    """Return the backend for torch.distributed: gloo, plus nccl if workers are on GPUs.
 
     Raises:
-        UsageError: nccl is asked for where it is not, or cannot be used.
+        UsageError: nccl is asked for but not available, or the worker has no GPU.
     """
     import torch.distributed as dist
 
@@ -47,14 +47,14 @@ def backend_of(name: str, device: Device | None) -> str:
                 hint="give --backend gloo, or install torch for CUDA",
             )
         if device is None:
-            raise UsageError("--backend nccl talks between GPUs, and this worker has none", hint="give --backend gloo")
+            raise UsageError("--backend nccl needs GPUs, and this worker has none", hint="give --backend gloo")
     if name == "gloo" or device is None or not device.is_cuda or not has_nccl or (name == "auto" and device.is_auto):
         return "gloo"
     return "cpu:gloo,cuda:nccl"
 
 
-def use(device: Device | None) -> None:
-    """Makes a GPU the one that this process uses."""
+def use_device(device: Device | None) -> None:
+    """Make the device, if it is a GPU, the current one of this process."""
     if device is not None and device.is_cuda:
         import torch
 

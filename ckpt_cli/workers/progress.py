@@ -1,4 +1,4 @@
-"""The progress bar: bytes, rate and time left, on stderr, and only if that is a terminal."""
+"""The progress bar: bytes, rate and remaining time, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 _SECONDS_PER_FRAME = 0.1
 
 
 @contextmanager
 def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
-    """A callback that draws the bar; None where there is to be none, or where a team's own display is shown.
+    """Yield a callback that draws the bar.
 
-    The line is erased at the end, also when the work fails or is interrupted. The bar is drawn by the threads that
-    report, one at a time.
-    rich is imported with the first report, when the work has begun.
+    The callback is None if no bar is wanted, or a team draws its own display.
+
+    The line is erased at the end, also when the work fails or is interrupted. The threads that report
+    draw the bar, one at a time. rich is imported at the first report, when the work has begun.
     """
     screen = screen_of(sys.stderr)
     team = teamwork.team()
@@ -60,7 +61,7 @@ class _Bar:
         self._display: RichProgress | None = None
 
     def update(self, done: int, total: int) -> None:
-        """Draws the state; returns at once if another thread is drawing."""
+        """Draw the progress; return at once if another thread is drawing."""
         now = monotonic()
         if (now < self._next_frame and done < total) or not self._lock.acquire(blocking=False):
             return
@@ -71,19 +72,19 @@ class _Bar:
                 self._display.start()
                 self._display.add_task("", total=total)
             self._display.update(self._display.task_ids[0], completed=done, total=total, refresh=True)
-        except OSError:  # a terminal that is gone is no reason to stop the work
+        except OSError:  # the terminal is gone, but the work goes on
             self._next_frame = float("inf")
         finally:
             self._lock.release()
 
     def erase(self) -> None:
-        """Leaves an empty line."""
+        """Erase the line."""
         if self._display is not None:
             self._display.stop()
 
 
 def display_on(stream: TextIO, screen: Screen) -> RichProgress:
-    """The display on a stream: bar, share, bytes, rate, time left."""
+    """Return a display for a stream: bar, percentage, bytes, rate, remaining time."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,8 +1,9 @@
-"""What a launch has published already, so that a worker that dies after that does not make the job fail.
+"""Remembers what a launch has published, so that the job does not fail if a worker dies after that.
 
-The elastic agent starts all workers again when one dies, even if nothing was left to do. The lead's report is kept in
-the directory of the launch's results right before the destination gets its name, with the inode that has that name from
-then on. So workers that are started again, and the launcher, can tell whether it has::
+The elastic agent restarts all workers when one dies, even if nothing was left to do. Right before
+the destination gets its name, the lead writes its report to the directory of the launch's results,
+with the inode that will have the name. Restarted workers and the launcher can then tell whether the
+destination has been published::
 
     DIRECTORY of the launch
     ├── published.json       {"report": {…}, "inode": 17}
@@ -27,54 +28,61 @@ from core.team.protocol import Figures
 _NAME = "published.json"
 
 
-def remember(report: Report, inode: int) -> None:
-    """Keeps the report of a destination that is about to be published; without a launcher nothing is kept.
+def remember_report(report: Report, inode: int) -> None:
+    """Write the report of a destination that is about to be published.
+
+    Do nothing without a launcher.
 
     Args:
-        inode: of what will have the destination's name.
+        inode: inode of the file or directory that will get the destination's name.
     """
-    path = _path()
+    path = _report_path()
     if path is None:
         return
-    with suppress(OSError):  # it would only save a wrong failure
-        found = {**asdict(report), "workers": [list(asdict(one).values()) for one in report.workers]}
-        beside = path.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps({"report": found, "inode": inode}), "utf-8")
-        beside.replace(path)
+    with suppress(OSError):  # without the report, a worker that dies later only makes the job fail
+        workers = [list(asdict(figures).values()) for figures in report.workers]
+        fields = {**asdict(report), "workers": workers}
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"report": fields, "inode": inode}), "utf-8")
+        temporary.replace(path)
 
 
-def recalled(directory: Path | None = None) -> Report | None:
-    """The report of what an attempt of this launch has published, if it is still there.
+def recall_report(directory: Path | None = None) -> Report | None:
+    """Return the report of the destination that this launch has published.
+
+    Returns None if it has not, or it is gone.
 
     Args:
-        directory: of an attempt's results; None for this process's.
+        directory: directory of an attempt's results; None for that of this process.
     """
-    path = _path() if directory is None else directory.parent / _NAME
+    path = _report_path() if directory is None else directory.parent / _NAME
     if path is None:
         return None
     try:
-        kept = json.loads(path.read_text("utf-8"))
+        record = json.loads(path.read_text("utf-8"))
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in kept["report"].items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in record["report"].items()
         }
-        fields["workers"] = tuple(Figures(*one) for one in fields["workers"])
+        fields["workers"] = tuple(Figures(*figures) for figures in fields["workers"])
         report = Report(**fields)
-        return report if os.lstat(report.dst).st_ino == kept["inode"] else None
+        return report if os.lstat(report.dst).st_ino == record["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def tidied(report: Report) -> Report:
-    """Does what a lead left undone that died after its destination got its name; the report, as it was.
+def finish_published(report: Report) -> Report:
+    """Finish the work of a lead that died after its destination got its name.
+
+    Return the report unchanged.
 
     Raises:
-        StorageError: the system refuses.
+        StorageError: the system refuses an operation.
     """
     dst = Path(report.dst).absolute()
     finish_publication(stage_dir_of(dst), dst)
     return report
 
 
-def _path() -> Path | None:
+def _report_path() -> Path | None:
     directory = os.environ.get(RESULTS_VARIABLE)
     return Path(directory).parent / _NAME if directory else None

@@ -1,8 +1,9 @@
-"""The one thread of a worker that talks to the store (``torch.distributed.TCPStore``).
+"""The one thread of a worker that makes requests to the store (``torch.distributed.TCPStore``).
 
-A request to a store whose host has vanished blocks for a quarter of an hour in native code, deaf to signals. So only
-this thread makes requests; others wait for its answers in Python, with a limit. Between requests it runs the worker's
-*beat*, which tells the others that the worker lives and hears how they are.
+A request to a store whose host has vanished blocks for a quarter of an hour in native code, where
+signals are not handled. So only this thread makes requests; other threads wait for its answers in
+Python, with a time limit. Between requests it runs the worker's *beat*, which tells the others that
+the worker is alive and reads their state.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from core.errors import CheckpointingException, WorkerError
 T = TypeVar("T")
 
 POLL_S = 0.1
-"""How long a wait goes on before it looks whether it still makes sense."""
+"""Time between checks of a waiting thread whether it should still wait."""
 
 
 class GoneError(WorkerError):
-    """This worker stops because another one, or what they talk through, is gone or silent.
+    """Raised when another worker or the store is gone or silent, so that this worker stops.
 
     Attributes:
-        is_of_lead: rank 0 may be gone, and then says nothing.
+        is_of_lead: rank 0 may be gone, and then prints nothing itself.
     """
 
     code = "gone"
@@ -38,7 +39,7 @@ class GoneError(WorkerError):
 
 
 class _Request:
-    """A call that the thread is to run with the store, and its answer."""
+    """A call for the thread to run with the store, and its answer."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work
@@ -48,11 +49,11 @@ class _Request:
 
 
 class StoreLine:
-    """The thread and the connection that it owns.
+    """The thread and its connection to the store.
 
     Args:
         connect: makes the connection, in the thread.
-        keeper: who keeps the store, and where, for messages.
+        keeper: who runs the store, and where, for messages.
         timeout_s: most seconds for one answer.
     """
 
@@ -79,34 +80,39 @@ class StoreLine:
         """
         request = _Request(work)
         self._requests.put(request)
-        asked = monotonic()
+        begun = monotonic()
         while not request.answered.wait(POLL_S):
             self.check()
-            if within_s is not None and monotonic() - asked > within_s:
-                raise self._silent(within_s)
+            if within_s is not None and monotonic() - begun > within_s:
+                raise self._silent_error(within_s)
         if request.error is not None:
-            raise self._lost(request.error) from request.error
+            raise self._lost_error(request.error) from request.error
         answer: T = request.answer
         return answer
 
     def send(self, work: Callable[[Any], object]) -> None:
-        """Queue ``work(store)`` for the thread and return at once; its result and its errors are lost."""
+        """Queue ``work(store)`` for the thread and return at once.
+
+        Its result and its errors are lost.
+        """
         self._requests.put(_Request(work))
 
     def know(self, *, keeper: str, timeout_s: float) -> None:
-        """Set who keeps the store, and the most seconds for one answer."""
+        """Set who runs the store, for messages, and the time limit for one answer."""
         self._keeper = keeper
         self._timeout_s = timeout_s
 
     def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
-        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not fail."""
+        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not
+        fail.
+        """
         self._interval_s = interval_s
         self._beat = beat
         self._requests.put(None)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the store is gone or silent; ``check`` says how."""
+        """Whether the store is gone or silent; ``check`` raises the error."""
         since = self._busy_since
         return self._error is not None or (since is not None and monotonic() - since > self._timeout_s)
 
@@ -120,20 +126,21 @@ class StoreLine:
         if isinstance(self._error, CheckpointingException):
             raise self._error
         if self._error is not None:
-            raise self._lost(self._error) from self._error
+            raise self._lost_error(self._error) from self._error
         if self.is_broken:
-            raise self._silent(self._timeout_s)
+            raise self._silent_error(self._timeout_s)
 
-    def _silent(self, seconds: float) -> GoneError:
+    def _silent_error(self, seconds: float) -> GoneError:
         return GoneError(
-            f"{self._keeper}, which keeps the workers' store, has not answered for {seconds:g} s",
-            hint="its host or the network to it is down; run again to go on",
+            f"{self._keeper}, which runs the workers' store, has not answered for {seconds:g} s",
+            hint="its host or the network to it is down; rerun the same command to continue",
         ).of_lead()
 
-    def _lost(self, err: Exception) -> WorkerError:
+    def _lost_error(self, err: Exception) -> WorkerError:
         reason = str(err).split("\n")[0]
         return GoneError(
-            f"{self._keeper}, which keeps the workers' store, is gone: {reason}", hint="run again to go on"
+            f"{self._keeper}, which runs the workers' store, is gone: {reason}",
+            hint="rerun the same command to continue",
         ).of_lead()
 
     def _run(self) -> None:
@@ -150,7 +157,7 @@ class StoreLine:
                     self._beat(store)
                     next_beat = monotonic() + self._interval_s
                 self._busy_since = None
-        except Exception as err:  # whoever waits for the thread raises it
+        except Exception as err:  # threads that wait for this one raise it
             self._error = err
 
     def _next(self, wait_s: float | None) -> _Request | None:

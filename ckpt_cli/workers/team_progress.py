@@ -1,11 +1,13 @@
-"""The progress of several workers in one line: bytes, rate, time left, and the worker that is furthest behind.
+"""The progress of several workers on one line: bytes, rate, remaining time, and the worker that is
+furthest behind.
 
 ::
 
     ━━━━━━━━━━━━━━━╸━━━━━━   68%  92.1 GiB of 135 GiB  3.10 GiB/s  0:16  rank 5 is last, 57%
 
-Only the lead draws, on its stderr, and only if that is a terminal. The others' figures come with their beats, so they
-lag by a beat. The time left is that of the worker that needs longest at its own rate.
+Only the lead draws, on its stderr, and only if that is a terminal. The others' figures come with
+their beats, so they lag by a beat. The remaining time is that of the worker that needs the longest at
+its own rate.
 """
 
 from __future__ import annotations
@@ -25,64 +27,66 @@ if TYPE_CHECKING:
     from ckpt_cli.screen.terminal import Screen
 
 Amounts = Sequence[tuple[int, int]]
-"""(bytes done, bytes to do) of each worker, by rank."""
+"""(bytes done, total bytes) of each worker, by rank."""
 
 _WINDOW_S = 10.0
-"""Rates are means over so many seconds."""
+"""Time over which rates are averaged, in seconds."""
 _SECONDS_PER_FRAME = 0.25
 _LEAST_BAR = 12
 """Columns for the bar, with the space after it."""
 _NOTABLE_LAG = 0.02
-"""A worker that is less than this share behind the mean is not worth a word."""
+"""A worker is only mentioned if it is behind the mean by more than this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamState:
-    """How far a team is.
+    """The progress of a team.
 
     Args:
         done, total: bytes of all workers.
-        rate: of all, in bytes a second; None until it can be told.
-        left_s: seconds until the last worker is done; None until that can be told.
+        rate: bytes per second of all workers; None until it is known.
+        remaining_s: seconds until the last worker is done; None until it is known.
         last: rank of the worker that is furthest behind the mean; None if they are about even.
-        last_share: the share of its work that this one has done.
+        last_share: share of its work that this worker has done.
     """
 
     done: int
     total: int
     rate: float | None
-    left_s: float | None
+    remaining_s: float | None
     last: int | None
     last_share: float
 
 
 def state_of(now: Amounts, before: Amounts, seconds: float) -> TeamState:
-    """The state of a team.
+    """Return the progress of a team.
 
     Args:
-        now: the figures.
-        before: those of ``seconds`` ago.
+        now: the workers' figures.
+        before: their figures ``seconds`` ago.
     """
-    done, total = sum(one for one, _ in now), sum(one for _, one in now)
-    rate = left_s = None
+    done, total = sum(n_done for n_done, _ in now), sum(n_total for _, n_total in now)
+    # The rate of all workers, and the time that the slowest needs; unknown while one stands still.
+    rate = remaining_s = None
     if seconds > 0:
-        moved = [max(this[0] - that[0], 0) for this, that in zip(now, before, strict=True)]
+        moved = [max(new[0] - old[0], 0) for new, old in zip(now, before, strict=True)]
         rate = sum(moved) / seconds
-        needs = [
-            (to_do - did) * seconds / speed if speed else None
-            for (did, to_do), speed in zip(now, moved, strict=True)
-            if did < to_do
+        unfinished = [
+            (n_total - n_done, n) for (n_done, n_total), n in zip(now, moved, strict=True) if n_done < n_total
         ]
-        known = [one for one in needs if one is not None]
-        left_s = max(known) if len(known) == len(needs) and needs else None
-    shares = [(did / to_do, rank) for rank, (did, to_do) in enumerate(now) if to_do]
+        if unfinished and all(n_moved for _, n_moved in unfinished):
+            remaining_s = max(n_missing * seconds / n_moved for n_missing, n_moved in unfinished)
+    # The worker that is furthest behind.
+    shares = [(n_done / n_total, rank) for rank, (n_done, n_total) in enumerate(now) if n_total]
     share, last = min(shares, default=(1.0, 0))
     is_notable = len(shares) > 1 and share < done / total - _NOTABLE_LAG
-    return TeamState(done, total, rate, left_s, last if is_notable else None, share)
+    return TeamState(done, total, rate, remaining_s, last if is_notable else None, share)
 
 
 def text_of(state: TeamState, width: int) -> str:
-    """The state in words, without the bar; the last parts are left out where they do not fit.
+    """Return the progress in words, without the bar.
+
+    The last parts are left out if they do not fit.
 
     Args:
         width: columns that the words may take.
@@ -90,8 +94,8 @@ def text_of(state: TeamState, width: int) -> str:
     parts = [f"{100 * state.done // max(state.total, 1):3d}%", f"{bytes_text(state.done)} of {bytes_text(state.total)}"]
     if state.rate:
         parts.append(f"{bytes_text(int(state.rate))}/s")
-    if state.left_s is not None:
-        parts.append(clock(state.left_s))
+    if state.remaining_s is not None:
+        parts.append(clock(state.remaining_s))
     if state.last is not None:
         parts.append(f"rank {state.last} is last, {100 * state.last_share:.0f}%")
     while len(parts) > 1 and len("  ".join(parts)) > width:
@@ -100,7 +104,7 @@ def text_of(state: TeamState, width: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``m:ss``, or ``h:mm:ss``."""
+    """Format a duration as ``m:ss`` or ``h:mm:ss``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -108,18 +112,18 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def team_display(progress: Callable[[], Amounts], screen: Screen) -> Iterator[None]:
-    """Draws the progress of a team on stderr until the block ends; then the line is erased.
+    """Draw the progress of a team on stderr until the block ends; then erase the line.
 
-    The thread that draws begins with the first bytes, when the plan is made: until then nothing is imported beside it.
+    The drawing thread starts to draw (and imports rich) with the first bytes, when the plan is made.
 
     Args:
-        progress: the figures as they are known now; called from a thread.
-        screen: of stderr.
+        progress: returns the current figures; called from a thread.
+        screen: the capabilities of stderr.
     """
     stop = Event()
 
     def draw() -> None:
-        with suppress(OSError, ValueError):  # a terminal that is gone is no reason to stop the work
+        with suppress(OSError, ValueError):  # the terminal is gone, but the work goes on
             _draw(progress, screen, stop)
 
     thread = Thread(target=draw, name="progress", daemon=True)

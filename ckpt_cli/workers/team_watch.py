@@ -1,13 +1,15 @@
-"""How workers know of one another: each puts its beat into the store, and reads the lead's; the lead reads all.
+"""Heartbeats of workers: each writes its beat to the store and reads the lead's.
+
+The lead reads all.
 
 ::
 
     beat/R    counter, bytes to do, bytes done, bytes from and to the store  of rank R, every interval
     alarm     b"" or b"1"                                                    a rank has failed: stop at the next advance
-    left      b"" or (rank, error)                                           a rank has failed and comes to no meeting
+    left      b"" or (rank, error)                                           a rank has failed and joins no meeting
 
-A rank whose beat has stood still for the time limit is given up: by the lead, who tells all others by ``left``, and for
-the lead by everyone.
+A rank whose beat does not change for the time limit counts as lost: the lead notices it and tells the
+others by ``left``; every worker notices the loss of the lead.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ _ENDED = b"ended"
 
 
 class TeamWatch:
-    """What a worker tells of itself and knows of the others.
+    """The heartbeat of this worker, and the beats that it has read of the others.
 
     Args:
-        rank: of this worker.
-        hosts: of all workers, by rank.
-        timeout_s: a worker whose beat stands still for so long is given up.
+        rank: rank of this worker.
+        hosts: hosts of all workers, by rank.
+        timeout_s: time without a new beat after which a worker counts as lost.
 
     Attributes:
-        is_alarmed: a worker has failed; work makes no sense any more.
-        error: why this worker can wait for no meeting any more; None while all live.
+        is_alarmed: a worker has failed, so further work is useless.
+        error: the reason why no meeting can succeed any more; None while all workers are alive.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], *, timeout_s: float) -> None:
@@ -44,128 +46,149 @@ class TeamWatch:
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._watched = range(len(hosts)) if rank == 0 else range(1)
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._beats: dict[int, tuple[bytes, float]] = {}
         self._lock = Lock()
-        self._looked_at = monotonic()
+        self._read_at = monotonic()
         self._counter = 0
         self._total = 0
         self._done = 0
 
     @property
     def interval_s(self) -> float:
-        """Seconds from beat to beat: a store serves some thousand requests a second."""
+        """Seconds between beats, longer with many workers, as a store serves some thousand requests
+        per second.
+        """
         return min(self._timeout_s / 5, max(0.25, len(self._hosts) / 512))
 
     def expect(self, n_bytes: int) -> None:
-        """Adds to what this worker has to do."""
+        """Add bytes to the work of this worker."""
         with self._lock:
             self._total += n_bytes
 
     def advance(self, n_bytes: int) -> None:
-        """Adds to what this worker has done."""
+        """Add bytes to the finished work of this worker."""
         with self._lock:
             self._done += n_bytes
 
     def progress(self) -> list[tuple[int, int]]:
-        """(bytes done, bytes to do) by rank, as the lead knows it; elsewhere of this worker and the lead only."""
-        found = [(0, 0)] * len(self._hosts)
-        for rank, (value, _) in list(self._seen.items()):
+        """Return (bytes done, total bytes) by rank; complete only at the lead."""
+        amounts = [(0, 0)] * len(self._hosts)
+        for rank, (value, _) in list(self._beats.items()):
             if len(value) == _BEAT.size:
                 _, total, done, _ = _BEAT.unpack(value)
-                found[rank] = (done, total)
-        found[self._rank] = (self._done, self._total)
-        return found
+                amounts[rank] = (done, total)
+        amounts[self._rank] = (self._done, self._total)
+        return amounts
 
     def store_bytes(self) -> int:
-        """Bytes that all workers have exchanged with the store, as the lead knows it."""
-        return sum(_BEAT.unpack(value)[3] for value, _ in list(self._seen.values()) if len(value) == _BEAT.size)
+        """Return the bytes that all workers have exchanged with the store.
+
+        The result is complete only at the lead.
+        """
+        return sum(_BEAT.unpack(value)[3] for value, _ in list(self._beats.values()) if len(value) == _BEAT.size)
 
     def ended(self) -> list[int]:
-        """The ranks that have ended in order, of those that this one watches."""
-        return [rank for rank, (value, _) in list(self._seen.items()) if value == _ENDED]
+        """Return the watched ranks that have finished regularly."""
+        return [rank for rank, (value, _) in list(self._beats.items()) if value == _ENDED]
 
     def living(self) -> list[int]:
-        """The other ranks that have not ended and gave a sign lately, of those that this one watches."""
-        since = monotonic() - 4 * self.interval_s - 1.0
-        seen = list(self._seen.items())
-        return [rank for rank, (value, at) in seen if rank != self._rank and value != _ENDED and at > since]
+        """Return the other watched ranks that have not ended and whose beat changed recently."""
+        earliest = monotonic() - 4 * self.interval_s - 1.0
+        beats = list(self._beats.items())
+        return [rank for rank, (value, at) in beats if rank != self._rank and value != _ENDED and at > earliest]
 
     def silent_for(self, seconds: float) -> tuple[int, float] | None:
-        """Of the ranks that this one watches, the one that is silent for longest, and how long: ``seconds`` at least.
+        """Return (rank, seconds) of the watched rank that has been silent the longest, at least
+        ``seconds``.
 
-        None without one, and where this worker itself has not looked lately.
+        Returns None without one, or if this worker itself has not read the beats recently.
         """
         now = monotonic()
-        if now - self._looked_at > seconds / 2:
+        if now - self._read_at > seconds / 2:
             return None
-        seen = list(self._seen.items())
-        found = [(now - at, rank) for rank, (value, at) in seen if rank != self._rank and value != _ENDED]
-        longest, rank = max(found, default=(0.0, 0))
+        beats = list(self._beats.items())
+        silences = [(now - at, rank) for rank, (value, at) in beats if rank != self._rank and value != _ENDED]
+        longest, rank = max(silences, default=(0.0, 0))
         return (rank, longest) if longest >= seconds else None
 
     def begin(self, store: ScopedStore) -> None:
-        """Makes the entries that all read, ``left`` last; the lead calls it before any other worker beats."""
+        """Create the entries that all workers read, ``left`` last.
+
+        The lead calls it before any other worker beats.
+        """
         for rank in range(len(self._hosts)):
             store.set(f"beat/{rank}", b"")
         store.set("alarm", b"")
         store.set("left", b"")
 
     def beat(self, store: ScopedStore) -> None:
-        """Puts this worker's beat into the store and reads what it has to know of the others."""
+        """Write this worker's beat to the store, read the others' and notice lost workers."""
+        # Write the own beat; read the watched ones, the alarm and the error of a worker that left.
         self._counter += 1
         store.set(f"beat/{self._rank}", _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes))
         *beats, alarm, left = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
+        # Note when each beat changed last.
         now = monotonic()
-        self._forgive(now)
+        self._discount_pause(now)
         for rank, value in zip(self._watched, beats, strict=True):
-            if rank not in self._seen or self._seen[rank][0] != value:
-                self._seen[rank] = (value, now)
+            if rank not in self._beats or self._beats[rank][0] != value:
+                self._beats[rank] = (value, now)
+        # Stop for an error that another worker left, or for a worker that is silent for too long.
         if left and self.error is None:
-            self.error = self._told(left)
+            self.error = self._read_error(left)
         if self.error is None:
-            self._find_silent(store, now)
+            self._check_silence(store, now)
         self.is_alarmed = bool(alarm) or self.error is not None
 
     def end(self, store: ScopedStore) -> None:
-        """Says that this worker ends in order and comes to no meeting."""
+        """Tell the others that this worker has finished regularly and joins no further meeting."""
         store.set(f"beat/{self._rank}", _ENDED)
 
     @staticmethod
     def alarm(store: ScopedStore) -> None:
-        """Has the others stop at their next advance."""
+        """Make the others stop at their next advance."""
         store.set("alarm", b"1")
 
     def leave(self, store: ScopedStore, error: Exception) -> None:
-        """Says that this worker comes to no meeting, because of ``error``; the first to leave is heard."""
+        """Tell the others that this worker leaves because of ``error``.
+
+        Only the first error is kept.
+        """
         if store.add("n_left", 1) == 1:
             store.set("left", pickle.dumps((self._rank, error)))
         self.alarm(store)
 
-    def _told(self, left: bytes) -> Exception:
+    def _read_error(self, left: bytes) -> Exception:
+        """Return the error that another worker left, with its rank."""
+        error: Exception
         rank, error = pickle.loads(left)
         if not isinstance(error, GoneError):
-            error.worker = rank
-        found: Exception = error
-        return found
+            error.worker = rank  # type: ignore[attr-defined]
+        return error
 
-    def _forgive(self, now: float) -> None:
-        """Takes out of the others' silence the time in which this worker did not look.
+    def _discount_pause(self, now: float) -> None:
+        """Subtract the time in which this worker did not read the beats from the silence of the
+        others.
 
-        It was stopped, or the store stood still, as torch's does while it looks up the name of who connects in a DNS
-        that does not answer; then nobody's beat could move.
+        Either this worker was stopped, or the store stood still, as torch's does while it looks up the
+        name of a client in a DNS that does not answer; then nobody's beat could change.
         """
-        missed_s = now - self._looked_at
-        self._looked_at = now
+        missed_s = now - self._read_at
+        self._read_at = now
         if missed_s > self._timeout_s / 4:  # beats are at most a fifth apart
-            self._seen = {rank: (value, since + missed_s) for rank, (value, since) in self._seen.items()}
+            self._beats = {rank: (value, since + missed_s) for rank, (value, since) in self._beats.items()}
 
-    def _find_silent(self, store: ScopedStore, now: float) -> None:
-        for rank, (value, since) in self._seen.items():
+    def _check_silence(self, store: ScopedStore, now: float) -> None:
+        """Set the error if a watched worker has been silent for the time limit.
+
+        The lead also tells the others.
+        """
+        for rank, (value, since) in self._beats.items():
             if rank == self._rank or value == _ENDED or now - since <= self._timeout_s:
                 continue
             self.error = error = GoneError(
-                f"rank {rank} on {self._hosts[rank]} has given no sign for {self._timeout_s:g} s",
-                hint="it was killed, or its host or network is down; run again to go on",
+                f"rank {rank} on {self._hosts[rank]} has sent no heartbeat for {self._timeout_s:g} s",
+                hint="it was killed, or its host or network is down; rerun the same command to continue",
             )
             if self._rank == 0:
                 self.leave(store, error)

@@ -53,7 +53,7 @@ def test_python_m_is_the_same_program() -> None:
         (["inspect", "--no-such"], "no such option: --no-such"),
         (["explode"], "no such command 'explode'"),
         (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
-        (["inspect", "--sort", "shape"], "'shape' is none of: name, size"),
+        (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),
         (["convert", "--memory", "lots", "--to", "dcp"], "'lots' is not a size"),
         (
@@ -62,7 +62,7 @@ def test_python_m_is_the_same_program() -> None:
         ),
         (["convert", "a", "b"], "choose one of: dcp, "),
         (["convert", "a", "b", "--to"], "option '--to' requires an argument\n  hint: see ckpt convert --help"),
-        (["convert", "a", "b", "--to", "hf", "--rules", "no/such.toml"], "--rules: there is no such file"),
+        (["convert", "a", "b", "--to", "hf", "--rules", "no/such.toml"], "--rules: file not found"),
         (["convert", "a", "b", "-o", "c", "--to", "dcp"], "two destinations"),
         (["convert", "a", "--to", "dcp", "--rank", "0"], "--dry-run"),
         (["convert", "a", "--to", "dcp", "--rename", "x"], "is not OLD=NEW"),

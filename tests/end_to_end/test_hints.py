@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.main import get_command
 
-from ckpt_cli.app import app, main, work_of
+from ckpt_cli.app import app, main, parse_command
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.options.worker import USAGE
 from core.arrays.dtypes import dtype_of
@@ -183,7 +183,7 @@ def test_options_in_messages_parse_with_the_values_that_are_named() -> None:
         for line in lines_of(text):
             n_lines += 1
             try:
-                assert callable(work_of(line))
+                assert callable(parse_command(line))
             except Exception as err:
                 pytest.fail(f"{text.place}: {' '.join(line)}: {err}")
     assert n_lines > 400

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.app import work_of
+from ckpt_cli.app import parse_command
 from core.formats.registry import formats
 from tests.support.documents import ROOT, fences, is_shown, pages, problems_of, steps_of
 
@@ -59,7 +59,7 @@ def test_every_command_that_needs_hosts_or_devices_can_be_parsed() -> None:
         for words in commands_in_shell_blocks(page.read_text("utf-8")):
             n_commands += 1
             try:
-                assert callable(work_of(words))
+                assert callable(parse_command(words))
             except Exception as err:
                 problems.append(f"{name_of(page)}: ckpt {' '.join(words)}: {err}")
     assert problems == []

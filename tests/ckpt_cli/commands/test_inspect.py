@@ -239,7 +239,7 @@ def test_files_beside_the_weights_are_counted_and_not_shown_as_tensors(
     page = shown(source)
     assert page["beside"] == ["config.json", "generation_config.json"]
     assert not any("file:" in tensor["key"] for tensor in page["tensors"])
-    assert "2 files beside the weights: config.json, generation_config.json" in run(source)
+    assert "2 other files: config.json, generation_config.json" in run(source)
     assert shown(golden / "torch_dcp/tp2_only")["beside"] == []
 
 

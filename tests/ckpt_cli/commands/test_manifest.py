@@ -57,4 +57,4 @@ def test_what_is_missing_is_said_before_anything_is_read(
     assert main(["manifest", "-o", str(tmp_path / "no/such/m.json"), str(checkpoint)]) == 2
     assert "directory not found" in capsys.readouterr().err
     assert main(["manifest", "--rules", str(tmp_path / "no.toml"), str(checkpoint)]) == 2
-    assert "--rules: there is no such file" in capsys.readouterr().err
+    assert "--rules: file not found" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_without_a_destination_a_name_beside_the_source_is_proposed(golden: Path
     shutil.copytree(golden / "torch_dcp/tp2_only", source)
     code, out, _ = run("convert", source, "--to", "torch")
     assert code == 0
-    assert "as no DST was given" in out
+    assert "no DST given" in out
     assert sorted(path.name for path in tmp_path.iterdir() if "manifest" not in path.name) == ["source", "source.pt"]
 
 
@@ -252,7 +252,7 @@ def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert out == ""
-    assert err.startswith("note: what is done so far is kept")
+    assert err.startswith("note: partial output is kept")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.ckpt-stage", "big.pt"]
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")
@@ -284,6 +284,6 @@ def test_tensors_that_are_tied_and_differ_are_the_users_mistake(golden: Path, tm
     tie = "lm_head.weight=model.embed_tokens.weight"
     code, out, err = run("convert", golden / "hf/llama/safetensors_single", tmp_path / "o", "--to", "hf", "--tie", tie)
     assert (code, out) == (2, "")
-    assert "--tie: 'lm_head.weight' does not equal 'model.embed_tokens.weight'" in err
+    assert "--tie: 'lm_head.weight' is not identical to 'model.embed_tokens.weight'" in err
     assert "ranks" not in err
     assert list(tmp_path.iterdir()) == []

@@ -100,24 +100,24 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["no/such"], "no such file or directory"),
         (["--headers", "--deep"], "exclude each other"),
         (["--json", "--format", "sarif"], "exclude each other"),
-        (["--format", "xml"], "'xml' is none of: text, json, junit, sarif, github"),
+        (["--format", "xml"], "'xml' is not one of: text, json, junit, sarif, github"),
         (["--ignore", "CK9999"], "neither a code nor CODE:GLOB"),
         (["--ignore", "CK199"], "no check has the code CK199"),
         (["--baseline", "no/such.json"], "no such file"),
         (["--baseline", "x", "--write-baseline", "y"], "exclude each other"),
-        (["--rules", "no/such.toml"], "no such file"),
+        (["--rules", "no/such.toml"], "--rules: file not found"),
         (["--plan-for", "tp=x"], "'x' is no size"),
         (["--iteration", "1", "--all-iterations"], "chooses one iteration"),
-        (["--newest-valid", "--all-iterations"], "looks at all iterations anyway"),
+        (["--newest-valid", "--all-iterations"], "considers all iterations anyway"),
         (["--newest-valid", "a", "b"], "takes one training root"),
-        (["--newest-valid", "--format", "junit"], "no report as junit"),
-        (["--newest-valid", "-o", "x"], "--output does not go with it"),
-        (["--newest-valid", "--report", "x.json"], "--report does not go with it"),
+        (["--newest-valid", "--format", "junit"], "no output as junit"),
+        (["--newest-valid", "-o", "x"], "cannot be used with --output"),
+        (["--newest-valid", "--report", "x.json"], "cannot be used with --report"),
         (["--newest-valid", "no/such"], "no such directory"),
-        (["--report", "report.html"], "which format?"),
+        (["--report", "report.html"], "has none of the suffixes"),
         (["--all-iterations"], "no iterations here"),
-        (["-o", "no/such/dir/report.json"], "no such directory"),
-        (["-o", "."], "this is a directory"),
+        (["-o", "no/such/dir/report.json"], "directory does not exist"),
+        (["-o", "."], "path is a directory"),
         (["--threads", "0"], "not a whole number"),
         (["--memory", "much"], "'much' is not a size"),
     ],
@@ -254,7 +254,7 @@ def test_only_reports_are_replaced_by_reports(bad: Path, option: str, run: Run, 
     before = weights.read_bytes()
     code, _, err = run(bad, option, weights)
     assert (code, weights.read_bytes() == before) == (2, True)
-    assert "is no report of ckpt" in err
+    assert "is not a report of ckpt" in err
     for name in ("report.txt", "report.json", "report.sarif", "report.xml"):
         for _ in range(2):
             assert run(bad, option, tmp_path / name)[0] == (0 if option == "--write-baseline" else 1)
@@ -357,10 +357,10 @@ def test_without_a_whole_iteration_newest_valid_has_exit_code_1(golden: Path, tm
     shutil.rmtree(root / "iter_0000010")
     code, out, err = run("--newest-valid", root)
     assert (code, out) == (1, "")
-    assert f"no iteration is whole in {root}" in err
+    assert f"no valid iteration in {root}" in err
     assert shown(run, "--newest-valid", root)["path"] is None
     shutil.rmtree(root / "iter_0000020")
-    assert run("--newest-valid", root) == (1, "", f"there are no iterations in {root}\n")
+    assert run("--newest-valid", root) == (1, "", f"no iterations in {root}\n")
 
 
 def test_iterations_are_chosen_one_or_all(golden: Path, tmp_path: Path, run: Run) -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ckpt_cli.findings.grouping import alike
+from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.findings.text import text_lines
 from ckpt_cli.findings.verdict import Verdict
 from ckpt_cli.screen.terminal import Screen, columns_of
@@ -21,7 +21,8 @@ def page(*verdicts: Verdict, screen: Screen | None = None, limit: int | None = N
 
 def places(*names: str) -> list[str]:
     return [
-        f"{len(one.findings)} {one.file}" for one in alike([finding(file=name) for name in names], path="somewhere")
+        f"{len(one.findings)} {one.file}"
+        for one in group_similar([finding(file=name) for name in names], path="somewhere")
     ]
 
 
@@ -51,8 +52,8 @@ def test_numbers_of_any_length_are_no_trouble() -> None:
 
 
 def test_what_differs_is_shown_by_example() -> None:
-    (one,) = alike([finding(file=f"f{n}", expected="8 bytes", found=f"{n} bytes") for n in range(3)], path="p")
-    assert one.what == "such as: the file ends early (expected 8 bytes, found 0 bytes)"
+    (one,) = group_similar([finding(file=f"f{n}", expected="8 bytes", found=f"{n} bytes") for n in range(3)], path="p")
+    assert one.message == "for example: the file ends early (expected 8 bytes, found 0 bytes)"
 
 
 def test_findings_of_other_words_severities_and_hints_do_not_fold() -> None:
@@ -62,7 +63,7 @@ def test_findings_of_other_words_severities_and_hints_do_not_fold() -> None:
         finding(file="f2", severity=Severity.NOTE),
         finding(file="f3", hint="another hint"),
     ]
-    assert len(alike(rows, path="p")) == 4
+    assert len(group_similar(rows, path="p")) == 4
 
 
 def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None:
@@ -72,10 +73,10 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
             "  format     dcp",
             "  size       3 files, 4.00 KiB, 7 tensors",
             "  read       names, sizes and metadata, in 0.25 s",
-            "  unchecked  what is inside the containers (--headers); checksums, NaN, copies of a tensor (--deep)",
+            "  unchecked  container headers (--headers); checksums, NaN, replicas (--deep)",
         ]
     )
-    assert "unchecked  checksums, NaN, copies of a tensor (--deep)" in page(verdict(level=Level.HEADERS))
+    assert "unchecked  checksums, NaN, replicas (--deep)" in page(verdict(level=Level.HEADERS))
     deep = page(verdict(level=Level.DEEP))
     assert "unchecked" not in deep
     assert "every byte, in 0.25 s, 16.0 KiB/s" in deep

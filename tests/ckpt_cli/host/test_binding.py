@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.host.binding import Share, cores_in, n_cores, node_of_gpu, nodes_of, share_of
+from ckpt_cli.host.binding import CpuShare, cpu_share, n_cores, node_of_gpu, nodes_of, parse_cores
 
 TWO_NODES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def shares(mode: str, n: int, nodes: list[list[int]], **more: int) -> list[Share]:
+def shares(mode: str, n: int, nodes: list[list[int]], **more: int) -> list[CpuShare]:
     n_usable = more.pop("n_usable", sum(map(len, nodes)))
-    return [share_of(mode, local_rank=i, local_size=n, nodes=nodes, n_usable=n_usable, **more) for i in range(n)]
+    return [cpu_share(mode, local_rank=i, local_size=n, nodes=nodes, n_usable=n_usable, **more) for i in range(n)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -39,13 +39,13 @@ def test_numa_gives_each_worker_one_node_and_its_part_of_the_threads() -> None:
 
 
 def test_a_worker_with_a_gpu_goes_to_the_node_of_the_gpu() -> None:
-    assert shares("numa", 1, TWO_NODES, near=1) == [Share(frozenset(TWO_NODES[1]), 4)]
+    assert shares("numa", 1, TWO_NODES, near=1) == [CpuShare(frozenset(TWO_NODES[1]), 4)]
 
 
 def test_auto_binds_where_every_node_gets_a_worker() -> None:
     assert shares("auto", 2, TWO_NODES) == shares("numa", 2, TWO_NODES)
-    assert shares("auto", 1, TWO_NODES) == [Share(None, 8)]
-    assert shares("auto", 2, [[0, 1]]) == [Share(None, 1)] * 2
+    assert shares("auto", 1, TWO_NODES) == [CpuShare(None, 8)]
+    assert shares("auto", 2, [[0, 1]]) == [CpuShare(None, 1)] * 2
 
 
 def test_threads_follow_the_quota() -> None:
@@ -86,8 +86,8 @@ def test_nodes_are_those_of_the_allowed_cores(tmp_path: Path) -> None:
 
 
 def test_the_kernels_lists_are_read() -> None:
-    assert cores_in("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
-    assert cores_in("\n") == set()
+    assert parse_cores("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
+    assert parse_cores("\n") == set()
 
 
 def test_the_node_of_a_gpu_is_found_by_its_bus_address(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_cli.host.rank_env import Place, first_host, place_of
+from ckpt_cli.host.rank_env import WorkerIdentity, first_host, identify_worker
 from core.errors import UsageError
 
 TORCHRUN = {
@@ -40,45 +40,47 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 
 
 def test_torchrun():
-    assert place_of(TORCHRUN) == Place(
+    assert identify_worker(TORCHRUN) == WorkerIdentity(
         "torchrun", 5, 8, 1, 4, address="10.0.0.1", port=29400, has_store=True, restarts=2
     )
-    assert not place_of({**TORCHRUN, "RANK": "0"}).keeps_store
+    assert not identify_worker({**TORCHRUN, "RANK": "0"}).keeps_store
 
 
 def test_ranks_set_by_hand():
     by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert place_of(by_hand) == Place("the environment", 5, 8, None, None, address="10.0.0.1", port=29400)
-    assert place_of({**by_hand, "RANK": "0"}).keeps_store
+    assert identify_worker(by_hand) == WorkerIdentity(
+        "the environment", 5, 8, None, None, address="10.0.0.1", port=29400
+    )
+    assert identify_worker({**by_hand, "RANK": "0"}).keeps_store
 
 
 def test_srun():
-    found = place_of(SRUN)
+    found = identify_worker(SRUN)
     assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("srun", 3, 6, 1, 2)
     assert found.address == "gpu007"
     assert 20_000 <= found.port < 30_000
-    assert place_of({**SRUN, "SLURM_PROCID": "5"}).port == found.port
-    assert place_of({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
-    assert place_of({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}).endpoint == "a:5"
+    assert identify_worker({**SRUN, "SLURM_PROCID": "5"}).port == found.port
+    assert identify_worker({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
+    assert identify_worker({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}).endpoint == "a:5"
 
 
 def test_torchrun_below_srun_is_torchrun():
-    assert place_of({**SRUN, **TORCHRUN}).launcher == "torchrun"
+    assert identify_worker({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, {**MPICH, "PMI_SIZE": "2", "PMI_RANK": "1"}])
 def test_mpi_on_one_host(environ: dict[str, str]):
-    found = place_of(environ)
+    found = identify_worker(environ)
     assert (found.rank, found.size, found.local_size, found.address) == (1, 2, 2, "127.0.0.1")
-    assert found.port == place_of(environ).port
+    assert found.port == identify_worker(environ).port
 
 
 def test_mpi_on_several_hosts_needs_an_address():
     with pytest.raises(UsageError, match="does not tell the workers of several hosts where rank 0 runs"):
-        place_of(MPICH)
-    found = place_of({**MPICH, "MASTER_ADDR": "node1"})
+        identify_worker(MPICH)
+    found = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
     assert (found.rank, found.size, found.endpoint) == (2, 4, f"node1:{found.port}")
-    assert place_of({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
+    assert identify_worker({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
 
 
 @pytest.mark.parametrize(
@@ -93,15 +95,15 @@ def test_first_host_of_a_node_list(nodes: str, host: str | None):
     ("environ", "text"),
     [
         ({}, "no rendezvous: this process has no rank"),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun has not started it"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "was not started by srun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "not MASTER_ADDR and MASTER_PORT"),
         ({**TORCHRUN, "RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8"),
-        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is no number"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is not a number"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
         ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "on which hosts"),
     ],
 )
 def test_what_makes_no_sense_is_said(environ: dict[str, str], text: str):
     with pytest.raises(UsageError, match=text) as caught:
-        place_of(environ)
+        identify_worker(environ)
     assert caught.value.exit_code == 2

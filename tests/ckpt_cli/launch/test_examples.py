@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ckpt_cli.app import work_of
-from ckpt_cli.options.worker import parsed
+from ckpt_cli.app import parse_command
+from ckpt_cli.options.worker import parse_worker_arguments
 
 SCRIPTS = ("launch.sbatch", "launch-mpi.sh")
 
@@ -43,7 +43,7 @@ def called(script: Path, *arguments: str, environ: dict[str, str]) -> list[str]:
 def check_launch(words: list[str]) -> None:
     """Fails unless ``ckpt WORDS`` is a line that ``ckpt launch`` takes."""
     assert words[0] == "launch"
-    assert callable(work_of(words))
+    assert callable(parse_command(words))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -67,7 +67,7 @@ def test_slurm_starts_an_agent_on_each_host(repo_dir: Path, stand_ins: dict[str,
 def test_slurm_starts_the_workers_itself(repo_dir: Path, stand_ins: dict[str, str]) -> None:
     script = repo_dir / "docs/examples/launch.sbatch"
     words = called(script, "a", "b", "--tp-new", "4", environ={**stand_ins, "WORKERS": "srun"})
-    _, command = parsed(words[words.index("ckpt_cli.worker") + 1 :])
+    _, command = parse_worker_arguments(words[words.index("ckpt_cli.worker") + 1 :])
     assert command == ["reshard", "a", "b", "--tp-new", "4"]
 
 
@@ -76,7 +76,13 @@ def test_mpi_starts_the_workers(repo_dir: Path, stand_ins: dict[str, str]) -> No
     words = called(script, "16", "a", "b", "--tp-new", "4", environ={**stand_ins, "HOSTS": "node3:8,node4:8"})
     assert words[:5] == ["mpirun", "-n", "16", "--host", "node3:8,node4:8"]
     assert "MASTER_ADDR=node3" in words
-    assert parsed(words[words.index("ckpt_cli.worker") + 1 :])[1] == ["reshard", "a", "b", "--tp-new", "4"]
+    assert parse_worker_arguments(words[words.index("ckpt_cli.worker") + 1 :])[1] == [
+        "reshard",
+        "a",
+        "b",
+        "--tp-new",
+        "4",
+    ]
 
 
 def test_the_kubernetes_job_is_one_and_its_command_parses(repo_dir: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.host.results import WorkerResult, results_in, write_result
+from ckpt_cli.host.results import WorkerResult, read_results, write_result
 from ckpt_cli.launch.failure import Cause, Ended, LaunchError, cause_of
 from ckpt_cli.screen.failure import failure_of
 
@@ -28,12 +28,12 @@ def cause(
     )
 
 
-SILENT = "rank 1 on here has given no sign for 60 s"
+SILENT = "rank 1 on here has sent no heartbeat for 60 s"
 STOPPED = -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
-    ("ended", "results", "rank", "what"),
+    ("ended", "results", "rank", "message"),
     [
         ({0: STOPPED, 1: -9}, [], 1, "its process was killed by SIGKILL"),
         ({0: 8, 1: -9}, [said(0, 8, SILENT)], 1, "its process was killed by SIGKILL"),
@@ -48,16 +48,16 @@ STOPPED = -signal.SIGTERM
     ],
 )
 def test_the_cause_is_the_worker_that_failed_by_itself(
-    ended: dict[int, int], results: list[WorkerResult], rank: int, what: str
+    ended: dict[int, int], results: list[WorkerResult], rank: int, message: str
 ) -> None:
     found = cause(ended, results)
     assert found is not None
-    assert (found.rank, found.what) == (rank, what)
+    assert (found.rank, found.message) == (rank, message)
 
 
 def test_a_frozen_worker_that_the_agent_had_to_kill_is_not_said_to_lack_memory() -> None:
     found = cause({0: 8, 1: -9}, [said(0, 8, SILENT, is_secondary=True)])
-    assert found is not None and "gave no sign" in (found.hint or "")
+    assert found is not None and "sent no heartbeat" in (found.hint or "")
     found = cause({0: 8, 1: -9}, [said(0, 8, "the store is gone", is_secondary=True)])
     assert found is not None and "memory" in (found.hint or "")
 
@@ -71,7 +71,7 @@ def test_an_error_that_came_from_another_host_names_it() -> None:
 def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> None:
     found = cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)], first=1)
     assert found is not None
-    assert found.sentence == "rank 1 on here failed: somebody ended its process with SIGTERM"
+    assert found.sentence == "rank 1 on here failed: its process was terminated from outside with SIGTERM"
     assert cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)]) is None
 
 
@@ -80,7 +80,7 @@ def test_a_process_without_a_result_is_told_by_the_last_line_of_its_log(tmp_path
     log_path.write_bytes(b"x" * 9000 + b"\nImportError: no such \xff thing\n\n")
     found = cause({1: 1}, [], log_path=log_path)
     assert found is not None
-    assert found.what == "its process ended with exit code 1: ImportError: no such \ufffd thing"
+    assert found.message == "its process ended with exit code 1: ImportError: no such \ufffd thing"
     assert found.log_path == log_path
 
 
@@ -105,4 +105,4 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         write_result(tmp_path, result)
     (tmp_path / "rank-3.json").write_text("{")
     (tmp_path / "rank-4.json").write_text("{}")
-    assert results_in(tmp_path) == {0: results[0], 12: results[1]}
+    assert read_results(tmp_path) == {0: results[0], 12: results[1]}

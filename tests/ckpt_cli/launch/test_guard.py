@@ -7,84 +7,84 @@ import sys
 from pathlib import Path
 
 from ckpt_cli.host.results import WorkerResult, write_result
-from ckpt_cli.launch.agent import Attempt, Course
+from ckpt_cli.launch.agent import Attempt, LaunchHistory
 from ckpt_cli.launch.failure import Ended
-from ckpt_cli.launch.guard import Limits, Overdue, Patience
+from ckpt_cli.launch.guard import AgentDeadlines, Limits, Overdue
 
 
-def started(course: Course, tmp_path: Path) -> Path:
-    number = len(course.attempts)
+def started(history: LaunchHistory, tmp_path: Path) -> Path:
+    number = len(history.attempts)
     folder = tmp_path / f"attempt_{number}"
     folder.mkdir()
-    course.attempts.append(Attempt(number, number, folder, (0, 1), (None, None)))
-    course.first = None
+    history.attempts.append(Attempt(number, number, folder, (0, 1), (None, None)))
+    history.first = None
     return folder
 
 
 def test_failed_workers_are_to_be_started_again_within_the_limit(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(Limits(10, 30, 1))
-    assert patience.look(course, 0) is None
-    folder = started(course, tmp_path)
-    assert patience.look(course, 1000) is None
+    history, deadlines = LaunchHistory(), AgentDeadlines(Limits(10, 30, 1))
+    assert deadlines.check(history, 0) is None
+    folder = started(history, tmp_path)
+    assert deadlines.check(history, 1000) is None
     write_result(folder, WorkerResult(1, "here", 1, 6))
-    assert patience.look(course, 2000) is None
-    assert patience.look(course, 2010) is None
-    assert patience.look(course, 2011) == Overdue(False, True, 11)
+    assert deadlines.check(history, 2000) is None
+    assert deadlines.check(history, 2010) is None
+    assert deadlines.check(history, 2011) == Overdue(False, True, 11)
 
 
 def test_a_process_that_the_agent_saw_fail_counts_without_a_result(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(Limits(10, 30, 1))
-    started(course, tmp_path)
-    course.first = Ended(0, -9)
-    assert patience.look(course, 0) is None
-    assert patience.look(course, 11) == Overdue(False, True, 11)
+    history, deadlines = LaunchHistory(), AgentDeadlines(Limits(10, 30, 1))
+    started(history, tmp_path)
+    history.first = Ended(0, -9)
+    assert deadlines.check(history, 0) is None
+    assert deadlines.check(history, 11) == Overdue(False, True, 11)
 
 
 def test_new_workers_have_all_the_time_again(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(Limits(10, 30, 1))
-    folder = started(course, tmp_path)
+    history, deadlines = LaunchHistory(), AgentDeadlines(Limits(10, 30, 1))
+    folder = started(history, tmp_path)
     write_result(folder, WorkerResult(1, "here", 1, 6))
-    assert patience.look(course, 0) is None
-    started(course, tmp_path)
-    assert patience.look(course, 100) is None
-    assert patience.look(course, 1000) is None
+    assert deadlines.check(history, 0) is None
+    started(history, tmp_path)
+    assert deadlines.check(history, 100) is None
+    assert deadlines.check(history, 1000) is None
 
 
 def test_after_the_last_restart_the_agent_only_has_to_end_the_workers_and_leave(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(Limits(1000, 30, 0))
-    write_result(started(course, tmp_path), WorkerResult(1, "here", 1, 6))
-    assert patience.look(course, 0) is None
-    assert patience.look(course, 45) is None
-    assert patience.look(course, 46) == Overdue(False, False, 46)
+    history, deadlines = LaunchHistory(), AgentDeadlines(Limits(1000, 30, 0))
+    write_result(started(history, tmp_path), WorkerResult(1, "here", 1, 6))
+    assert deadlines.check(history, 0) is None
+    assert deadlines.check(history, 45) is None
+    assert deadlines.check(history, 46) == Overdue(False, False, 46)
 
 
 def test_the_other_agents_are_not_waited_for_for_ever_when_the_work_is_done(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(Limits(10, 30, 1))
-    folder = started(course, tmp_path)
+    history, deadlines = LaunchHistory(), AgentDeadlines(Limits(10, 30, 1))
+    folder = started(history, tmp_path)
     for rank in (0, 1):
-        assert patience.look(course, 0) is None
+        assert deadlines.check(history, 0) is None
         write_result(folder, WorkerResult(rank, "here", 1, 1))
-    assert patience.look(course, 5) is None
-    assert patience.look(course, 60) is None
-    assert patience.look(course, 66) == Overdue(True, False, 61)
+    assert deadlines.check(history, 5) is None
+    assert deadlines.check(history, 60) is None
+    assert deadlines.check(history, 66) == Overdue(True, False, 61)
 
 
 def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(repo_dir: Path, tmp_path: Path) -> None:
     code = """
 import subprocess, sys, time
 from pathlib import Path
-from ckpt_cli.launch.agent import Attempt, Course
-from ckpt_cli.launch.guard import Limits, guarded
+from ckpt_cli.launch.agent import Attempt, LaunchHistory
+from ckpt_cli.launch.guard import Limits, guard_agent
 from ckpt_cli.host.results import WorkerResult, write_result
 folder = Path(sys.argv[1])
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 (folder / "pid").write_text(str(left.pid))
 write_result(folder, WorkerResult(1, "here", 1, 6, "no space"))
-course = Course(attempts=[Attempt(0, 0, folder, (0, 1), (None, None))])
+history = LaunchHistory(attempts=[Attempt(0, 0, folder, (0, 1), (None, None))])
 def end(overdue):
-    print(course.results[1].line, overdue.is_done, flush=True)
+    print(history.results[1].line, overdue.is_done, flush=True)
     return 8
-with guarded(course, Limits(0.1, 30, 1), on_wait=print, end=end):
+with guard_agent(history, Limits(0.1, 30, 1), on_wait=print, end=end):
     time.sleep(1000)
 """
     done = subprocess.run(
@@ -99,11 +99,11 @@ def test_a_signal_ends_a_process_that_native_code_keeps_from_hearing_it(repo_dir
     code = """
 import ctypes, os, signal, threading
 from ckpt_cli.screen.failure import end_on_signals
-from ckpt_cli.launch.agent import Course
-from ckpt_cli.launch.guard import Limits, guarded
+from ckpt_cli.launch.agent import LaunchHistory
+from ckpt_cli.launch.guard import Limits, guard_agent
 end_on_signals()
 end = lambda overdue: print(overdue.signal, flush=True) or 130
-with guarded(Course(), Limits(100, 100, 1), on_wait=print, end=end):
+with guard_agent(LaunchHistory(), Limits(100, 100, 1), on_wait=print, end=end):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     ctypes.CDLL(None).sleep(1000)

@@ -230,7 +230,7 @@ def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: 
         job = Launched(found, source, place / "out", is_by_hand=True)
         assert job.codes() == [2, 2], job.printed()
         assert "host1 does not see the unfinished destination" in job.printed()[0]
-        assert f"(file {stage_dir_of(place / 'out')}/data)" in job.printed()[0]
+        assert f"  at: file {stage_dir_of(place / 'out')}/data" in job.printed()[0]
         assert job.printed()[1] == ""
     assert names_in(place.with_name("places") / "host1") == []
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from ckpt_cli.launch.meeting_place import Rendezvous, endpoint_of, look, rendezvous_of
+from ckpt_cli.launch.meeting_place import Rendezvous, check_rendezvous, parse_endpoint, rendezvous_of
 from ckpt_cli.options.launch import LaunchOptions
 from core.errors import UsageError, WorkerError
 
@@ -49,20 +49,20 @@ def test_every_wait_has_a_limit() -> None:
     ("options", "text"),
     [
         ({"nnodes": "2"}, "--rdzv-endpoint is missing"),
-        ({"nnodes": "2", "standalone": True}, "goes without --nnodes"),
-        ({"standalone": True, "rdzv_endpoint": "a"}, "goes without --rdzv-endpoint"),
+        ({"nnodes": "2", "standalone": True}, "so it excludes --nnodes"),
+        ({"standalone": True, "rdzv_endpoint": "a"}, "so it excludes --rdzv-endpoint"),
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
         ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
         (
             {"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_endpoint": "b", "rdzv_backend": "static"},
-            "both say where host 0 is",
+            "both give the address of host 0",
         ),
         ({"nnodes": "2", "node_rank": 1}, "--master-addr is missing"),
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
-        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank belongs to a static rendezvous"),
+        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank only applies to a static rendezvous"),
         ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
         ({"rdzv_endpoint": "a:99999"}, "is not HOST:PORT"),
-        ({"rdzv_conf": "join_timeout=0"}, "join_timeout=0 is no number of seconds"),
+        ({"rdzv_conf": "join_timeout=0"}, "join_timeout=0 is not a number of seconds"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], text: str) -> None:
@@ -71,8 +71,8 @@ def test_contradictions_are_refused(options: dict[str, object], text: str) -> No
 
 
 def test_endpoints_may_be_ipv6() -> None:
-    assert endpoint_of("[fd00::1]:5", 1) == ("fd00::1", 5)
-    assert endpoint_of("[fd00::1]", 1) == ("fd00::1", 1)
+    assert parse_endpoint("[fd00::1]:5", 1) == ("fd00::1", 5)
+    assert parse_endpoint("[fd00::1]", 1) == ("fd00::1", 1)
     assert Rendezvous("c10d", "fd00::1", 5, "x").endpoint == "[fd00::1]:5"
 
 
@@ -94,48 +94,48 @@ def free() -> int:
 
 
 def test_a_free_port_is_fine_for_the_host_that_listens(free: int) -> None:
-    look(at(free), is_listener=True, say=print)
+    check_rendezvous(at(free), is_listener=True, note=print)
 
 
 def test_a_taken_port_is_named(foreign: int) -> None:
-    with pytest.raises(WorkerError, match=f"port {foreign} is taken by another program"):
-        look(at(foreign), is_listener=True, say=print)
+    with pytest.raises(WorkerError, match=f"port {foreign} is in use by another program"):
+        check_rendezvous(at(foreign), is_listener=True, note=print)
 
 
 def test_what_listens_must_be_a_rendezvous(foreign: int) -> None:
-    with pytest.raises(WorkerError, match=f"what listens at 127.0.0.1:{foreign} is no rendezvous"):
-        look(at(foreign), is_listener=False, say=print)
+    with pytest.raises(WorkerError, match=f"the program listening at 127.0.0.1:{foreign} is not a rendezvous"):
+        check_rendezvous(at(foreign), is_listener=False, note=print)
 
 
 def test_a_second_agent_of_a_host_finds_the_first() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    look(at(store.port), is_listener=True, say=print)
-    look(at(store.port), is_listener=False, say=print)
+    check_rendezvous(at(store.port), is_listener=True, note=print)
+    check_rendezvous(at(store.port), is_listener=False, note=print)
 
 
 def test_nobody_there_is_said_after_the_limit(free: int) -> None:
-    with pytest.raises(WorkerError, match=rf"nobody answers at 127.0.0.1:{free} within 1 s: connection refused"):
-        look(at(free), is_listener=False, say=print)
+    with pytest.raises(WorkerError, match=rf"no answer from 127.0.0.1:{free} within 1 s: connection refused"):
+        check_rendezvous(at(free), is_listener=False, note=print)
 
 
 def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
-    with pytest.raises(UsageError, match="there is no host 'nohost.invalid' to meet at"):
-        look(at(1, "nohost.invalid"), is_listener=False, say=print)
+    with pytest.raises(UsageError, match="rendezvous host 'nohost.invalid' not found"):
+        check_rendezvous(at(1, "nohost.invalid"), is_listener=False, note=print)
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_etcd_without_its_client_is_a_mistake_in_the_request(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd", None)
     with pytest.raises(UsageError, match=f"--rdzv-backend {backend} needs python-etcd"):
-        look(asked(nnodes="2", rdzv_backend=backend, rdzv_endpoint="a:5"), is_listener=False, say=print)
+        check_rendezvous(asked(nnodes="2", rdzv_backend=backend, rdzv_endpoint="a:5"), is_listener=False, note=print)
 
 
 def test_etcd_that_does_not_run_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd", ModuleType("etcd"))
     endpoint = f"127.0.0.1:{free}"
     found = asked(nnodes="2", rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_conf="join_timeout=1")
-    with pytest.raises(WorkerError, match=f"nobody answers at {endpoint} within 1 s") as error:
-        look(found, is_listener=False, say=print)
+    with pytest.raises(WorkerError, match=f"no answer from {endpoint} within 1 s") as error:
+        check_rendezvous(found, is_listener=False, note=print)
     assert "start etcd on that host" in str(error.value.hint)

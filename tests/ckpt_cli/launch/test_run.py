@@ -54,7 +54,7 @@ def test_a_job_goes_on_after_a_worker_was_killed(source: Path, wanted: dict[str,
     kill_worker(process, 1)
     found = ended(process, tmp_path / "printed")
     assert found.code == 0, found.errors
-    assert "1 of 1 restarts" in found.errors
+    assert "restart 1 of 1" in found.errors
     assert "rank 1" in found.errors
     assert tree(tmp_path / "out") == wanted
     assert listed(tmp_path) == {"out"}

@@ -10,11 +10,11 @@ import pytest
 from typer.main import get_command
 
 from ckpt_cli.app import app, main
-from ckpt_cli.commands.transfer import job_of
+from ckpt_cli.commands.transfer import build_job
 from ckpt_cli.options.transfer import TARGETS, InspectOptions, TransferOptions
 from ckpt_cli.options.typer_command import Group
-from ckpt_cli.options.values import names_of, pairs_of, quantizations_of, size_in_bytes, stacks_of
-from ckpt_cli.screen.other_tools import INSTEAD, OF_TORCHRUN
+from ckpt_cli.options.values import check_names, parse_key_pairs, parse_quantizations, parse_size, parse_unstack_globs
+from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
 from core.formats.registry import formats
 
@@ -40,13 +40,13 @@ def parsed(*arguments: str) -> Any:
     ],
 )
 def test_sizes_take_decimal_and_binary_units(text: str, n_bytes: int) -> None:
-    assert size_in_bytes(text) == n_bytes
+    assert parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "1XB", "1e9", "MiB", "1 2", "0.1B"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
-        size_in_bytes(text)
+        parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_changes_of_content_reach_the_job() -> None:
         *("--strip-prefix", "module.", "--strip-prefix=model.", "--add-prefix", "net."),
         *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
     )
-    job = job_of(options, keeps_layout=False)
+    job = build_job(options, keeps_layout=False)
     assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
     assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
     assert (job.strip_prefix, job.add_prefix) == (("module.", "model."), "net.")
@@ -120,7 +120,7 @@ def test_changes_of_content_reach_the_job() -> None:
 
 
 def test_without_them_the_job_changes_nothing() -> None:
-    job = job_of(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
+    job = build_job(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
     assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (None, None, None, None)
     assert (job.quantize, job.strip_prefix, job.tie, job.untie) == ((), (), (), ())
     assert (job.stack_layers, job.unstack_layers) == (False, None)
@@ -130,28 +130,28 @@ def test_without_them_the_job_changes_nothing() -> None:
     ("texts", "globs"), [(None, None), ([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))]
 )
 def test_stacks_go_by_the_usual_names_or_by_globs(texts: list[str] | None, globs: tuple[str, ...] | None) -> None:
-    assert stacks_of(texts) == globs
+    assert parse_unstack_globs(texts) == globs
 
 
 @pytest.mark.parametrize("text", ["hf", "hf:llama", "hf:deepseek_v3", "megatron", None])
 def test_names_are_those_of_a_family(text: str | None) -> None:
-    assert names_of(text) == text
+    assert check_names(text) == text
 
 
 @pytest.mark.parametrize(
     "parse",
     [
-        lambda: names_of("nemo"),
-        lambda: names_of("hf:"),
-        lambda: names_of("hf:a/b"),
-        lambda: pairs_of(["a"], option="--tie"),
-        lambda: pairs_of(["a="], option="--tie"),
-        lambda: pairs_of(["=b"], option="--tie"),
-        lambda: pairs_of(["a=b=c"], option="--tie"),
-        lambda: quantizations_of([""]),
-        lambda: quantizations_of(["=block"]),
-        lambda: quantizations_of(["a="]),
-        lambda: stacks_of(["auto", "a.*"]),
+        lambda: check_names("nemo"),
+        lambda: check_names("hf:"),
+        lambda: check_names("hf:a/b"),
+        lambda: parse_key_pairs(["a"], option="--tie"),
+        lambda: parse_key_pairs(["a="], option="--tie"),
+        lambda: parse_key_pairs(["=b"], option="--tie"),
+        lambda: parse_key_pairs(["a=b=c"], option="--tie"),
+        lambda: parse_quantizations([""]),
+        lambda: parse_quantizations(["=block"]),
+        lambda: parse_quantizations(["a="]),
+        lambda: parse_unstack_globs(["auto", "a.*"]),
     ],
 )
 def test_what_cannot_be_parsed_is_a_usage_error(parse: Callable[[], object]) -> None:
@@ -162,7 +162,7 @@ def test_what_cannot_be_parsed_is_a_usage_error(parse: Callable[[], object]) -> 
 def test_stacking_and_unstacking_contradict_each_other() -> None:
     options = parsed("convert", "a", "--to", "dcp", "--stack-layers", "--unstack-layers", "auto")
     with pytest.raises(UsageError, match="contradict"):
-        job_of(options, keeps_layout=False)
+        build_job(options, keeps_layout=False)
 
 
 def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
@@ -175,19 +175,19 @@ def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
         for param in one.params
         for name in (*param.opts, *param.secondary_opts)
     }
-    assert ours & set(INSTEAD) == set()
-    said = {word for hint in INSTEAD.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    assert ours & set(OPTION_HINTS) == set()
+    said = {word for hint in OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
     assert said <= ours
 
 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--target-tp-size", "2"), "say --tp-new N"),
-        (("-tp", "2"), "say --tp-new N"),
-        (("--no_load_optim", "--tp-new", "2"), "say --no-optim"),
-        (("--ckpt-step", "10"), "say --iteration N"),
-        (("--save-dir", "x"), "say: ckpt reshard SRC DST"),
+        (("--target-tp-size", "2"), "use --tp-new N"),
+        (("-tp", "2"), "use --tp-new N"),
+        (("--no_load_optim", "--tp-new", "2"), "use --no-optim"),
+        (("--ckpt-step", "10"), "use --iteration N"),
+        (("--save-dir", "x"), "use ckpt reshard SRC DST"),
     ],
 )
 def test_options_of_other_tools_are_answered_with_ours(
@@ -202,8 +202,8 @@ def test_options_of_other_tools_are_answered_with_ours(
     [
         ("-m", "ckpt launch -- convert SRC DST"),
         ("--run_path", "ckpt launch -- convert SRC DST"),
-        ("--numa-binding=node", "say --bind numa"),
-        ("--num-nodes", "say --nnodes N"),
+        ("--numa-binding=node", "use --bind numa"),
+        ("--num-nodes", "use --nnodes N"),
     ],
 )
 def test_options_of_torchrun_that_launch_has_not_are_answered(
@@ -217,19 +217,17 @@ def test_no_answer_about_torchrun_hides_an_option_of_launch() -> None:
     command = get_command(app)
     assert isinstance(command, Group)
     ours = {name for param in command.commands["launch"].params for name in (*param.opts, *param.secondary_opts)}
-    assert ours & set(OF_TORCHRUN) == set()
-    said = {word for hint in OF_TORCHRUN.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    assert ours & set(TORCHRUN_OPTION_HINTS) == set()
+    said = {word for hint in TORCHRUN_OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
     assert said <= ours
 
 
 def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reshard", "a", "b", "--tensor_model_parallel_size", "4", "--pp", "2"]) == 2
-    assert "--tp 4 --pp 2 says what SRC has; for what is to be written say: --tp-new 4 --pp-new 2" in (
-        capsys.readouterr().err
-    )
+    assert "--tp, --pp describe SRC; to write TP 4, PP 2 use --tp-new 4 --pp-new 2" in (capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("other", ["--dry-run", "--quiet"])
 def test_an_explanation_goes_with_nothing_that_contradicts_it(other: str) -> None:
     with pytest.raises(UsageError, match=f"--explain and {other} exclude each other"):
-        job_of(parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True)
+        build_job(parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True)

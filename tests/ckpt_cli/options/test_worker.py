@@ -8,16 +8,18 @@ import pytest
 
 from ckpt_cli.launch.run import worker_options_of
 from ckpt_cli.options.launch import LaunchOptions
-from ckpt_cli.options.worker import WorkerOptions, parsed
-from ckpt_cli.workers.begin_check import problem_of, record_of
+from ckpt_cli.options.worker import WorkerOptions, parse_worker_arguments
+from ckpt_cli.workers.begin_check import check_members, error_record
 from core.errors import UsageError, WorkerError
 
 
 def test_options_end_where_the_verb_begins():
-    options, command = parsed(["--device=auto", "--join_timeout", "7", "--timeout", "2.5", "convert", "--to", "dcp"])
+    options, command = parse_worker_arguments(
+        ["--device=auto", "--join_timeout", "7", "--timeout", "2.5", "convert", "--to", "dcp"]
+    )
     assert options == WorkerOptions(device="auto", timeout_s=2.5, join_timeout_s=7.0)
     assert command == ["convert", "--to", "dcp"]
-    assert parsed(["--", "diff", "a"])[1] == ["diff", "a"]
+    assert parse_worker_arguments(["--", "diff", "a"])[1] == ["diff", "a"]
 
 
 @pytest.mark.parametrize(
@@ -26,17 +28,17 @@ def test_options_end_where_the_verb_begins():
         ([], "no command to run"),
         (["--device", "cpu"], "no command to run"),
         (["--device"], "--device needs a value"),
-        (["--gpu", "convert"], "no such option of a worker: --gpu"),
+        (["--gpu", "convert"], "no such worker option: --gpu"),
         (["--device", "tpu", "convert"], "--device is 'tpu'"),
-        (["--timeout", "soon", "convert"], "'soon' is no number of seconds"),
+        (["--timeout", "soon", "convert"], "'soon' is not a number of seconds"),
         (["--timeout", "0", "convert"], "--timeout is 0 seconds"),
         (["--timeout", "nan", "convert"], "--timeout is nan seconds"),
-        (["--backend", "nccl", "convert"], "nccl talks between GPUs"),
+        (["--backend", "nccl", "convert"], "nccl needs GPUs"),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], text: str):
     with pytest.raises(UsageError, match=text):
-        parsed(arguments)
+        parse_worker_arguments(arguments)
 
 
 def _member(**facts: Any) -> dict[str, Any]:
@@ -45,9 +47,9 @@ def _member(**facts: Any) -> dict[str, Any]:
 
 
 def test_workers_that_are_alike_fit():
-    assert problem_of([_member(), _member(host="b")]) is None
+    assert check_members([_member(), _member(host="b")]) is None
     gpus = [_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="y"), _member(host="b", gpu="x")]
-    assert problem_of(gpus) is None
+    assert check_members(gpus) is None
 
 
 @pytest.mark.parametrize(
@@ -61,29 +63,29 @@ def test_workers_that_are_alike_fit():
     ],
 )
 def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
-    problem = problem_of([_member(), _member(host="b", **other)])
+    problem = check_members([_member(), _member(host="b", **other)])
     assert isinstance(problem, UsageError)
     assert text in problem.message
 
 
 def test_two_workers_on_one_gpu_do_not_fit():
-    problem = problem_of([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
+    problem = check_members([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
     assert isinstance(problem, UsageError)
-    assert problem.message == "too few GPUs: ranks 0 and 1 on a have the same one (cuda:0)"
+    assert problem.message == "too few GPUs: ranks 0 and 1 on a share one (cuda:0)"
 
 
 def test_what_one_worker_lacks_is_told_to_all():
-    problem = problem_of(
-        [_member(), _member(host="b", problem=record_of(UsageError("no GPU", hint="say --device cpu")))]
+    problem = check_members(
+        [_member(), _member(host="b", problem=error_record(UsageError("no GPU", hint="say --device cpu")))]
     )
     assert isinstance(problem, UsageError)
     assert (problem.message, problem.hint) == ("rank 1 on b: no GPU", "say --device cpu")
-    problem = problem_of([_member(problem=record_of(WorkerError("the driver hangs")))])
+    problem = check_members([_member(problem=error_record(WorkerError("the driver hangs")))])
     assert isinstance(problem, WorkerError)
 
 
 def test_what_workers_would_refuse_is_refused_before_they_start():
-    with pytest.raises(UsageError, match="nccl talks between GPUs"):
+    with pytest.raises(UsageError, match="nccl needs GPUs"):
         worker_options_of(LaunchOptions(backend="nccl"))
     with pytest.raises(UsageError, match="--timeout is 100000 seconds"):
         worker_options_of(LaunchOptions(timeout=100_000.0))
@@ -94,4 +96,4 @@ def test_workers_get_the_options_of_the_launcher(options: LaunchOptions):
     made = worker_options_of(options)
     words = made.as_arguments()
     assert all(isinstance(word, str) for word in words)
-    assert parsed([*words, "diff"]) == (made, ["diff"])
+    assert parse_worker_arguments([*words, "diff"]) == (made, ["diff"])

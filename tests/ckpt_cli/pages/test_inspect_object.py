@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ckpt_cli.pages.inspect_object import MAX_NODES, plain
+from ckpt_cli.pages.inspect_object import MAX_NODES, object_json
 from core.catalog.catalog import Catalog, StoredObject
 from core.files.store import LocalStore
 from core.formats.format import Format
@@ -18,7 +18,7 @@ CHECKPOINT = Checkpoint(
 
 def shown(value: object) -> object:
     """The value as it comes out of JSON again."""
-    return json.loads(json.dumps(plain(StoredObject("x", value=value), CHECKPOINT)))
+    return json.loads(json.dumps(object_json(StoredObject("x", value=value), CHECKPOINT)))
 
 
 def test_plain_values_stay_and_others_are_described() -> None:

@@ -8,9 +8,9 @@ from ckpt_cli.screen.blocks import (
     bytes_text,
     count_text,
     facts,
+    first_lines,
     n_text,
     seconds_text,
-    shortened,
     table,
     tree_rows,
 )
@@ -91,5 +91,5 @@ def test_names_in_a_tree_cannot_reach_the_terminal() -> None:
 
 
 def test_shortened_lists_say_how_much_is_missing() -> None:
-    assert list(shortened(PLAIN, ["1", "2", "3"], 2)) == ["1", "2", "… 1 more line; --limit 0 shows all"]
-    assert list(shortened(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]
+    assert list(first_lines(PLAIN, ["1", "2", "3"], 2)) == ["1", "2", "… 1 more line; --limit 0 shows all"]
+    assert list(first_lines(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
-from ckpt_cli.workers.published import recalled, remember, tidied
+from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from core.convert.job import Report
 from core.stage.stage import stage_dir_of
 from core.team.protocol import Figures
@@ -39,17 +39,17 @@ def test_the_next_attempt_finds_what_was_published(tmp_path: Path, monkeypatch: 
     dst.mkdir()
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_0"))
     (tmp_path / "launch" / "attempt_0").mkdir(parents=True)
-    assert recalled() is None
-    remember(report(dst), dst.stat().st_ino)
+    assert recall_report() is None
+    remember_report(report(dst), dst.stat().st_ino)
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_1"))
-    assert recalled() == report(dst)
+    assert recall_report() == report(dst)
     dst.rename(tmp_path / "old")
-    assert recalled() is None
+    assert recall_report() is None
     dst.mkdir()
-    assert recalled() is None, "another directory has the name"
+    assert recall_report() is None, "another directory has the name"
     monkeypatch.delenv(RESULTS_VARIABLE)
-    remember(report(dst), dst.stat().st_ino)
-    assert recalled() is None
+    remember_report(report(dst), dst.stat().st_ino)
+    assert recall_report() is None
 
 
 def test_what_is_remembered_before_the_rename_counts_after_it_alone(
@@ -64,14 +64,14 @@ def test_what_is_remembered_before_the_rename_counts_after_it_alone(
     data.mkdir(parents=True)
     (data / dst.name).write_text("new")
     (data / "out.pt.ckpt-manifest.json").write_text("manifest")
-    remember(report(dst), (data / dst.name).stat().st_ino)
+    remember_report(report(dst), (data / dst.name).stat().st_ino)
     monkeypatch.delenv(RESULTS_VARIABLE)
-    assert recalled(launch) is None, "the old one still has the name"
+    assert recall_report(launch) is None, "the old one still has the name"
     (data / dst.name).replace(dst)
-    found = recalled(launch)
-    assert found is not None and tidied(found) == report(dst)
+    found = recall_report(launch)
+    assert found is not None and finish_published(found) == report(dst)
     assert (tmp_path / "out.pt.ckpt-manifest.json").read_text() == "manifest"
-    assert not stage_dir_of(dst).exists() and tidied(found) == found
+    assert not stage_dir_of(dst).exists() and finish_published(found) == found
 
 
 def test_what_stood_at_the_destination_goes_when_the_new_one_has_its_name(tmp_path: Path) -> None:
@@ -79,5 +79,5 @@ def test_what_stood_at_the_destination_goes_when_the_new_one_has_its_name(tmp_pa
     dst.mkdir()
     old.parent.mkdir(parents=True)
     old.write_text("old")
-    tidied(report(dst))
+    finish_published(report(dst))
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list(dst.iterdir())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.workers.rendezvous import Meeting, interface_of, met
+from ckpt_cli.workers.rendezvous import Meeting, interface_of, meet_workers
 from core.errors import CheckpointingException, UsageError, WorkerError
 from tests.ckpt_cli.workers.torch_teams import free_port, place
 
@@ -30,7 +30,7 @@ def _meet(port: int, size: int, *, problem: CheckpointingException | None = None
     def run(rank: int) -> None:
         try:
             where = place(rank, size, port, has_store=True)
-            found[rank] = met(where, {}, lambda members: problem, timeout_s=30, join_timeout_s=60)
+            found[rank] = meet_workers(where, {}, lambda members: problem, timeout_s=30, join_timeout_s=60)
         except CheckpointingException as err:
             found[rank] = err
 
@@ -68,25 +68,25 @@ def test_all_hear_what_the_lead_finds_wrong(store: Any):
 
 
 def test_missing_workers_are_named(store: Any):
-    with pytest.raises(WorkerError, match=r"2 of 3 workers have not come .* rank 1, 2\."):
-        met(place(0, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
+    with pytest.raises(WorkerError, match=r"2 of 3 workers have not joined .* rank 1, 2\."):
+        meet_workers(place(0, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
 
 
 def test_a_lead_that_never_comes_is_named(store: Any):
-    with pytest.raises(WorkerError, match="rank 0 has not welcomed rank 1"):
-        met(place(1, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
+    with pytest.raises(WorkerError, match="rank 0 has not answered rank 1"):
+        meet_workers(place(1, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
 
 
 def test_nobody_at_the_address_is_an_error():
-    with pytest.raises(WorkerError, match=r"nothing answers at 127\.0\.0\.1:\d+, where the workers meet"):
-        met(place(1, 2, free_port()), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
+    with pytest.raises(WorkerError, match=r"no answer from 127\.0\.0\.1:\d+, where the workers meet"):
+        meet_workers(place(1, 2, free_port()), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
 
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"port {port} .* is taken by another program"):
-            met(place(0, 2, port), {}, lambda _: None, timeout_s=30, join_timeout_s=5)
+        with pytest.raises(UsageError, match=f"port {port} .* is in use by another program"):
+            meet_workers(place(0, 2, port), {}, lambda _: None, timeout_s=30, join_timeout_s=5)
 
 
 def test_the_interface_of_an_address():

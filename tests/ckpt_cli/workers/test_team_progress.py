@@ -17,7 +17,7 @@ GIB = 2**30
 def test_rates_are_of_all_and_the_time_left_is_of_the_slowest() -> None:
     now, before = [(6 * GIB, 10 * GIB), (2 * GIB, 10 * GIB)], [(2 * GIB, 10 * GIB), (0, 10 * GIB)]
     state = state_of(now, before, 4.0)
-    assert (state.done, state.total, state.rate, state.left_s) == (8 * GIB, 20 * GIB, 1.5 * GIB, 16.0)
+    assert (state.done, state.total, state.rate, state.remaining_s) == (8 * GIB, 20 * GIB, 1.5 * GIB, 16.0)
     assert (state.last, state.last_share) == (1, 0.2)
     assert text_of(state, 100) == " 40%  8.00 GiB of 20.0 GiB  1.50 GiB/s  0:16  rank 1 is last, 20%"
 
@@ -29,7 +29,7 @@ def test_workers_that_are_about_even_need_no_word() -> None:
 
 def test_what_cannot_be_told_yet_is_left_out() -> None:
     state = state_of([(0, 100), (10, 100)], [(0, 100), (0, 100)], 2.0)
-    assert state.left_s is None, "rank 0 has not moved"
+    assert state.remaining_s is None, "rank 0 has not moved"
     assert text_of(state_of([(0, 100)], [(0, 100)], 0.0), 100) == "  0%  0 B of 100 B"
     assert text_of(state_of([(100, 100)], [(0, 100)], 2.0), 100) == "100%  100 B of 100 B  50 B/s"
 

@@ -74,7 +74,7 @@ def test_a_silent_worker_is_told_by_the_lead_to_all(team: Team):
     team.beat(0, 1, 2)
     for _ in range(13):
         team.beat(0, 1)
-    assert "rank 2 on b has given no sign for 10 s" in str(team.error(0))
+    assert "rank 2 on b has sent no heartbeat for 10 s" in str(team.error(0))
     assert str(team.error(1)) == str(team.error(0))
     assert team.watches[1].is_alarmed
     assert not team.error(0).is_of_lead
@@ -85,7 +85,7 @@ def test_a_silent_lead_is_seen_by_each(team: Team):
     for _ in range(13):
         team.beat(1, 2)
     for rank in (1, 2):
-        assert "rank 0 on a has given no sign for 10 s" in str(team.error(rank))
+        assert "rank 0 on a has sent no heartbeat for 10 s" in str(team.error(rank))
         assert team.error(rank).is_of_lead
 
 

@@ -105,7 +105,7 @@ def test_a_worker_that_was_killed_is_named_after_the_time_limit():
     assert killed is None
     for error in (lead, other):
         assert isinstance(error, GoneError)
-        assert error.message.startswith("rank 1 on ") and "no sign for 1.5 s" in error.message
+        assert error.message.startswith("rank 1 on ") and "no heartbeat for 1.5 s" in error.message
 
 
 def test_a_lead_that_was_killed_with_its_store_is_named():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckpt_cli.host.rank_env import Place
+from ckpt_cli.host.rank_env import WorkerIdentity
 from tests.dist_checkpointing.ranks import PRELOADED
 
 TIMEOUT_S = 120
@@ -25,17 +25,17 @@ def free_port() -> int:
     return port
 
 
-def place(rank: int, size: int, port: int, *, has_store: bool = False) -> Place:
+def place(rank: int, size: int, port: int, *, has_store: bool = False) -> WorkerIdentity:
     """A worker's place on this host."""
-    return Place("a test", rank, size, rank, size, "127.0.0.1", port, has_store=has_store)
+    return WorkerIdentity("a test", rank, size, rank, size, "127.0.0.1", port, has_store=has_store)
 
 
-def joined(where: Place, *, timeout_s: float = 60.0, facts: dict[str, Any] | None = None) -> Any:
+def joined(where: WorkerIdentity, *, timeout_s: float = 60.0, facts: dict[str, Any] | None = None) -> Any:
     """The ``TorchTeam`` of a place."""
-    from ckpt_cli.workers.rendezvous import met
+    from ckpt_cli.workers.rendezvous import meet_workers
     from ckpt_cli.workers.torch_team import TorchTeam
 
-    meeting = met(where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S)
+    meeting = meet_workers(where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S)
     return TorchTeam(where, meeting, backend="gloo", device="cpu", data_device="cpu", timeout_s=timeout_s)
 
 
@@ -67,7 +67,7 @@ def run_torch_team(n: int, function: Callable[..., Any], *args: Any, timeout_s: 
     return found
 
 
-def _rank(where: Place, timeout_s: float, result: Connection, function: Callable[..., Any], args: Any) -> None:
+def _rank(where: WorkerIdentity, timeout_s: float, result: Connection, function: Callable[..., Any], args: Any) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     team = None
     try:
