@@ -18,7 +18,7 @@ from core.validate.run import validate as examined
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
-    from core.checks.plan_request import Request
+    from core.checks.plan_request import PlanRequest
 
 
 def level_of(options: ValidateOptions) -> Level:
@@ -63,13 +63,13 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
         )
 
 
-def plan_request(options: ValidateOptions) -> Request | None:
+def plan_request(options: ValidateOptions) -> PlanRequest | None:
     """Parse ``--plan-for``; return None where it is not given."""
     if options.plan_for is None:
         return None
-    from core.checks.plan_request import request_of
+    from core.checks.plan_request import parse_plan_request
 
-    return request_of(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
+    return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
 
 
 def _memory_bytes(options: ValidateOptions) -> int:

@@ -14,7 +14,7 @@ from core.checks.check import Check
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
-from core.checks.opening import UNREADABLE, is_explained
+from core.checks.opening import UNREADABLE, is_covered_by_finding
 from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.convert.job import DEFAULT_MEMORY_BYTES
@@ -31,8 +31,8 @@ from core.team.figures import added_up, idle
 from core.team.protocol import ALONE, Figures, Team, told
 
 if TYPE_CHECKING:
-    from core.checks.comparison import Against
-    from core.checks.plan_request import Request
+    from core.checks.comparison import ReferenceFingerprints
+    from core.checks.plan_request import PlanRequest
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -86,7 +86,7 @@ def validate(
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
-    plan_for: Request | None = None,
+    plan_for: PlanRequest | None = None,
     against: Path | None = None,
     missing_chunks: str = FILL,
     team: Team = ALONE,
@@ -191,7 +191,7 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     passes: list[Sequence[Figures]] = [idle(subject.team)]
     if subject.level == Level.DEEP:
         try:
-            passes.append(subject.deep.scanned.figures)
+            passes.append(subject.byte_scan.scanned.figures)
         except WorkerError:
             raise
         except CheckpointingException:
@@ -235,10 +235,10 @@ def _n_tensors(subject: Subject) -> int:
     return len(form.catalog.tensors) if form is not None and form.is_global else 0
 
 
-def _against(path: Path, subject: Subject) -> Against:
-    from core.checks.comparison import against_of
+def _against(path: Path, subject: Subject) -> ReferenceFingerprints:
+    from core.checks.comparison import read_reference
 
-    return against_of(
+    return read_reference(
         path,
         rules=subject.rules,
         threads=subject.threads,
@@ -253,7 +253,7 @@ def _run(check: Check, subject: Subject) -> None:
     try:
         subject.findings += check.run(subject)
     except CheckpointingException as err:
-        if is_explained(subject, err):
+        if is_covered_by_finding(subject, err):
             return
         found = UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
         subject.findings.append(found)
