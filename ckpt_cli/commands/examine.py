@@ -12,7 +12,7 @@ from core.checks.level import Level
 from core.checks.registry import codes
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.opening.open import FILL
-from core.validate.accepted import Acceptance, patterns_of, read_baseline
+from core.validate.accepted import Acceptance, parse_patterns, read_baseline
 from core.validate.run import Validation
 from core.validate.run import validate as examined
 
@@ -36,7 +36,7 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
         UsageError: a pattern or the baseline makes no sense.
     """
     return Acceptance(
-        ignored=patterns_of(options.ignore or (), known=codes()),
+        ignored=parse_patterns(options.ignore or (), known=codes()),
         known=None if options.baseline is None else read_baseline(options.baseline),
         is_strict=options.strict,
     )

@@ -42,7 +42,7 @@ def newest_valid(options: ValidateOptions) -> int:
     def is_whole(path: Path) -> tuple[bool, Validation]:
         validation = examine(path, options)
         figures.append(validation.figures)
-        return acceptance.judged(validation.findings).is_valid, validation
+        return acceptance.judge(validation.findings).is_valid, validation
 
     newest = found_newest(root, is_whole, team=us)
     if is_lead(us):

@@ -106,7 +106,7 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["--baseline", "no/such.json"], "no such file"),
         (["--baseline", "x", "--write-baseline", "y"], "exclude each other"),
         (["--rules", "no/such.toml"], "no such file"),
-        (["--plan-for", "tp=x"], "'x' is no size"),
+        (["--plan-for", "tp=x"], "invalid size 'x'"),
         (["--iteration", "1", "--all-iterations"], "chooses one iteration"),
         (["--newest-valid", "--all-iterations"], "looks at all iterations anyway"),
         (["--newest-valid", "a", "b"], "takes one training root"),
@@ -115,7 +115,7 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["--newest-valid", "--report", "x.json"], "--report does not go with it"),
         (["--newest-valid", "no/such"], "no such directory"),
         (["--report", "report.html"], "which format?"),
-        (["--all-iterations"], "no iterations here"),
+        (["--all-iterations"], "no iterations found"),
         (["-o", "no/such/dir/report.json"], "no such directory"),
         (["-o", "."], "this is a directory"),
         (["--threads", "0"], "not a whole number"),
@@ -181,7 +181,7 @@ def test_the_iteration_of_a_root_is_named_and_the_others_are_listed(golden: Path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (page,) = shown(run, tmp_path)["checkpoints"]
     assert page["path"] == str(tmp_path / "iter_0000020")
-    assert "2 other iterations were not looked at (--all-iterations): iter_0000010, iter_0000030" in page["notes"]
+    assert "2 other iterations were not checked (use --all-iterations): iter_0000010, iter_0000030" in page["notes"]
 
 
 def test_a_loose_file_of_a_project_is_not_taken_for_the_project(
