@@ -1,8 +1,8 @@
 """The checks of ``ckpt validate``: a table of functions with stable codes.
 
-A check is a function from a ``Subject`` to findings. It lives in a module of this package or of a package below;
-``registry`` collects the ``CODES`` and ``CHECKS`` of all modules. Checks go on after a finding, and never raise because
-of what a file holds.
+A check is a function from a ``Subject`` to findings. It lives in a module of this package or of a
+package below; ``registry`` collects the ``CODES`` and ``CHECKS`` of all modules. Checks go on after
+a finding, and never raise because of what a file holds.
 
 Codes are stable: a code never changes its meaning, and a retired code is not reused.
 
@@ -17,7 +17,7 @@ CK7xx   content, with ``--deep``: CRCs, NaN, constant tensors, replicas
 CK8xx   manifests, integrity.json, fingerprints
 CK9xx   ``--plan-for``
 ======  ==============================================================================
-Imports: calibration, catalog, convert, device, errors, files, fingerprint, formats, formats.megatron, formats.torch,
-formats.zarr, manifest, megatron.model, megatron.optimizer, megatron.reshard, megatron.rules, opening, pickle, scan,
-team.
+Imports: calibration, catalog, convert, device, errors, files, fingerprint, formats,
+formats.megatron, formats.torch, formats.zarr, manifest, megatron.model, megatron.optimizer,
+megatron.reshard, megatron.rules, opening, pickle, scan, team.
 """

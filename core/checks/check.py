@@ -45,8 +45,9 @@ class Code:
         severity: Severity | None = None,
         keys: Sequence[str] = (),
     ) -> Finding:
-        """Return a finding with this code; ``keys`` lists several tensors or objects, ``key`` a
-        single one.
+        """Return a finding with this code.
+
+        ``keys`` lists several tensors or objects, ``key`` a single one.
         """
         return Finding(
             code=self.code,

@@ -1,6 +1,4 @@
-"""Read the fingerprints that ``--against`` compares with, from a manifest or from another
-checkpoint.
-"""
+"""Read the fingerprints to compare with (``--against``) from a manifest or a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Codes CK101 to CK199, of files and containers, shared by the modules of
-``core.checks.containers``.
-"""
+"""Codes CK101–CK199, of files and containers; ``core.checks.containers`` uses them."""
 
 from __future__ import annotations
 

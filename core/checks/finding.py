@@ -58,7 +58,9 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the finding across runs (``--baseline``): its code and place, not its wording."""
+        """Identity of the finding across runs (``--baseline``): its code and place, not its
+        wording.
+        """
         return "|".join((self.code, self.file or "", self.rank or "", self.key or ""))
 
     def as_dict(self) -> dict[str, object]:

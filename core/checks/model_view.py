@@ -64,9 +64,7 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
 
 
 def _opened_dirs(catalog: Catalog, store: ReadStore) -> set[str]:
-    """Return the rank directories whose files were opened: the first of each pipeline stage and
-    file size.
-    """
+    """Return the rank directories that were opened: one per pipeline stage and file size."""
     first: dict[tuple[object, int], str] = {}
     for coords, (folder, _) in ranks_of(catalog).items():
         first.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)

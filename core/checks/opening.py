@@ -43,7 +43,8 @@ def find_endless_containers(subject: Subject) -> Iterator[Finding]:
 def is_covered_by_finding(subject: Subject, err: CheckpointingException) -> bool:
     """Return whether an earlier error finding covers an error.
 
-    That is a finding about the same file or tensor or, if the error names no file, any error finding.
+    That is a finding about the same file or tensor or, if the error names no file, any error
+    finding.
     """
     errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
     if err.key is not None and any(finding.key == err.key for finding in errors):

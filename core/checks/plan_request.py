@@ -1,5 +1,6 @@
-"""The value of ``ckpt validate --plan-for tp=4,pp=2,format=torch_dist``; ``core.checks.planned``
-answers it.
+"""Parse the request of ``ckpt validate --plan-for tp=4,pp=2,format=torch_dist``.
+
+``core.checks.planned`` answers it.
 """
 
 from __future__ import annotations

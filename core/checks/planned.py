@@ -1,7 +1,8 @@
 """CK901–CK903: whether the checkpoint can be loaded or resharded as ``--plan-for`` requests.
 
-Nothing is estimated: the job is prepared as ``ckpt reshard`` and ``ckpt convert`` prepare theirs, up to the point
-where bytes would move, so a request that passes here can be carried out. Without a request nothing is reported.
+Nothing is estimated: the job is prepared as ``ckpt reshard`` and ``ckpt convert`` prepare theirs,
+up to the point where bytes would move, so a request that passes here can be carried out. Without a
+request nothing is reported.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ CHECKS = (Check(plan_as_requested),)
 
 
 _TIED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Optimizer formats in torch_dist that Megatron loads only at the TP and PP they were saved with."""
+"""Optimizer formats in torch_dist that Megatron loads only at the TP and PP they were saved
+with.
+"""
 
 
 def answer_request(subject: Subject, request: PlanRequest) -> Iterator[Finding]:
-    """Report CK901 if the request is impossible, else CK902 (how) and CK903 (what would be lost)."""
+    """Report that the request is impossible (CK901), or how it is done (CK902, CK903)."""
     from core.convert.prepare import prepare
 
     if subject.format is None:

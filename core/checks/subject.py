@@ -66,7 +66,8 @@ class Subject:
     Args:
         path: directory or file of the checkpoint, after descending from ``root``.
         root: the path that the user gave.
-        passed: directories between ``root`` and ``path``, ``root`` included; () if they are the same.
+        passed: directories between ``root`` and ``path``, ``root`` included; () if they are the
+            same.
         store: the files of the checkpoint.
         format: the detected format; None if no format recognises the checkpoint.
         level: how much to read.
@@ -141,8 +142,8 @@ class Subject:
     def tree(self) -> Tree:
         """The tree of files and folders of the checkpoint.
 
-        Nested checkpoints are left out unless the manifest lists them. A directory that is not a checkpoint may be a
-        whole file system, so that only its first level is walked.
+        Nested checkpoints are left out unless the manifest lists them. A directory that is not a
+        checkpoint may be a whole file system, so that only its first level is walked.
         """
         manifest = None if self.recorded is None else self.recorded.manifest
         recorded_paths = [] if manifest is None else [f"{file.path}/" for file in manifest.files]
@@ -202,14 +203,18 @@ class Subject:
         return {name for name in self.files if name == self.store.entry or name.endswith((*SUFFIXES, ".pkl"))}
 
     def read_pickles(self, file: str) -> Sequence[ReadPickle]:
-        """Return the pickles of a file that were read for the metadata; () if they have to be read."""
+        """Return the pickles of a file that were read for the metadata.
+
+        Returns:
+            () if they have to be read.
+        """
         return () if self.catalog is None else self._read.of(file)
 
     def has_read_only(self, files: Set[str]) -> bool:
         """Return whether the metadata was read from the pickles of these files only.
 
-        That can be known for a checkpoint of one file only: in a directory, objects may also come from files that
-        are not pickles, or from one file that stands for similar ones.
+        That can be known for a checkpoint of one file only: in a directory, objects may also come
+        from files that are not pickles, or from one file that stands for similar ones.
         """
         return self.store.entry is not None and self.catalog is not None and self._read.are_all_of(files)
 
@@ -236,7 +241,7 @@ class Subject:
         return TensorNames(self.salvaged.catalog, self.store, self.rules)
 
     def is_covered_by_finding(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Return whether an error finding covers a file or a part of it, so that it is not reported again.
+        """Return whether an error has already been found in a file or a part of it.
 
         Args:
             span: byte range (start, stop); None for the whole file.
@@ -249,7 +254,9 @@ class Subject:
 
     @cached_property
     def canonical(self) -> Canonical | None:
-        """The tensors under global per-layer names if the layout is known; None without metadata."""
+        """The tensors under global per-layer names if the layout is known; None without
+        metadata.
+        """
         catalog = self.catalog
         if catalog is None or self.format is None:
             return None
@@ -265,7 +272,9 @@ _WATCHERS: tuple[str, ...] = (
     "content.integrity_json",
     "content.fingerprints",
 )
-"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``, which take part in the scan."""
+"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``, which take part in the
+scan.
+"""
 
 
 def run_byte_scan(subject: Subject) -> ByteScan:

@@ -1,8 +1,9 @@
-"""Look up which tensors lie at given bytes of a file, so that a finding about a record or a buffer can name them.
+"""Look up which tensors lie at given bytes of a file, so that findings can name them.
 
-A damaged zip record is ``data/28``, and a NaN lies at some element of a flat buffer; a user knows neither. Names are
-those of the global tensors, optimizer states included, if the layout is understood; otherwise those in the files.
-Values of the tensors need not be consistent with each other: they may be what is damaged.
+A damaged zip record is ``data/28``, and a NaN lies at some element of a flat buffer; a user knows
+neither. Names are those of the global tensors, optimizer states included, if the layout is
+understood; otherwise those in the files. Values of the tensors need not be consistent with each
+other: they may be what is damaged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TensorNames:
         self._indexes = [_ByteIndex(_arrays(catalog)) for catalog in _catalogs(stored, store, rules)]
 
     def at(self, file: str, start: int, stop: int) -> tuple[str, ...]:
-        """Return the names of the tensors with bytes in ``[start, stop)`` of a file, in file order."""
+        """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
         for index in self._indexes:
             names = index.names(file, start, stop)
             if names:
@@ -92,7 +93,7 @@ class _ByteIndex:
             self._reach[file] = list(accumulate((row[1] for row in rows), max))
 
     def names(self, file: str, start: int, stop: int) -> tuple[str, ...]:
-        """Return the names of the tensors with bytes in ``[start, stop)`` of a file, in file order."""
+        """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
         rows, reach = self._rows.get(file, []), self._reach.get(file, [])
         names: list[str] = []
         # Walk back from the last row that begins before stop, until no earlier row can reach start.

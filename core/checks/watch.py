@@ -1,8 +1,8 @@
 """The deepest level: one scan of a checkpoint, shared by all checks that read data.
 
-The module of a check that needs data has a function ``watch``, which returns the observers that take part in the scan.
-After the scan, the check finds their results in ``Subject.byte_scan``. ``core.checks.subject._WATCHERS`` lists these
-modules.
+The module of a check that needs data has a function ``watch``, which returns the observers that
+take part in the scan. After the scan, the check finds their results in ``Subject.byte_scan``.
+``core.checks.subject._WATCHERS`` lists these modules.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A baseline is a JSON file with one finding per line, meant to be kept with a pro
       {"code": "CK101", "file": "__0_0.distcp"},
       {"code": "CK201", "key": "w", "rank": "mp_rank_00"}]}
 
-A finding matches the baseline if its code, file, rank and key are the same. The wording and the path of the checkpoint
-do not matter, so a baseline applies to every iteration of a run.
+A finding matches the baseline if its code, file, rank and key are the same. The wording and the
+path of the checkpoint do not matter, so a baseline applies to every iteration of a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Pattern:
     glob: str | None = None
 
     def matches(self, finding: Finding) -> bool:
-        """Return whether the pattern covers a finding; of several keys, the glob must match every one."""
+        """Return whether the pattern covers a finding.
+
+        Of several keys, the glob must match every one.
+        """
         if not finding.code.startswith(self.code):
             return False
         glob = self.glob
@@ -166,7 +169,10 @@ def read_baseline(path: Path) -> frozenset[str]:
 
 
 def _fingerprint_of(row: object, *, file: str) -> str:
-    """Return the fingerprint of a row of a baseline file; raise UsageError if it is not a finding."""
+    """Return the fingerprint of a row of a baseline file.
+
+    Raise UsageError if it is not a finding.
+    """
     values = [row.get(name) for name in _PLACE] if isinstance(row, dict) else [None]
     if not isinstance(values[0], str) or not all(value is None or isinstance(value, str) for value in values):
         raise UsageError(f"--baseline: {str(row)[:80]!r} is not a finding", file=file)

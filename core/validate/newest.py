@@ -49,12 +49,14 @@ class Newest:
 def newest_valid(root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE) -> Newest:
     """Return the newest valid iteration of a training root.
 
-    If a tracker (Megatron's, DeepSpeed's) names the last completed iteration, newer directories are skipped: trackers
-    are written last, and a user who set one back did so on purpose. Stages of unfinished work are skipped by name.
+    If a tracker (Megatron's, DeepSpeed's) names the last completed iteration, newer directories are
+    skipped: trackers are written last, and a user who set one back did so on purpose. Stages of
+    unfinished work are skipped by name.
 
     Args:
         root: the directory that holds the iterations, as ``core.opening.open`` accepts it.
-        is_valid: returns whether an iteration may be used, and its validation; the same on all ranks of a team.
+        is_valid: returns whether an iteration may be used, and its validation; the same on all
+            ranks of a team.
         team: ranks that all call this and get the same answer.
 
     Raises:
@@ -104,8 +106,10 @@ def _unfinished(root: Path) -> list[str]:
 
 
 def _last_completed(root: Path) -> tuple[int, str] | None:
-    """Return the iteration that a tracker names and the tracker's name; None if no tracker names
-    one.
+    """Return (iteration, file name) of the first tracker that names an iteration.
+
+    Returns:
+        None if no tracker does.
     """
     store = LocalStore(root)
     try:
@@ -128,5 +132,5 @@ def _reason(validation: Validation) -> str:
     errors = [finding for finding in validation.findings if finding.severity == Severity.ERROR]
     finding = (errors or validation.findings)[0]
     where = f" ({finding.file or finding.key or finding.rank})" if finding.file or finding.key or finding.rank else ""
-    others = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-    return f"{finding.code} {finding.message}{where}{others}"
+    suffix = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+    return f"{finding.code} {finding.message}{where}{suffix}"

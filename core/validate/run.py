@@ -1,6 +1,4 @@
-"""Validate a checkpoint: open it as far as possible, run the checks of a level, and collect
-findings.
-"""
+"""Validate a checkpoint: open it, run the checks of a level, and collect their findings."""
 
 from __future__ import annotations
 
@@ -96,7 +94,8 @@ def validate(
 ) -> Validation:
     """Check one checkpoint and return what was found.
 
-    The ranks of a team share the reading of data; the lead alone runs the checks, and all return its result.
+    The ranks of a team share the reading of data; the lead alone runs the checks, and all return
+    its result.
 
     Args:
         path: as for ``core.opening.open.open_checkpoint``.
@@ -182,7 +181,9 @@ def _observed_state(subject: Subject) -> object:
 
 
 def _read_together(subject: Subject) -> tuple[Figures, ...]:
-    """Run the passes over data, which the ranks of a team share; the checks use their results on the lead.
+    """Run the passes over data, which the ranks of a team share.
+
+    The checks use their results on the lead.
 
     Returns:
         The work of each rank, on the lead.
@@ -266,7 +267,9 @@ def _run_check(check: Check, subject: Subject) -> None:
 
 
 def _check_iteration(subject: Subject, requested: int | None) -> None:
-    """Raise unless the checkpoint is the requested iteration; one that cannot be opened is not judged.
+    """Raise unless the checkpoint is the requested iteration.
+
+    One that cannot be opened is not judged.
 
     Raises:
         UsageError: the checkpoint has another iteration, or states none.
@@ -288,7 +291,7 @@ def _check_iteration(subject: Subject, requested: int | None) -> None:
 
 
 def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
-    """Return the result for a path that cannot be checked, to stand next to those of other paths."""
+    """Return the result for a path that cannot be checked, among those of other paths."""
     finding = UNREADABLE.finding(error.message, hint=error.hint)
     return Validation(
         path=str(path),
@@ -309,7 +312,8 @@ def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> di
     Several files of one directory, for example, are one checkpoint.
 
     Returns:
-        path → the error that keeps it from being checked, such as a missing file; None without error.
+        path → the error that keeps it from being checked, such as a missing file; None without
+            error.
     """
     path_of: dict[str, Path] = {}
     errors: dict[Path, UsageError | None] = {}

@@ -1,9 +1,10 @@
 """CK101, CK103, CK106, CK150–CK153: the files of a DCP checkpoint against its ``.metadata``.
 
-Every file that ``.metadata`` names must exist and be long enough for its items. From the headers level on, every item
-is opened where ``.metadata`` places it: it must be a complete torch zip, and no two items may overlap. A ``.distcp``
-file that ``.metadata`` does not name is left over from an earlier save with more ranks; an empty one belongs to a
-writer that had nothing to write (torch 2.13 ``filesystem.py`` opens a file for every bucket).
+Every file that ``.metadata`` names must exist and be long enough for its items. From the headers
+level on, every item is opened where ``.metadata`` places it: it must be a complete torch zip, and
+no two items may overlap. A ``.distcp`` file that ``.metadata`` does not name is left over from an
+earlier save with more ranks; an empty one belongs to a writer that had nothing to write (torch 2.13
+``filesystem.py`` opens a file for every bucket).
 
 Source: ``core.formats.dcp.format``; torch 2.13.
 """
@@ -34,7 +35,10 @@ _SUFFIX = ".distcp"
 
 
 def check_data_files(subject: Subject) -> Iterator[Finding]:
-    """Check that the files named by ``.metadata`` exist and no others do (CK101, CK103, CK106, CK110, CK150)."""
+    """Check that the files named by ``.metadata`` exist and no others do.
+
+    Codes: CK101, CK103, CK106, CK110, CK150.
+    """
     problems: list[CheckpointingException] = []
     facts = None if subject.catalog is None else subject.catalog.facet(DcpFacts)
     if facts is not None:
@@ -98,7 +102,7 @@ def _is_of_an_entry(err: CheckpointingException) -> bool:
 
 
 def _missing_files(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
-    """Report files that are missing or too short for the items that ``.metadata`` places in them."""
+    """Report files that are missing or too short for their items."""
     for err in collect_problems(lambda report: check_files(subject.store, metadata, report=report)):
         size = subject.files.get(err.file or "")
         yield finding_of(
@@ -137,7 +141,10 @@ def check_items(subject: Subject) -> Iterator[Finding]:
 
 
 def _zip_items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
-    """Yield (key, item) for every item stored as a torch zip; other kinds have checks of their own."""
+    """Yield (key, item) for every item stored as a torch zip.
+
+    Other kinds have checks of their own.
+    """
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
             if row not in metadata.descriptors and metadata.file_index[row] not in metadata.raw_files:
@@ -174,8 +181,9 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
 
 
 def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
-    """Report items that share bytes; items at identical positions are one item with several
-    entries.
+    """Report items that share bytes.
+
+    Items at identical positions are one item with several entries.
     """
     items = [
         (metadata.files[file], offset, n_bytes, row)

@@ -1,6 +1,7 @@
 """CK101, CK103: every stored array lies inside its file, in every format.
 
-The readers of the built-in formats check most of this; this check covers formats of other packages as well.
+The readers of the built-in formats check most of this; this check covers formats of other packages
+as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ CODES = ()
 
 
 def check_extents(subject: Subject) -> Iterator[Finding]:
-    """Compare the end of the last array in each file with the size of the file; one finding per file."""
+    """Compare the end of the last array in each file with the size of the file.
+
+    One finding per file.
+    """
     catalog = subject.catalog
     if catalog is None:
         return

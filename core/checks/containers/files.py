@@ -1,10 +1,11 @@
-"""CK101–CK110: the files themselves, judged by names, sizes and the first bytes of small ones, in every format.
+"""CK101–CK110: the files themselves: names, sizes and the first bytes of small ones.
 
-What a missing or shortened file means is for the checks of the format. This module needs no metadata: it finds entries
-that are not regular files, empty files, pointers and error pages saved in place of a file, and leftovers of unfinished
-writes and copies.
+What a missing or shortened file means is for the checks of the format. This module needs no
+metadata: it finds entries that are not regular files, empty files, pointers and error pages saved
+in place of a file, and leftovers of unfinished writes and copies.
 
-Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS specification 1.
+Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS
+specification 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ DATA = re.compile(
 )
 """Files that should not be empty. Chunks of zarr arrays have a check of their own."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
-"""torch creates a file even for a writer without items; ``.metadata`` tells which files hold some."""
+"""torch creates a file even for a writer without items; ``.metadata`` tells which files hold
+some.
+"""
 _LEFT_OVER = re.compile(
     r"\.(tmp|temp|part|partial|incomplete|crdownload|aria2|filepart|download)(\.[0-9]+)?$"
     r"|^\..*\.?(safetensors|bin|pt|pth|distcp|json|metadata|zarray)\.[A-Za-z0-9]{6}$"

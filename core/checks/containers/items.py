@@ -1,8 +1,9 @@
 """CK207–CK209: stored items against the metadata.
 
-DCP's ``.metadata`` states dtype and shape of every chunk, and so does the item in the file, which also states strides
-and the length of its storage. Items are torch zips, whose structure other checks cover. An object's item is read the
-way a conversion reads it, to find what a conversion would refuse.
+DCP's ``.metadata`` states dtype and shape of every chunk, and so does the item in the file, which
+also states strides and the length of its storage. Items are torch zips, whose structure other
+checks cover. An object's item is read the way a conversion reads it, to find what a conversion
+would refuse.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ def check_object_items(subject: Subject) -> Iterator[Finding]:
 
 
 def check_storages(subject: Subject) -> Iterator[Finding]:
-    """Report tensors whose storage has an unknown element type; torch could not load them either."""
+    """Report tensors whose storage has an unknown element type.
+
+    Torch could not load them either.
+    """
     catalog = subject.catalog
     for key, item in {} if catalog is None else catalog.objects.items():
         if item.raw_key is None and type(item.value) not in PLAIN:

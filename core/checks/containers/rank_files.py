@@ -1,10 +1,11 @@
 """CK101, CK160, CK161: the files of every rank exist, for the parallel sizes that the files state.
 
-Megatron: the training arguments in any rank file determine the rank directories of the run, even if others are missing
-or damaged. DeepSpeed: the optimizer files state the number of ranks. A universal checkpoint has one directory per
-parameter, each with its fp32 master weight.
+Megatron: the training arguments in any rank file determine the rank directories of the run, even if
+others are missing or damaged. DeepSpeed: the optimizer files state the number of ranks. A universal
+checkpoint has one directory per parameter, each with its fp32 master weight.
 
-Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``, ``core.formats.deepspeed.universal.format``.
+Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
+``core.formats.deepspeed.universal.format``.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _missing_ranks(files: Mapping[int, str], kind: str, *, n_ranks: int | None) 
 
 
 def check_universal_files(subject: Subject) -> Iterator[Finding]:
-    """Check the model and optimizer files and each parameter's directory of a universal checkpoint."""
+    """Check the files of a universal checkpoint, in each parameter's directory as well."""
     models = _files_by_rank(subject, _ZERO_MODEL)
     if models:
         yield from _missing_ranks(models, "model", n_ranks=None)

@@ -1,8 +1,9 @@
 """CK103, CK130–CK135: safetensors files, each on its own.
 
-A header describes its file completely: its length, the tensor names, and that the tensors follow each other without
-gap or overlap up to the end of the file. If the checkpoint's metadata could be read, the headers of its own files are
-known to be valid; other files are opened from the headers level on. Otherwise every file is opened.
+A header describes its file completely: its length, the tensor names, and that the tensors follow
+each other without gap or overlap up to the end of the file. If the checkpoint's metadata could be
+read, the headers of its own files are known to be valid; other files are opened from the headers
+level on. Otherwise every file is opened.
 
 Source: ``core.formats.safetensors.header``.
 """
@@ -29,7 +30,10 @@ _SUFFIX = ".safetensors"
 
 
 def check_headers(subject: Subject) -> Iterator[Finding]:
-    """Check the header of every safetensors file that was not read for the metadata (CK130–CK135)."""
+    """Check the header of every safetensors file that was not read for the metadata.
+
+    Codes: CK130–CK135.
+    """
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
     is_safetensors = subject.format is not None and subject.format.name == "safetensors"
@@ -49,9 +53,7 @@ def _read_header(store: ReadStore, name: str, report: Report) -> None:
 
 
 def _read_files(subject: Subject) -> Sequence[str]:
-    """Return the names of the files whose headers were read for the catalog, and are therefore
-    valid.
-    """
+    """Return the files whose headers were read for the catalog, and are therefore valid."""
     entry = subject.store.entry
     if entry is not None and not entry.endswith(INDEX_SUFFIX):
         return (entry,)

@@ -1,9 +1,9 @@
 """CK103, CK111, CK120–CK129: files written by ``torch.save``, each on its own.
 
-The lowest level opens one file of each group with similar names and one size, higher levels every file: its zip
-directory, the local header and the descriptor of each record, the byte order, and the CRCs of the pickle and of other
-small records. If the checkpoint's metadata could not be read, the pickles are parsed one by one as well, so that every
-damaged file is found and not just the first.
+The lowest level opens one file of each group with similar names and one size, higher levels every
+file: its zip directory, the local header and the descriptor of each record, the byte order, and the
+CRCs of the pickle and of other small records. If the checkpoint's metadata could not be read, the
+pickles are parsed one by one as well, so that every damaged file is found and not just the first.
 
 Source: ``core.formats.torch.zip.container``.
 """
@@ -36,8 +36,9 @@ _SMALL_BYTES = 1 << 20
 
 
 def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
-    """Yield the names of the files of ``torch.save`` to open at the subject's level; empty ones are
-    skipped.
+    """Yield the names of the files of ``torch.save`` to open at the subject's level.
+
+    Empty ones are skipped.
 
     Args:
         or_others: include files that only have such a name and may be pickles that torch would run.
@@ -114,8 +115,9 @@ def _check_zip(store: ReadStore, name: str, report: Report, *, level: Level) -> 
 def open_archive(
     store: ReadStore, name: str, report: Report, *, start: int = 0, n_bytes: int | None = None
 ) -> tuple[Archive, bool]:
-    """Read a zip's directory; return it and whether all records were read without a reported
-    problem.
+    """Read a zip's directory.
+
+    Return it and whether all records were read without a reported problem.
     """
     problems: list[CheckpointingException] = []
     archive = read_archive(store, name, start=start, n_bytes=n_bytes, report=problems.append)
@@ -165,8 +167,10 @@ def check_descriptors(
 
 
 def _differing_descriptor(data: bytes, record: Record) -> tuple[int, int] | None:
-    """Return (CRC, bytes) of a data descriptor that differs from its record; None if it matches or
-    is missing.
+    """Return (CRC, bytes) of a data descriptor that differs from its record.
+
+    Returns:
+        None if it matches or is missing.
     """
     stored = record.span[1] - record.span[0]
     different = None

@@ -1,8 +1,9 @@
 """CK140–CK148, CK162: zarr arrays stored as directories, with their metadata, chunks and shards.
 
-If the checkpoint's metadata could be read, every array's chunks are checked for presence and size; if not, every array
-is examined on its own. From the headers level on, the index of every shard is read. Chunks that are not stored because
-they equal the fill value are counted in a note (``core.formats.zarr.fill``).
+If the checkpoint's metadata could be read, every array's chunks are checked for presence and size;
+if not, every array is examined on its own. From the headers level on, the index of every shard is
+read. Chunks that are not stored because they equal the fill value are counted in a note
+(``core.formats.zarr.fill``).
 
 Source: ``core.formats.zarr.metadata2``, ``metadata3``, ``chunks``, ``shards``.
 """
@@ -63,7 +64,7 @@ _VERSIONS: dict[str, tuple[str, ParseArray, Callable[[ReadStore], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """The directory of one array: its path, metadata file, tensor name, files with sizes, and metadata."""
+    """The directory of one array, its files with their sizes, and its metadata."""
 
     path: str
     file: str
@@ -91,9 +92,7 @@ def check_arrays(subject: Subject) -> Iterator[Finding]:
 
 
 def _folders(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Folder | Finding]:
-    """Yield the directories of arrays, and findings about directories that should be arrays but are
-    not.
-    """
+    """Yield the directories of arrays, and findings about those that should be arrays."""
     store = subject.store
     groups: set[str] = set()
     bare: list[str] = []
@@ -213,8 +212,10 @@ def _last(array: ZarrArray) -> tuple[int, ...]:
 
 
 def _matching_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
-    """Return another naming scheme under which every chunk exists; None if some follow the stated
-    one.
+    """Return another naming scheme under which every chunk exists.
+
+    Returns:
+        None if some follow the stated one.
     """
     array, grid = folder.array, folder.array.grid
     names = subject.tree.below(folder.path)

@@ -1,10 +1,11 @@
-"""CK701–CK704: bytes that do not match the checkpoint's own checksums, or cannot be read or decoded.
+"""CK701–CK704: bytes that do not match their checksums, or cannot be read or decoded.
 
-Checksums are stored in torch zips, one CRC-32 per record (0 if torch was told to omit them), and therefore in
-``.distcp`` items, rank files and ``.bin`` shards; in zarr 3 chunks with the codec crc32c; in gzip, zlib and bz2 chunks;
-in indexes of shards and nodes of an OCDBT database (read with the metadata). Safetensors, torch files from before 1.6,
-plain zarr chunks, ``.metadata`` and JSON files have none. There, only a manifest (``ckpt manifest``) or
-``integrity.json`` can reveal a flipped bit; one note states how many bytes of tensors are not covered.
+Checksums are stored in torch zips, one CRC-32 per record (0 if torch was told to omit them), and
+therefore in ``.distcp`` items, rank files and ``.bin`` shards; in zarr 3 chunks with the codec
+crc32c; in gzip, zlib and bz2 chunks; in indexes of shards and nodes of an OCDBT database (read with
+the metadata). Safetensors, torch files from before 1.6, plain zarr chunks, ``.metadata`` and JSON
+files have none. There, only a manifest (``ckpt manifest``) or ``integrity.json`` can reveal a
+flipped bit; one note states how many bytes of tensors are not covered.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def report_unreadable(subject: Subject) -> Iterator[Finding]:
 
 
 def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
-    """Return the finding for an array or a file that could not be read (CK703) or decoded (CK702)."""
+    """Return the finding for an array or a file that could not be read or decoded.
+
+    Codes: CK702, CK703.
+    """
     error, array = problem.error, problem.array
     is_encoded = array is not None and array.extent.encoding is not None
     code = UNDECODED if is_encoded and not isinstance(error, TruncatedError) else UNREAD
@@ -98,7 +102,10 @@ def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
 
 
 def report_uncovered(subject: Subject) -> Iterator[Finding]:
-    """Report how many bytes of tensors no checksum covers (CK704); only if nothing else is wrong."""
+    """Report how many bytes of tensors no checksum covers (CK704).
+
+    Only if nothing else is wrong.
+    """
     scanned, catalog = subject.byte_scan.scanned, subject.catalog
     if catalog is None or any(finding.severity == Severity.ERROR for finding in subject.findings):
         return

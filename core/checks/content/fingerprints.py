@@ -1,7 +1,8 @@
-"""CK820–CK824: the tensors match those of a manifest or another checkpoint in any format and layout (``--against``).
+"""CK820–CK824: the tensors match those of a manifest or another checkpoint (``--against``).
 
-They are compared by fingerprint (``core.fingerprint.definition``), which covers every byte of the examined checkpoint.
-The other checkpoint's data are read only if it has no manifest with fingerprints.
+They are compared by fingerprint (``core.fingerprint.definition``), which covers every byte of the
+examined checkpoint. The other checkpoint's data are read only if it has no manifest with
+fingerprints.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def watch(subject: Subject) -> Watch:
 
 
 def read_together(subject: Subject) -> tuple[Figures, ...]:
-    """Compute the fingerprints that the scan does not, on all ranks of a team; the check uses them later.
+    """Compute the fingerprints that the scan does not, on all ranks of a team.
+
+    The check uses them later.
 
     Returns:
         The work of each rank, on the lead.
@@ -118,8 +121,9 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
 
 
 def _canonical_form(subject: Subject) -> Canonical | None:
-    """Return the canonical form of all files; at the lowest level the subject's covers only a
-    sample.
+    """Return the canonical form of all files.
+
+    At the lowest level the subject's covers only a sample.
     """
     if subject.level == Level.METADATA and subject.format is not None and subject.format.sample is not None:
         return canonical_of(subject.format.read(subject.store), subject.store, rules=subject.rules)

@@ -2,7 +2,8 @@
 
     {"algorithm": "sha256", "files": {"__0_0.distcp": "9f86d081…", "metadata.json": "…"}}
 
-It lists the files directly in the checkpoint's directory, without sizes. Names that lead elsewhere are not followed.
+It lists the files directly in the checkpoint's directory, without sizes. Names that lead elsewhere
+are not followed.
 
 Source: Megatron-LM ``megatron/core/dist_checkpointing/_ranks/integrity.py`` (core 0.17 and later).
 """
@@ -85,8 +86,10 @@ def sha256_names(subject: Subject) -> frozenset[str]:
 
 
 def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | None:
-    """Return file name → SHA-256, or the error if that cannot be read; None without
-    ``integrity.json``.
+    """Return file name → SHA-256, or the error if that cannot be read.
+
+    Returns:
+        None without ``integrity.json``.
     """
     if subject.store.entry is not None or INTEGRITY not in subject.files:
         return None
@@ -103,7 +106,7 @@ def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException
 
 
 def check_listed_files(subject: Subject) -> Iterator[Finding]:
-    """Check that every listed file exists (CK811), and every file with tensors is listed (CK813)."""
+    """Check that listed files exist and files with tensors are listed (CK811, CK813)."""
     listed = _read_listed(subject)
     if listed is None:
         return

@@ -1,6 +1,7 @@
 """CK801–CK806: the checkpoint against its manifest (``core.manifest.file``).
 
-Names and sizes are checked without reading data; CRCs and digests of files and arrays at the deepest level.
+Names and sizes are checked without reading data; CRCs and digests of files and arrays at the
+deepest level.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def _manifest(subject: Subject) -> Manifest | None:
 
 
 def check_files(subject: Subject) -> Iterator[Finding]:
-    """Check that every listed file exists and has the stated size, and that no others exist (CK801–CK804)."""
+    """Check that every listed file exists and has the stated size, and that no others exist.
+
+    Codes: CK801–CK804.
+    """
     record = subject.recorded
     if record is None:
         return
@@ -167,8 +171,10 @@ def _wrong_arrays(
 
 
 def _sum_of_range(subject: Subject, array: ManifestArray, n_bytes: int) -> Sum | None:
-    """Return the checksums of bytes that are not an array of the checkpoint; None if they cannot be
-    read.
+    """Return the checksums of bytes that are not an array of the checkpoint.
+
+    Returns:
+        None if they cannot be read.
     """
     if array.offset < 0 or n_bytes < 0 or array.offset + n_bytes > subject.files.get(array.file, 0):
         return None

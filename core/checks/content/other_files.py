@@ -1,8 +1,9 @@
 """CK607: other files next to the weights that Python would unpickle or NumPy would load.
 
-NumPy's object arrays, joblib files and compressed pickles are inspected as far as Python's standard library allows
-(``core.formats.torch.other_pickles``), whatever their names; ``core.checks.metadata.unsafe`` judges what they call.
-Files that hold the checkpoint itself are for other checks.
+NumPy's object arrays, joblib files and compressed pickles are inspected as far as Python's standard
+library allows (``core.formats.torch.other_pickles``), whatever their names;
+``core.checks.metadata.unsafe`` judges what they call. Files that hold the checkpoint itself are for
+other checks.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def report_uninspected(subject: Subject) -> Iterator[Finding]:
     """Report files with a pickle that is too large, or packed in an unsupported way (CK607)."""
     for (file, key), content in subject.other_pickles.items():
         for reason in content.unread[:1]:
-            others = len(content.unread) - 1
-            message = f"not inspected: {reason[:200]}" + (f"; nor were {others} other parts" if others else "")
+            n_more = len(content.unread) - 1
+            message = f"not inspected: {reason[:200]}" + (f"; nor were {n_more} other parts" if n_more else "")
             yield NOT_INSPECTED.finding(message, file=file, key=key)
 
 

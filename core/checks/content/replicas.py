@@ -1,8 +1,8 @@
-"""CK720–CK721: replicas that must be equal: the same box of a tensor on several ranks, and tied tensors.
+"""CK720, CK721: replicas that must be equal: boxes stored by several ranks, and tied tensors.
 
-If ranks that hold the same box hold different bytes, one of them diverged or was damaged. Arrays are compared by their
-digests, which the scan computes; the boxes themselves are read and compared only if the digests differ, or if a replica
-is part of an array.
+If ranks that hold the same box hold different bytes, one of them diverged or was damaged. Arrays
+are compared by their digests, which the scan computes; the boxes themselves are read and compared
+only if the digests differ, or if a replica is part of an array.
 
 Source: docs/facts/reshard.md 3; the layout rules determine the ranks that hold a tensor
 (``core.megatron.reshard.from_ranks``).
@@ -56,7 +56,9 @@ class _Replicas:
 
     @property
     def are_alike(self) -> bool:
-        """All fragments lie at the same place of equally shaped arrays, so equal arrays mean equal replicas."""
+        """All fragments lie at the same place of equally shaped arrays, so equal arrays mean equal
+        replicas.
+        """
         return len({(piece.at, piece.array.shape) for piece in self.fragments if piece.array is not None}) == 1
 
 

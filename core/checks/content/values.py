@@ -1,9 +1,10 @@
-"""CK710–CK715: numbers that no trained model holds: NaN, infinities, absurdly large values, and constant weights.
+"""CK710–CK715: numbers that no trained model holds: NaN, infinities, huge or constant values.
 
-Usual cases are not reported: norms that are all 1 and biases that are all 0 at the start (only tensors with two axes of
-more than one element are checked for that), second matrices of LoRA adapters, which begin as zeros, masks that hold
-−inf, and the best value so far of a callback (Lightning's ModelCheckpoint), which begins as infinity. Moments of an
-optimizer are zero for parameters without a gradient; one note covers all of them.
+Usual cases are not reported: norms that are all 1 and biases that are all 0 at the start (only
+tensors with two axes of more than one element are checked for that), second matrices of LoRA
+adapters, which begin as zeros, masks that hold −inf, and the best value so far of a callback
+(Lightning's ModelCheckpoint), which begins as infinity. Moments of an optimizer are zero for
+parameters without a gradient; one note covers all of them.
 
 Counts are those of the global tensor if the layout is known: replicas count once.
 """
@@ -160,9 +161,7 @@ def _tensors(subject: Subject, facts: dict[str, Facts]) -> Iterator[_Tensor]:
 
 
 def _tensors_of(catalog: Catalog, facts: dict[str, Facts], unassigned: dict[str, Facts]) -> Iterator[_Tensor]:
-    """Yield the tensors of a catalog whose arrays have facts, and remove those arrays from
-    ``left``.
-    """
+    """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
     for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
         if meta.dtype not in KINDS:
             continue
@@ -236,9 +235,7 @@ def _severity(code: Code, tensor: _Tensor) -> Severity:
 
 
 def _index(fragment: Fragment, at: int) -> Shape:
-    """Return the index in the tensor of element ``at`` of a fragment's array, as far as the
-    fragment reaches.
-    """
+    """Return the index in the tensor of element ``at`` of a fragment's array."""
     assert fragment.array is not None
     local: list[int] = []
     for extent in reversed(fragment.array.shape):

@@ -1,4 +1,4 @@
-"""All codes of files: files that a trainer saves above DeepSpeed's directory, as part of the same save.
+"""All codes of files: those that a trainer saves above DeepSpeed's directory.
 
 ::
 
@@ -7,7 +7,8 @@
     ├── model.safetensors      examined by this module, with all other files directly in this folder
     └── scheduler.pt  rng_state.pth …
 
-Source: transformers 5.23 ``trainer.py`` (``_save_checkpoint``), accelerate 1.15 ``accelerator.py`` (``save_state``).
+Source: transformers 5.23 ``trainer.py`` (``_save_checkpoint``), accelerate 1.15 ``accelerator.py``
+(``save_state``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ CODES = ()
 
 
 def files_above(subject: Subject) -> Iterator[Finding]:
-    """Examine the files directly above the checkpoint at the subject's level; folders are skipped."""
+    """Examine the files directly above the checkpoint at the subject's level.
+
+    Folders are skipped.
+    """
     if not subject.passed:
         return
     # The files of that folder are a subject of their own.

@@ -1,10 +1,11 @@
-"""CK501–CK506: the state stored with the model: arguments, iteration, version, random states, and ``metadata.json``.
+"""CK501–CK506: arguments, iteration, version, random states, and ``metadata.json``.
 
-Every rank file repeats this state, so ranks can disagree. torch_dist and zarr store it once, and random states as a
-grid of objects ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, which Megatron loads only if it runs with the sizes of the
-arguments.
+Every rank file repeats this state, so ranks can disagree. torch_dist and zarr store it once, and
+random states as a grid of objects ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, which Megatron loads
+only if it runs with the sizes of the arguments.
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``, ``load_checkpoint``; tests/golden.
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``,
+``load_checkpoint``; tests/golden.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
 
 
 def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
-    """Check the grid of random states in torch_dist and zarr: complete, and of the size of the arguments."""
+    """Check that the grid of random states is complete, and of the size of the arguments."""
     shards = [shard for key in catalog.objects if key.startswith(f"{RNG}/") and (shard := sharded_object(key))]
     if not shards:
         return
@@ -256,7 +257,7 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_megatron_core(subject: Subject) -> bool:
-    """Return whether the directory is a checkpoint of Megatron-core, by its format or its common state."""
+    """Return whether the directory is a checkpoint of Megatron-core."""
     catalog = subject.salvaged.catalog
     has_common_state = catalog is not None and COMMON_OBJECT in catalog.objects
     return subject.format is not None and (subject.format.is_mcore or has_common_state)

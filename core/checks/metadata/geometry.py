@@ -1,11 +1,11 @@
 """CK20x: the chunks of every tensor tile it, and each chunk is stored in a file.
 
-Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's ranks state. If
-``.metadata`` cannot be read as a whole, its valid part is checked, so that damage to one tensor does not hide damage to
-another.
+Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's
+ranks state. If ``.metadata`` cannot be read as a whole, its valid part is checked, so that damage
+to one tensor does not hide damage to another.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``, which checks less:
-that chunks lie within their tensor, do not overlap, and add up to its size.
+Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``,
+which checks less: that chunks lie within their tensor, do not overlap, and add up to its size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""CK520–CK528: the index of sharded Hugging Face weights against the shards, and the small files next to them.
+"""CK520–CK528: the index of sharded Hugging Face weights against the shards, and small files.
 
-If the checkpoint's metadata could be read, index and shards are known to agree; what remains are problems that readers
-overlook. Otherwise every entry of every index is looked up.
+If the checkpoint's metadata could be read, index and shards are known to agree; what remains are
+problems that readers overlook. Otherwise every entry of every index is looked up.
 
-Source: transformers 5.23 ``modeling_utils`` (a single file is taken before an index), huggingface_hub 2.4.
+Source: transformers 5.23 ``modeling_utils`` (a single file is taken before an index),
+huggingface_hub 2.4.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ _MOST_NAMED = 100
 
 
 def check_indexes(subject: Subject) -> Iterator[Finding]:
-    """Check each index against the shards, and find files that it does not name (CK101, CK106,
-    CK163, CK520–CK528).
+    """Check each index against the shards, and find files that it does not name.
+
+    Codes: CK101, CK106, CK163, CK520–CK528.
     """
     names = [name for name in subject.files if "/" not in name and _INDEX.match(name) and subject.files[name]]
     for name in names:
@@ -72,13 +74,16 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
 
 
 def _holds_pieces(subject: Subject, index: Index) -> bool:
-    """Return whether the tensors lie in shard files of single ranks, which the index does not name."""
+    """Return whether the tensors lie in files of single ranks, which the index does not name."""
     has_pieces = any(is_piece(name.rpartition("/")[2]) for name in subject.files)
     return has_pieces and not any(name in subject.files for name in set(index.file_of.values()))
 
 
 def _compare_with_shards(subject: Subject, index: Index) -> Iterator[Finding]:
-    """Compare the entries of an index with the tensors in the shards (CK101, CK521, CK522, CK524)."""
+    """Compare the entries of an index with the tensors in the shards.
+
+    Codes: CK101, CK521, CK522, CK524.
+    """
     listed: dict[str, set[str]] = {}
     for key, name in index.file_of.items():
         listed.setdefault(name, set()).add(key)
@@ -125,8 +130,10 @@ def _compare_shard(index: Index, name: str, listed: set[str], stored: set[str]) 
 
 
 def _names_in_shard(subject: Subject, name: str) -> set[str] | None:
-    """Return the names of the tensors in a shard; None if it cannot be read, which other checks
-    report.
+    """Return the names of the tensors in a shard.
+
+    Returns:
+        None if it cannot be read, which other checks report.
     """
     try:
         if name.endswith(".safetensors"):
@@ -157,9 +164,7 @@ def _check_total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[F
 
 
 def _check_other_files(subject: Subject, index: Index) -> Iterator[Finding]:
-    """Report a single file that is loaded instead of the shards, and shards that the index does not
-    name (CK106, CK525).
-    """
+    """Report files that the index does not name (CK106) or that take precedence (CK525)."""
     match = _INDEX.match(index.file)
     assert match is not None
     stem, suffix = match.groups()
@@ -181,7 +186,10 @@ def _check_other_files(subject: Subject, index: Index) -> Iterator[Finding]:
 
 
 def _check_numbering(subject: Subject) -> Iterator[Finding]:
-    """Check the numbers of shards without an index (CK101, CK528); a shard examined alone proves nothing."""
+    """Check the numbers of shards without an index (CK101, CK528).
+
+    A shard examined alone proves nothing.
+    """
     if subject.store.entry is not None:
         return
     # Group the shards by everything but their number: (stem, total, suffix) → numbers.
@@ -234,8 +242,9 @@ def _check_pieces(subject: Subject) -> Iterator[Finding]:
 
 
 def check_json_files(subject: Subject) -> Iterator[Finding]:
-    """Check that ``config.json``, and from the headers level on every JSON file next to the
-    weights, is valid (CK526).
+    """Check that the JSON files next to the weights are valid (CK526).
+
+    Below the headers level, only ``config.json`` is checked.
     """
     for name, size in subject.files.items():
         is_read = name == "config.json" or (subject.level >= Level.HEADERS and name.endswith(".json"))
@@ -252,9 +261,7 @@ def check_json_files(subject: Subject) -> Iterator[Finding]:
 
 
 def check_configuration(subject: Subject) -> Iterator[Finding]:
-    """Report weights without the configuration that transformers, peft and diffusers load a
-    directory by (CK527).
-    """
+    """Report weights without the configuration that libraries load a directory by (CK527)."""
     has_weights = any(_INDEX.match(name) or _SINGLE.match(name) for name in subject.files)
     if subject.store.entry is None and has_weights and not any(name in subject.files for name in _CONFIGS):
         yield NO_CONFIG.finding(

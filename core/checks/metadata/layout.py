@@ -1,7 +1,8 @@
-"""CK30x and CK31x: the rank files or global tensors form the model that the training arguments describe.
+"""CK30x, CK31x: the tensors form the model that the training arguments describe.
 
-These checks cover checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch files of such
-models. Consequences of a missing rank or of unreadable metadata are not reported again.
+These checks cover checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch
+files of such models. Consequences of a missing rank or of unreadable metadata are not reported
+again.
 
 Source: ``core.megatron.reshard.problems``, and the sources cited there.
 """
@@ -97,7 +98,7 @@ def _listed_in(err: CheckpointingException) -> str:
 
 
 def _finding(code: Code, err: CheckpointingException, *, severity: Severity | None = None) -> Finding:
-    """Return an error as a finding, under another code for unknown tensors and unsupported layouts."""
+    """Return an error as a finding."""
     if isinstance(err, UnknownTensorError):
         code = UNKNOWN
     elif isinstance(err, UnsupportedError):

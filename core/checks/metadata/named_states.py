@@ -1,4 +1,4 @@
-"""CK403, CK404, CK409 for optimizers with named states: each state belongs to a parameter and has its shape.
+"""CK403, CK404, CK409: named optimizer states belong to a parameter and have its shape.
 
 ::
 
@@ -7,11 +7,12 @@
     optimizer.state.0.exp_avg                                       numbered, in plain torch files: states are only
                                                                     compared with each other
 
-Which of several optimizers a parameter has (Muon next to Adam) is unknown, so a state counts as missing only if it is
-one of a set that most parameters have, and this parameter has others of the set.
+Which of several optimizers a parameter has (Muon next to Adam) is unknown, so a state counts as
+missing only if it is one of a set that most parameters have, and this parameter has others of the
+set.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/state_dict.py``; ``core.megatron.optimizer.sharded.read``;
-tests/golden.
+Source: torch 2.13 ``torch/distributed/checkpoint/state_dict.py``;
+``core.megatron.optimizer.sharded.read``; tests/golden.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _ModelMatch:
 
 
 def check_named_states(subject: Subject) -> Iterator[Finding]:
-    """Compare named optimizer states with the parameters, and the sets of states between parameters."""
+    """Compare named optimizer states with the parameters, and parameters with each other."""
     catalog = subject.salvaged.catalog
     if catalog is None or catalog.is_rank_local:
         return
@@ -112,7 +113,8 @@ def _states_by_parameter(catalog: Catalog) -> dict[str, dict[str, str]]:
 def _match_model_tensors(catalog: Catalog, keys_of: Mapping[str, Mapping[str, str]]) -> _ModelMatch:
     """Match parameters with tensors of the model.
 
-    The model's tensors may have a prefix that the optimizer omits (``app.model.``); the most frequent one is taken.
+    The model's tensors may have a prefix that the optimizer omits (``app.model.``); the most
+    frequent one is taken.
     """
     # Try every suffix of each tensor name after a dot, and count the prefixes in front of matching ones.
     prefixes = Counter[str]()
@@ -134,7 +136,9 @@ def _match_model_tensors(catalog: Catalog, keys_of: Mapping[str, Mapping[str, st
 
 
 def _true_shapes(catalog: Catalog, keys: list[str]) -> Mapping[str, TensorMeta]:
-    """Return tensors with the shapes that they have in the model; as stored if that cannot be determined."""
+    """Return tensors with the shapes that they have in the model; as stored if that cannot be
+    determined.
+    """
     try:
         return in_true_shapes(catalog, keys).tensors
     except CheckpointingException:
@@ -142,7 +146,10 @@ def _true_shapes(catalog: Catalog, keys: list[str]) -> Mapping[str, TensorMeta]:
 
 
 def _usual_states(keys_of: Mapping[str, Mapping[str, str]]) -> frozenset[str]:
-    """Return the set of moments that more than half of the parameters have; empty if there is none."""
+    """Return the set of moments that more than half of the parameters have.
+
+    Empty if there is none.
+    """
     sets = Counter(frozenset(MOMENTS & keys.keys()) for keys in keys_of.values())
     usual, n = sets.most_common(1)[0]
     return usual if 2 * n > len(keys_of) else frozenset()
@@ -168,7 +175,7 @@ def _missing_states(
 def _check_shapes(
     catalog: Catalog, keys: Mapping[str, str], meta: TensorMeta | None, shapes: Mapping[str, TensorMeta]
 ) -> Iterator[Finding]:
-    """Compare the shapes of a parameter's states with its own, or with the first state if it is unknown."""
+    """Compare the shapes of a parameter's states with its own, or else with the first state."""
     expected = meta or shapes[next(iter(keys.values()))]
     for key in keys.values():
         shape = shapes[key].shape

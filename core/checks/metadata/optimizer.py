@@ -1,14 +1,15 @@
 """CK40x: the optimizer of a Megatron checkpoint belongs to its parameters.
 
-Rank files number the parameters or lay them out in flat buffers, without names: which state belongs to which parameter
-follows from their order and is proven by the values (``core.megatron.reshard.rank_optimizer``). From the headers level
-on, a few elements of each master weight are compared with the weight.
+Rank files number the parameters or lay them out in flat buffers, without names: which state belongs
+to which parameter follows from their order and is proven by the values
+(``core.megatron.reshard.rank_optimizer``). From the headers level on, a few elements of each master
+weight are compared with the weight.
 
-Master weights that do not round to their weights are only a warning: averaged or edited weights and those from float8
-parameters look like that, and Megatron recomputes the weights from the masters.
+Master weights that do not round to their weights are only a warning: averaged or edited weights and
+those from float8 parameters look like that, and Megatron recomputes the weights from the masters.
 
-Source: the sources cited by ``core.megatron.reshard.rank_optimizer``, ``core.megatron.optimizer.sharded.read`` and
-``core.megatron.optimizer.proof``.
+Source: the sources cited by ``core.megatron.reshard.rank_optimizer``,
+``core.megatron.optimizer.sharded.read`` and ``core.megatron.optimizer.proof``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
 
 
 def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
-    """Return whether parameters and rank files are complete enough to judge the optimizer by them."""
+    """Return whether parameters and rank files are complete enough to check the optimizer."""
     view = subject.model
     if any(err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ") for err in view.problems):
         return False  # the parameters are wrong themselves, so the optimizer would seem not to match

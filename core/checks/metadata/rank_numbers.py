@@ -1,15 +1,18 @@
 """CK507: every rank file lies in the directory of the rank that wrote it.
 
-The arguments in each file hold the global number of the rank that wrote it (``args.rank``). However a run numbers its
-ranks, the numbers increase along each axis of the directory names while the other axes stay the same::
+The arguments in each file hold the global number of the rank that wrote it (``args.rank``). However
+a run numbers its ranks, the numbers increase along each axis of the directory names while the other
+axes stay the same::
 
     mp_rank_00_000  rank 0      mp_rank_00_001  rank 2        a step along TP, PP or EP: a larger number
     mp_rank_01_000  rank 1      mp_rank_01_001  rank 3
 
-So directories that were swapped, and files copied over those of another rank, are detected although every tensor has
-the right shape. Conversion tools leave the same number in all files, which proves nothing.
+So directories that were swapped, and files copied over those of another rank, are detected although
+every tensor has the right shape. Conversion tools leave the same number in all files, which proves
+nothing.
 
-Source: Megatron-LM d98e8a64 ``core/parallel_state.py`` ``RankGenerator`` (strides are positive); tests/golden.
+Source: Megatron-LM d98e8a64 ``core/parallel_state.py`` ``RankGenerator`` (strides are positive);
+tests/golden.
 """
 
 from __future__ import annotations
@@ -91,9 +94,7 @@ def _numbers(subject: Subject) -> dict[str, int]:
 
 
 def _lines(folders: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the groups of directories whose names differ along one axis only, in the order of that
-    axis.
-    """
+    """Yield the groups of directories whose names differ along one axis only, in its order."""
     lines: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for folder in folders:
         parts = folder.split("_")[2:]

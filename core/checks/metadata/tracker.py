@@ -9,8 +9,8 @@
         ├── metadata.json                     written last by Megatron
         └── .metadata                         written last by PyTorch
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` (``read_metadata``), DeepSpeed 0.19.8 ``runtime/engine.py``,
-torch 2.13 ``torch/distributed/checkpoint/filesystem.py`` (``finish``).
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` (``read_metadata``), DeepSpeed 0.19.8
+``runtime/engine.py``, torch 2.13 ``torch/distributed/checkpoint/filesystem.py`` (``finish``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ _MAX_BYTES = 256
 
 
 def check_completion(subject: Subject) -> Iterator[Finding]:
-    """Check that the files that are written last exist, and so does the common state (CK101, CK515, CK516)."""
+    """Check that the files that are written last exist, and so does the common state.
+
+    Codes: CK101, CK515, CK516.
+    """
     files = subject.files
     if subject.store.entry is not None or subject.format is None:
         return
@@ -91,7 +94,7 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
 
 
 def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
-    """Report ``.metadata`` files that are missing although the directory holds the data of a DCP save.
+    """Report missing ``.metadata`` files in a directory that holds the data of a DCP save.
 
     Args:
         backend: backend that ``metadata.json`` names; None if unknown.
@@ -107,7 +110,7 @@ def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
 
 
 def _is_megatron(subject: Subject) -> bool:
-    """Return whether a directory without ``metadata.json`` was to become a Megatron-core checkpoint."""
+    """Return whether an incomplete directory was to become a Megatron-core checkpoint."""
     assert subject.format is not None
     if subject.format.name == "dcp":
         catalog = subject.salvaged.catalog
@@ -122,7 +125,10 @@ def _incomplete(name: str, software: str, *, found: str) -> Finding:
 
 
 def check_trackers(subject: Subject) -> Iterator[Finding]:
-    """Check the trackers in the checkpoint's directory and in those above it, up to the root (CK510–CK514)."""
+    """Check the trackers in the checkpoint's directory and in those above it, up to the root.
+
+    Codes: CK510–CK514.
+    """
     for root in (*subject.passed, subject.path):
         if not root.is_dir():
             continue

@@ -1,11 +1,13 @@
-"""CK601–CK606: dangerous content: pickles that would run code, executables, links and names that mislead.
+"""CK601–CK606: pickles that would run code, executables, misleading links and names.
 
-Nothing is executed here. Every pickle is read by the inert reader: ``.metadata``, the files of ``torch.save``, objects
-with streams of their own, and streams inside bytes; values that a pickle discards count as well. A pickle may call the
-harmless constructors listed in ``pickle/calls.toml``. Any other callable of a known package is an error, whatever it
-does; a callable of an unknown module is a warning.
+Nothing is executed here. Every pickle is read by the inert reader: ``.metadata``, the files of
+``torch.save``, objects with streams of their own, and streams inside bytes; values that a pickle
+discards count as well. A pickle may call the harmless constructors listed in ``pickle/calls.toml``.
+Any other callable of a known package is an error, whatever it does; a callable of an unknown module
+is a warning.
 
-The lowest level reads one file of each group with similar names and one size, and a few hundred objects.
+The lowest level reads one file of each group with similar names and one size, and a few hundred
+objects.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ Place = tuple[str, str | None]
 
 
 def check_pickles(subject: Subject) -> Iterator[Finding]:
-    """Report dangerous names at every place (CK601), and names of unknown modules once each (CK602)."""
+    """Report dangerous names (CK601) at every place, names of unknown modules (CK602) once."""
     dangerous: dict[Global, dict[Place, Use]] = {}
     foreign: dict[Global, list[Place]] = {}
     for place, uses in _uses_by_place(subject):
@@ -82,11 +84,14 @@ def check_pickles(subject: Subject) -> Iterator[Finding]:
 
 
 def _foreign_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
-    """Report names of unknown modules, each at its first place; the last finding counts those left out."""
+    """Report names of unknown modules, each at its first place.
+
+    The last finding counts those left out.
+    """
     names = sorted(foreign, key=str)
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
-        (file, key), *others = foreign[name]
-        message = f"{str(name)[:200]} is needed" + (f", and at {len(others)} other places" if others else "")
+        (file, key), *more_places = foreign[name]
+        message = f"{str(name)[:200]} is needed" + (f", and at {len(more_places)} other places" if more_places else "")
         if number == _MOST_SHOWN < len(names):
             message += f"; so are {len(names) - number} other names of unknown modules"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
@@ -104,7 +109,7 @@ _HOW: dict[How, int] = {how: number for number, how in enumerate(_DONE)}
 
 
 def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
-    """Yield the uses of names by place: in each stream, then those that only the reader of the metadata saw."""
+    """Yield the uses of names by place, those that only the metadata reader saw last."""
     reported: set[Use] = set()
     # 1. Streams that hold a pickle, one by one. Where the metadata reader kept its pickles, they are not read again.
     fully_read: set[str] = set()
@@ -137,7 +142,7 @@ def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
 
 
 def _uses_in_objects(subject: Subject, catalog: Catalog, reported: Set[Use]) -> list[tuple[Place, set[Use]]]:
-    """Return the uses of names in the objects of the metadata, without those that have been reported."""
+    """Return the uses of names in the objects of the metadata that have not been reported."""
     common = catalog.common
     objects = {item.key: item.value for item in catalog.objects.values()}
     # Ranks share many objects: all are walked as one first, and one by one only if there is something to report.
