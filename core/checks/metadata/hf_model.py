@@ -1,8 +1,9 @@
-"""CK530–CK540: the tensors of a Hugging Face directory against its ``config.json``, as transformers loads them.
+"""CK530–CK540: the tensors of a Hugging Face directory against its ``config.json``.
 
-Conversions make the same comparison (``core.hf.proof.comparison``). A directory is checked if its weights lie in files
-that transformers loads; a single file only if it holds all tensors of a model and lies next to its ``config.json``.
-Adapters, and weights that other software wrote under names of its own (MLX), are not checked.
+Conversions make the same comparison (``core.hf.proof.comparison``). A directory is checked if its
+weights lie in files that transformers loads; a single file only if it holds all tensors of a model
+and lies next to its ``config.json``. Adapters, and weights that other software wrote under names of
+its own (MLX), are not checked.
 
 Source: transformers 5.23 ``modeling_utils.py`` (which files are loaded, by which names).
 """
@@ -23,8 +24,8 @@ from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, config_of
-from core.hf.proof.comparison import compared
-from core.hf.proof.expected import HEAD, described, is_tied, unchecked_text
+from core.hf.proof.comparison import find_differences
+from core.hf.proof.expected import HEAD, describe_model, is_tied, unchecked_text
 from core.hf.proof.problem import Kind, Problem
 from core.hf.proof.proof import fitting_prefix
 
@@ -93,7 +94,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
     if subject.catalog is None or config is None:
         return
     catalog = subject.catalog
-    problems = compared(catalog.tensors, config, files=subject.store.files())
+    problems = find_differences(catalog.tensors, config, files=subject.store.files())
     prefix = fitting_prefix(catalog.tensors, config, problems)
     hint = None if prefix is None else f"convert it again with --strip-prefix {prefix}"
     # Name at most 100 problems of a kind, and count the rest.
@@ -139,11 +140,9 @@ def check_tied_tensors(subject: Subject) -> Iterator[Finding]:
 
 
 def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
-    """Return the arrays of the embedding and the output layer if they are tied and both stored,
-    else ().
-    """
+    """Return the arrays of embedding and output layer if they are tied and both stored."""
     config = _configuration(subject)
-    family = None if config is None else described(config)
+    family = None if config is None else describe_model(config)
     if subject.catalog is None or config is None or family is None or not is_tied(config):
         return ()
     (embedding,) = family.family.first[0].hf
