@@ -60,6 +60,7 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise UnsupportedError(f"partial rotary embeddings ({partial!r}) are not supported", file="config.json")
+    # Arguments without scaling.
     args: dict[str, object] = {
         "position_embedding_type": "rope",
         "rotary_base": _as_int(base),
@@ -71,6 +72,7 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     }
     if is_latent:
         args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    # Arguments of each type of scaling.
     if kind == "default":
         return args
     if kind == "linear" and not is_latent:
@@ -118,6 +120,7 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
     base = float(_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")
+    # Latent attention has YaRN or no scaling; ordinary attention has Llama 3's, linear or none.
     if fields.get("multi_latent_attention"):
         if fields.get("rope_type") in (None, "yarn"):
             scaling = {"rope_type": "yarn"}

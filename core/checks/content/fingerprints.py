@@ -102,6 +102,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
     if form is None:
         return
     expected = subject.against.fingerprints
+    # Without a common name, every tensor would be missing or surplus; the likely reason is one finding.
     common = [key for key in form.catalog.tensors if key in expected]
     if expected and not common:
         yield MISSING.finding(
@@ -111,6 +112,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
             hint="names of Megatron and Hugging Face differ: convert one of the checkpoints, or use ckpt diff",
         )
         return
+    # Names first, then the fingerprints of the tensors that both have.
     yield from _compare_names(subject, form)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)

@@ -126,7 +126,7 @@ def _compare_replicas(
         try:
             difference = first_difference(subject.store, catalog, primary, piece, device=subject.device)
         except CheckpointingException as err:
-            if not _has_error(subject, err.file or _file(piece)):
+            if not subject.is_covered_by_finding(err.file or _file(piece)):
                 yield UNCOMPARED.finding(
                     err.message, key=replicas.key, file=err.file or _file(piece), rank=_rank(piece)
                 )
@@ -141,11 +141,6 @@ def _compare_replicas(
                 expected=f"{difference.first} as in {_rank(primary) or _file(primary)}",
                 found=difference.other,
             )
-
-
-def _has_error(subject: Subject, file: str | None) -> bool:
-    """Return whether a file has an error finding."""
-    return any(finding.severity == Severity.ERROR and finding.file == file for finding in subject.findings)
 
 
 def _file(piece: Fragment) -> str | None:

@@ -115,6 +115,7 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
     fields = fields_of(subject.model.args)
     stated, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
     has_free_rows = subject.format is None or subject.format.partition != "ranks"
+    # Each tensor has at most one problem: too few rows, another number than stated, or odd padding.
     for name, rows in _vocabulary(subject, model):
         is_plausible = n_rows is None or explains(model.facts, n_rows, rows)
         if n_rows is not None and rows < n_rows:

@@ -171,6 +171,7 @@ def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[s
     """Check Megatron's tracker: its text, the checkpoint that it names, and newer iterations."""
     text, file = _read_tracker(store, TRACKER), _relative(subject, store, TRACKER)
     numbers = {int(match[1]): name for name in folders if (match := ITERATION_DIR.match(name))}
+    # The text is "release" or the number of an iteration.
     if text == RELEASE:
         name = RELEASE
     elif text.isascii() and text.isdigit():
@@ -183,6 +184,7 @@ def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[s
             found=repr(text[:40]),
         )
         return
+    # The checkpoint that it names must exist, and should be the newest.
     if name not in folders:
         yield _missing_checkpoint(name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration")
         return

@@ -103,9 +103,11 @@ def _check_layers(
         match = _LAYER.match(key)
         if match is not None:
             numbers_of.setdefault(match[1], set()).add(int(match[2]))
+    # With several stacks, the stated number may be that of any.
     if count is None or len(numbers_of) != 1:
         return
     ((stack, numbers),) = numbers_of.items()
+    # The number must be stated somewhere, and none may be missing below the last.
     last = max(numbers)
     stated = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
     if last + 1 not in stated | {count + number for number in stated}:  # draft layers may follow the others
