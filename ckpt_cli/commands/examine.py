@@ -13,13 +13,13 @@ from core.checks.level import Level
 from core.checks.registry import codes
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.opening.open import FILL
-from core.validate.accepted import Acceptance, patterns_of, read_baseline
+from core.validate.accepted import Acceptance, parse_patterns, read_baseline
 from core.validate.run import Validation
 from core.validate.run import validate as check_checkpoint
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
-    from core.checks.plan_request import Request
+    from core.checks.plan_request import PlanRequest
 
 
 def level_of(options: ValidateOptions) -> Level:
@@ -37,7 +37,7 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
         UsageError: a pattern or the baseline is invalid.
     """
     return Acceptance(
-        ignored=patterns_of(options.ignore or (), known=codes()),
+        ignored=parse_patterns(options.ignore or (), known=codes()),
         known=None if options.baseline is None else read_baseline(options.baseline),
         is_strict=options.strict,
     )
@@ -63,13 +63,13 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
         )
 
 
-def plan_request(options: ValidateOptions) -> Request | None:
+def plan_request(options: ValidateOptions) -> PlanRequest | None:
     """Parse ``--plan-for``; return None where it is not given."""
     if options.plan_for is None:
         return None
-    from core.checks.plan_request import request_of
+    from core.checks.plan_request import parse_plan_request
 
-    return request_of(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
+    return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
 
 
 def _memory_bytes(options: ValidateOptions) -> int:

@@ -43,7 +43,7 @@ def newest_valid(options: ValidateOptions) -> int:
     def check_iteration(path: Path) -> tuple[bool, Validation]:
         validation = examine(path, options)
         figures.append(validation.figures)
-        return acceptance.judged(validation.findings).is_valid, validation
+        return acceptance.judge(validation.findings).is_valid, validation
 
     newest = find_newest_valid(root, check_iteration, team=workers)
     if is_lead(workers):

@@ -66,7 +66,7 @@ def validate(options: ValidateOptions) -> int:
             validation = (
                 examine(path, options) if error is None else refused(path, level=level_of(options), error=error)
             )
-            verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
+            verdicts.append(Verdict(validation, acceptance.judge(validation.findings)))
         if options.write_baseline is not None:
             broadcast_result(workers, lambda: _write_baseline(verdicts, options))
             return 0

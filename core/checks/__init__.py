@@ -1,22 +1,23 @@
 """The checks of ``ckpt validate``: a table of functions with stable codes.
 
-A check is one function from a ``Subject`` to findings. It lives in a module of this package or of one below, whose
-``CODES`` and ``CHECKS`` ``registry`` collects. Checks go on after a finding, and never raise for what a file holds.
+A check is a function from a ``Subject`` to findings. It lives in a module of this package or of a
+package below; ``registry`` collects the ``CODES`` and ``CHECKS`` of all modules. Checks go on after
+a finding, and never raise because of what a file holds.
 
-Codes are stable: a code never changes its meaning, and one that is given up is not used again.
+Codes are stable: a code never changes its meaning, and a retired code is not reused.
 
 ======  ==============================================================================
 CK1xx   files and containers: missing, extra, truncated, broken zips, headers, chunks
-CK2xx   metadata: chunks that do not tile their tensor, dtypes and shapes that disagree
+CK2xx   metadata: chunks that do not tile their tensor, dtype and shape mismatches
 CK3xx   layout: ranks, replicas, layers, tied copies, padded rows
 CK4xx   optimizer
 CK5xx   common state, tracker, indexes
-CK6xx   safety: what a pickle names, names that lead outside
+CK6xx   safety: what pickles name or call, links that lead outside
 CK7xx   content, with ``--deep``: CRCs, NaN, constant tensors, replicas
 CK8xx   manifests, integrity.json, fingerprints
-CK9xx   what was asked beside: ``--plan-for``
+CK9xx   ``--plan-for``
 ======  ==============================================================================
-Imports: calibration, catalog, convert, device, errors, files, fingerprint, formats, formats.megatron, formats.torch,
-formats.zarr, manifest, megatron.model, megatron.optimizer, megatron.reshard, megatron.rules, opening, pickle, scan,
-team.
+Imports: calibration, catalog, convert, device, errors, files, fingerprint, formats,
+formats.megatron, formats.torch, formats.zarr, manifest, megatron.model, megatron.optimizer,
+megatron.reshard, megatron.rules, opening, pickle, scan, team.
 """

@@ -1,4 +1,4 @@
-"""A check, and the code of what it finds."""
+"""Checks, and the codes of their findings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a code means.
+    """A finding code and what it means.
 
     Args:
         code: ``CK`` and three digits.
         severity: of its findings.
         title: a few words, for tables.
-        hint: what to do about it.
-        level: from which level on it can be found.
+        hint: what the user can do about it.
+        level: the lowest level that can find it.
     """
 
     code: str
@@ -45,7 +45,10 @@ class Code:
         severity: Severity | None = None,
         keys: Sequence[str] = (),
     ) -> Finding:
-        """A finding of this code; ``keys`` are all its keys where it has no single one."""
+        """Return a finding with this code.
+
+        ``keys`` lists several tensors or objects, ``key`` a single one.
+        """
         return Finding(
             code=self.code,
             severity=severity or self.severity,
@@ -63,12 +66,12 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check.
+    """One check: a function that yields findings about a ``Subject``.
 
     Args:
         run: the function.
-        level: from which level on it runs.
-        formats: names of the formats it is for; () for all.
+        level: the lowest level that runs it.
+        formats: names of the formats that it applies to; () for all.
     """
 
     run: Callable[[Subject], Iterable[Finding]]

@@ -1,4 +1,4 @@
-"""What a checkpoint is compared with by fingerprint: a manifest, or another checkpoint of any format and layout."""
+"""Read the fingerprints to compare with (``--against``) from a manifest or a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DEFAULT_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
-    """The fingerprints to compare with.
+class ReferenceFingerprints:
+    """The fingerprints that a checkpoint is compared with.
 
     Args:
-        label: where they come from.
-        fingerprints: by canonical key.
-        figures: of the workers that have read them; none where a manifest states them.
+        label: where the fingerprints come from, for messages.
+        fingerprints: canonical tensor name → fingerprint.
+        figures: work of the ranks that read the data; () if a manifest holds the fingerprints.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Against:
     figures: tuple[Figures, ...] = ()
 
 
-def against_of(
+def read_reference(
     path: Path,
     *,
     rules: Rules,
@@ -44,59 +44,64 @@ def against_of(
     memory_bytes: int | None = DEFAULT_MEMORY_BYTES,
     team: Team = ALONE,
     device: Device | None = None,
-) -> Against:
-    """The fingerprints of a manifest, of the manifest of a checkpoint, or of a checkpoint, which is then read.
+) -> ReferenceFingerprints:
+    """Return the fingerprints of a manifest or a checkpoint.
+
+    A checkpoint that has a manifest with fingerprints is not read itself.
 
     Args:
-        path: a manifest, or see ``core.opening.open``.
-        rules: the layout's table.
-        threads, memory_bytes: for reading.
-        device: on which fingerprints may be made.
-        team: which reads together; on other ranks than the lead, fingerprints that had to be read are left out.
+        path: a manifest file, or a checkpoint as ``core.opening.open`` accepts it.
+        rules: layout rules.
+        threads, memory_bytes: limits for reading data.
+        device: accelerator that may compute fingerprints; None for the CPU.
+        team: ranks that share the reading; only the lead gets fingerprints that had to be computed.
 
     Raises:
-        UsageError: there is no such path, or the manifest has no fingerprints.
-        CheckpointingException: it cannot be read.
+        UsageError: the path does not exist, or the manifest has no usable fingerprints.
+        CheckpointingException: the manifest or the checkpoint cannot be read.
     """
-    stated = broadcast_result(team, lambda: _stated(path))
-    if stated is not None:
-        return stated
-    made = fingerprints_of_directory(
+    reference = broadcast_result(team, lambda: _from_manifest(path))
+    if reference is not None:
+        return reference
+    result = fingerprints_of_directory(
         path, rules=rules, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes, team=team, device=device
     )
-    return Against(str(path), made.fingerprints, made.figures)
+    return ReferenceFingerprints(str(path), result.fingerprints, result.figures)
 
 
-def _stated(path: Path) -> Against | None:
-    """What a manifest states; None if there is none that can be used."""
+def _from_manifest(path: Path) -> ReferenceFingerprints | None:
+    """Return the fingerprints of the manifest at or of ``path``; None if it has none."""
+    # The path is a manifest itself.
     if path.is_file() and (is_manifest(path.name) or _holds_schema(path)):
         store = LocalStore(path.parent)
         try:
-            return _of_manifest(read_manifest(store, path.name), str(path))
+            return _checked(read_manifest(store, path.name), str(path))
         finally:
             store.close()
+    # The path is a checkpoint, which may have a manifest.
     place = located(path)
     place.store.close()
-    known = find_manifest(place.store.root, entry=place.store.entry)
-    if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:
-        return Against(f"the manifest of {path}", known.manifest.fingerprints)
+    record = find_manifest(place.store.root, entry=place.store.entry)
+    if record is not None and record.manifest is not None and record.manifest.scheme == SCHEME:
+        return ReferenceFingerprints(f"the manifest of {path}", record.manifest.fingerprints)
     return None
 
 
 def _holds_schema(path: Path) -> bool:
-    """Whether a file with another name begins like a manifest."""
+    """Return whether a JSON file begins like a manifest, whatever it is called."""
     if path.suffix != ".json":
         return False
     with path.open("rb") as file:
         return b'"ckpt-manifest"' in file.read(200)
 
 
-def _of_manifest(manifest: Manifest, label: str) -> Against:
+def _checked(manifest: Manifest, label: str) -> ReferenceFingerprints:
+    """Return the fingerprints of a manifest; raise UsageError if it has none of this scheme."""
     if manifest.scheme != SCHEME:
-        what = "no fingerprints" if manifest.scheme is None else f"fingerprints {manifest.scheme}, not {SCHEME}"
+        content = "no fingerprints" if manifest.scheme is None else f"fingerprints {manifest.scheme}, not {SCHEME}"
         raise UsageError(
-            f"--against: the manifest has {what}",
+            f"--against: the manifest has {content}",
             file=label,
             hint="write it with ckpt manifest, or ckpt convert --fingerprint; or name the checkpoint itself",
         )
-    return Against(label, manifest.fingerprints)
+    return ReferenceFingerprints(label, manifest.fingerprints)

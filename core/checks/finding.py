@@ -1,4 +1,4 @@
-"""A finding: what a check has to say about a checkpoint."""
+"""Findings: the results of checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How bad it is; greater is worse."""
+    """How serious a finding is; a greater value is worse."""
 
     NOTE = 1
     """Worth knowing; nothing is wrong."""
@@ -18,7 +18,7 @@ class Severity(IntEnum):
 
     @property
     def label(self) -> str:
-        """As reports write it."""
+        """The severity as reports write it."""
         return self.name.lower()
 
 
@@ -28,15 +28,15 @@ class Finding:
 
     Args:
         code: stable, ``CK`` and three digits (``core.checks``).
-        severity: usually the code's.
-        message: one sentence: what is wrong.
-        file: relative to the checkpoint.
-        key: the tensor or object concerned; the first of ``keys``, where there are several.
-        keys: all that are concerned, if they are more than one.
-        rank: the rank or rank directory concerned.
+        severity: normally that of the code.
+        message: what is wrong, in one clause.
+        file: path relative to the checkpoint.
+        key: name of the affected tensor or object; the first of ``keys`` if there are several.
+        keys: names of all affected tensors or objects, if more than one.
+        rank: the affected rank or rank directory.
         span: byte range ``(start, stop)`` in ``file``.
-        expected, found: the two values that disagree, as short texts with their units.
-        hint: what the user can do next; None takes the code's.
+        expected, found: the two values that disagree, as short texts with units.
+        hint: what the user can do next; None if nothing is known.
     """
 
     code: str
@@ -53,23 +53,25 @@ class Finding:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts the worst first, then by code and place."""
+        """Sort key: the worst finding first, then by code and place."""
         return (-self.severity, self.code, self.file or "", self.span or (0, 0), self.rank or "", self.key or "")
 
     @property
     def fingerprint(self) -> str:
-        """What makes it the same finding in another run (``--baseline``): its code and place, not its wording."""
+        """Identity of the finding across runs (``--baseline``): its code and place, not its
+        wording.
+        """
         return "|".join((self.code, self.file or "", self.rank or "", self.key or ""))
 
     def as_dict(self) -> dict[str, object]:
-        """As a JSON object; absent parts are left out."""
-        made: dict[str, object] = {"code": self.code, "severity": self.severity.label, "message": self.message}
+        """Return the finding as a JSON object without absent fields."""
+        fields: dict[str, object] = {"code": self.code, "severity": self.severity.label, "message": self.message}
         for name in ("file", "key", "rank", "expected", "found", "hint"):
             value = getattr(self, name)
             if value is not None:
-                made[name] = value
+                fields[name] = value
         if self.keys:
-            made["keys"] = list(self.keys)
+            fields["keys"] = list(self.keys)
         if self.span is not None:
-            made["span"] = list(self.span)
-        return made
+            fields["span"] = list(self.span)
+        return fields

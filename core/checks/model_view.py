@@ -1,4 +1,4 @@
-"""The model of a checkpoint with Megatron's names, as far as it is understood."""
+"""The Megatron model in a checkpoint, as far as it can be understood."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A model under examination.
+    """The Megatron model of the examined checkpoint.
 
     Args:
-        catalog: its metadata, objects loaded; None if it is not Megatron's, or cannot be read.
-        understood: None if nothing is understood.
-        problems: what is wrong with its layout.
-        is_sample: some ranks stand for all.
+        catalog: its metadata with objects loaded; None if it is not Megatron's or cannot be read.
+        understood: the model and its layout; None if nothing could be understood.
+        problems: errors in the layout.
+        is_sample: only some rank files were opened and stand for the others.
     """
 
     catalog: Catalog | None = None
@@ -39,14 +39,14 @@ class ModelView:
 
     @property
     def args(self) -> object:
-        """The training arguments."""
+        """The training arguments; None if there are none."""
         if self.catalog is None:
             return None
         return self.catalog.args or common_entries(self.catalog).get("args")
 
 
 def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> ModelView:
-    """The model of a catalog, which may be one that was salvaged."""
+    """Return the Megatron model of a catalog, which may be incomplete (salvaged)."""
     ranks = None if catalog is None else catalog.facet(RankFacts)
     if catalog is None or (ranks is not None and ranks.is_single_rank):
         return ModelView()
@@ -55,15 +55,16 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
         if not catalog.is_rank_local and not is_megatron(catalog, rules):
             return ModelView()
     except CheckpointingException:
-        return ModelView()  # found where files are looked at
+        return ModelView()  # the checks of files report it
     problems: list[CheckpointingException] = []
-    sample = _opened(catalog, store) if ranks is not None and ranks.n_unopened else None
-    found = understood(catalog, rules, report=problems.append, sample=sample)
-    return ModelView(catalog, found, tuple(problems), is_sample=sample is not None)
+    # Where one file of each stage stands for the others, only those files are compared.
+    sample = _opened_dirs(catalog, store) if ranks is not None and ranks.n_unopened else None
+    model = understood(catalog, rules, report=problems.append, sample=sample)
+    return ModelView(catalog, model, tuple(problems), is_sample=sample is not None)
 
 
-def _opened(catalog: Catalog, store: ReadStore) -> set[str]:
-    """The rank directories whose files were opened: the first of each pipeline stage and length."""
+def _opened_dirs(catalog: Catalog, store: ReadStore) -> set[str]:
+    """Return the rank directories that were opened: one per pipeline stage and file size."""
     first: dict[tuple[object, int], str] = {}
     for coords, (folder, _) in ranks_of(catalog).items():
         first.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)

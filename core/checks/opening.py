@@ -1,4 +1,4 @@
-"""CK100: what kept the checkpoint from being opened, where no other check says it better."""
+"""CK100: the error that kept the checkpoint from being opened, unless another check reports it."""
 
 from __future__ import annotations
 
@@ -24,36 +24,40 @@ UNREADABLE = Code(
 CODES = (UNREADABLE,)
 
 
-def readable(subject: Subject) -> Iterator[Finding]:
-    """The error that reading the metadata ended with, unless an error was found at the same place."""
+def find_opening_error(subject: Subject) -> Iterator[Finding]:
+    """Report the error that reading the metadata ended with, unless a finding covers it."""
     err = subject.failure if subject.catalog is None else None
-    if err is None or is_explained(subject, err):
+    if err is None or is_covered_by_finding(subject, err):
         return
     is_of_file = err.file is not None and isinstance(err, (TruncatedError, MissingShardError))
     yield finding_of(err, default=UNREADABLE, code=None if is_of_file else UNREADABLE)
 
 
-def ends(subject: Subject) -> Iterator[Finding]:
-    """Find containers that contain themselves, which no conversion can follow to their end."""
+def find_endless_containers(subject: Subject) -> Iterator[Finding]:
+    """Report containers that contain themselves; no conversion could follow them to their end."""
     for key, kind in subject.catalog.unsupported.items() if subject.catalog is not None else ():
         if kind == ENDLESS:
             yield finding_of(endless_error(key), default=NOT_HANDLED, file=subject.store.entry)
 
 
-def is_explained(subject: Subject, err: CheckpointingException) -> bool:
-    """Whether a finding says what an error says: one about its file or tensor or, if it names no file, any error."""
+def is_covered_by_finding(subject: Subject, err: CheckpointingException) -> bool:
+    """Return whether an earlier error finding covers an error.
+
+    That is a finding about the same file or tensor or, if the error names no file, any error
+    finding.
+    """
     errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
     if err.key is not None and any(finding.key == err.key for finding in errors):
         return True
     if err.file is None or Path(err.file) in (subject.path, subject.root, subject.store.root):
         return bool(errors)
-    named = _absolute(subject, err.file)
-    return any(finding.file is not None and _absolute(subject, finding.file) == named for finding in errors)
+    file = _absolute(subject, err.file)
+    return any(finding.file is not None and _absolute(subject, finding.file) == file for finding in errors)
 
 
 def _absolute(subject: Subject, file: str) -> str:
-    """A file's path; errors name it relative to the checkpoint, or as the user would."""
+    """Return the absolute path of a file that an error or a finding names."""
     return os.path.abspath(os.path.join(subject.store.root, file))
 
 
-CHECKS = (Check(readable), Check(ends))
+CHECKS = (Check(find_opening_error), Check(find_endless_containers))

@@ -1,4 +1,7 @@
-"""What ``ckpt validate --plan-for tp=4,pp=2,format=torch_dist`` asks for; ``core.checks.planned`` answers it."""
+"""Parse the request of ``ckpt validate --plan-for tp=4,pp=2,format=torch_dist``.
+
+``core.checks.planned`` answers it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ _EXAMPLE = "for example --plan-for tp=4,pp=2,format=torch_dist"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The parallel sizes and the format that a checkpoint is to be loaded at or written in.
+class PlanRequest:
+    """The parallel sizes and the format that a checkpoint should be loaded at or written in.
 
     Args:
-        sizes: parallel sizes; those that are not named stay the source's.
-        to: the format to write; None for that of the source, or rank files where it has no layout.
-        rules: a TOML file with additional layout rules.
-        memory_bytes: as for ``core.convert.job.Job``.
+        sizes: requested parallel sizes; others stay as in the source.
+        to: format to write; None for the source's, or rank files if the source has no layout.
+        rules: TOML file with additional layout rules.
+        memory_bytes: memory limit of the job.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -34,29 +37,35 @@ class Request:
         return ",".join([*words, *([f"format={self.to}"] if self.to else [])])
 
 
-def request_of(text: str, *, rules: Path | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> Request:
+def parse_plan_request(
+    text: str, *, rules: Path | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES
+) -> PlanRequest:
     """Parse ``tp=4,pp=2,format=torch_dist``.
 
     Raises:
-        UsageError: a part is not NAME=VALUE, or names no size and no format.
+        UsageError: a part is not NAME=VALUE, or a name or value is unknown or given twice.
     """
     sizes: dict[str, int] = {}
     to = None
     for part in text.split(","):
         name, equals, value = (word.strip().lower() for word in part.partition("="))
         if not equals or name in sizes or (name == "format" and to is not None):
-            raise UsageError(f"--plan-for: {part!r} is not NAME=VALUE, each name once", hint=_EXAMPLE)
+            raise UsageError(f"--plan-for: {part!r} is not NAME=VALUE, or repeats a name", hint=_EXAMPLE)
         if name == "format":
-            to = _known_format(value)
+            to = _require_format(value)
         elif name in SIZES and value.isascii() and value.isdigit() and 1 <= int(value[:10]) < 2**31:
             sizes[name] = int(value[:10])
         else:
-            what = f"{value!r} is no size" if name in SIZES else f"{name!r} is none of: {', '.join((*SIZES, 'format'))}"
-            raise UsageError(f"--plan-for: {what}", hint=_EXAMPLE)
-    return Request(sizes, to, rules, memory_bytes)
+            allowed = ", ".join((*SIZES, "format"))
+            problem = (
+                f"invalid size {value!r}" if name in SIZES else f"unknown name {name!r}, expected one of: {allowed}"
+            )
+            raise UsageError(f"--plan-for: {problem}", hint=_EXAMPLE)
+    return PlanRequest(sizes, to, rules, memory_bytes)
 
 
-def _known_format(name: str) -> str:
+def _require_format(name: str) -> str:
+    """Return the name of a format; raise UsageError if no format is called so."""
     from core.formats.registry import format_called
 
     try:

@@ -1,4 +1,4 @@
-"""From the errors of readers to findings: which code an error has."""
+"""Convert errors of readers to findings."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ _BY_KIND = (
 """The order matters: the first two are CorruptErrors as well."""
 
 
-def problems_of(read: Callable[[Report], object]) -> list[CheckpointingException]:
-    """What a reader has to say: the problems that it reports, and the one that it ends with."""
-    found: list[CheckpointingException] = []
+def collect_problems(read: Callable[[Report], object]) -> list[CheckpointingException]:
+    """Call a reader and return the problems that it reports, and the error that it ends with."""
+    problems: list[CheckpointingException] = []
     try:
-        read(found.append)
+        read(problems.append)
     except CheckpointingException as err:
-        found.append(err)
-    return found
+        problems.append(err)
+    return problems
 
 
 def code_of(err: CheckpointingException, *, default: Code) -> Code:
-    """The code of an error.
+    """Return the code for an error.
 
     Args:
-        default: for an error that says no more than that something is corrupt.
+        default: the code of an error without a rule and of no particular kind.
     """
     if err.rule is not None and err.rule in _BY_RULE:
         return _BY_RULE[err.rule]
@@ -84,13 +84,14 @@ def finding_of(
     expected: object = None,
     found: object = None,
 ) -> Finding:
-    """An error as a finding.
+    """Return an error as a finding.
 
     Args:
-        default: see ``code_of``.
-        code: one that stands whatever the error is.
-        file, key: where, if the error does not say it.
-        expected, found: the two values that disagree, which errors have in their sentence.
+        default: the code of an error without a rule and of no particular kind.
+        code: overrides the code that follows from the error.
+        file: overrides the error's file.
+        key: used if the error names no tensor or object.
+        expected, found: the two values that disagree.
     """
     return (code or code_of(err, default=default)).finding(
         err.message,
@@ -105,8 +106,8 @@ def finding_of(
 
 
 def findings_of(problems: Sequence[CheckpointingException], *, default: Code, file: str) -> Iterator[Finding]:
-    """The findings about one file; that it ends too early is said once."""
-    short = [err for err in problems if isinstance(err, TruncatedError) and err.rule is None]
+    """Yield findings about one file; report only once that the file is truncated."""
+    truncations = [err for err in problems if isinstance(err, TruncatedError) and err.rule is None]
     for err in problems:
-        if err not in short[1:]:
+        if err not in truncations[1:]:
             yield finding_of(err, default=default, file=file)

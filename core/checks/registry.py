@@ -1,4 +1,4 @@
-"""The table of all checks and their codes."""
+"""Registry of all checks and their codes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _MODULES = (
 
 @cache
 def codes() -> dict[str, Code]:
-    """Every code, in order."""
-    found = {code.code: code for module in _modules() for code in module.CODES}
-    return dict(sorted(found.items()))
+    """Return every code by its name, in order."""
+    by_name = {code.code: code for module in _modules() for code in module.CODES}
+    return dict(sorted(by_name.items()))
 
 
 def checks(level: Level, format: str | None) -> Iterator[Check]:
-    """The checks of a level for a format (None: not known), in the order in which they run."""
+    """Yield the checks of a level for a format (None: unknown), in the order in which they run."""
     for module in _modules():
         for check in module.CHECKS:
             if check.level <= level and (not check.formats or format in check.formats):

@@ -1,4 +1,4 @@
-"""What checks look at: a checkpoint that may be damaged, opened as far as it opens."""
+"""The subject of all checks: a checkpoint that may be damaged, opened as far as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.model_view import ModelView, model_view
 from core.checks.tensor_names import TensorNames
-from core.checks.watch import Deep, Watch
+from core.checks.watch import ByteScan, Watch
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
@@ -41,18 +41,18 @@ from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
-    from core.checks.comparison import Against
-    from core.checks.plan_request import Request
+    from core.checks.comparison import ReferenceFingerprints
+    from core.checks.plan_request import PlanRequest
     from core.fingerprint.definition import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """Metadata as far as it can be read.
+    """The part of the metadata that can be read.
 
     Args:
-        catalog: all of it, or what makes sense; None if nothing does.
-        problems: what is wrong with what was left out.
+        catalog: the readable part; None if nothing can be read.
+        problems: errors about what was left out.
     """
 
     catalog: Catalog | None
@@ -64,27 +64,28 @@ class Subject:
     """A checkpoint under examination.
 
     Args:
-        path: the directory or file, after descending from a root.
-        root: what the user pointed at.
-        passed: directories that were descended through, from ``root`` on; () if ``root`` is the checkpoint.
-        store: its files.
-        format: the format it looks like, None if no format recognises it.
-        level: how much is to be read.
-        rules: the layout's table.
-        iteration: as ``core.opening.open`` found it.
-        findings: what has been found so far; checks that come later may look at it.
-        threads, memory_bytes, progress, team: for reading data, see ``core.scan.run.scan``.
-        plan_for: sizes to plan for, or None.
-        against: fingerprints to compare with, or None.
-        n_compared: tensors that were compared with them.
-        device: on which per-byte work may be done; None for the CPU path.
-        below: paths of checkpoints below that are no part of it; they are not looked at.
-        notes: which checkpoint was taken, and what lies near it and is not looked at.
-        has_folders: whether what lies in folders of its directory belongs to it.
-        missing_chunks: what zarr chunks are that are not stored: ``fill`` or ``error``.
-        shared: fingerprints that the ranks of a team have made together, before the checks run.
+        path: directory or file of the checkpoint, after descending from ``root``.
+        root: the path that the user gave.
+        passed: directories between ``root`` and ``path``, ``root`` included; () if they are the
+            same.
+        store: the files of the checkpoint.
+        format: the detected format; None if no format recognises the checkpoint.
+        level: how much to read.
+        rules: layout rules.
+        iteration: the iteration that ``core.opening.open`` chose.
+        findings: findings so far; later checks may look at them.
+        threads, memory_bytes, progress, team: for reading data, as in ``core.scan.run.scan``.
+        plan_for: sizes and format to plan for; None if not requested.
+        against: fingerprints to compare with; None if not requested.
+        n_compared: number of tensors compared with ``against``.
+        device: accelerator for per-byte work; None for the CPU.
+        below: relative paths of nested checkpoints that are not part of this one and are skipped.
+        notes: which checkpoint was chosen, and what lies near it and is skipped.
+        has_folders: subfolders of the directory belong to the checkpoint.
+        missing_chunks: what absent zarr chunks mean: ``fill`` or ``error``.
+        shared: fingerprints that a team of ranks computed before the checks run.
 
-    Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
+    If reading the metadata fails, ``catalog`` is None and ``failure`` holds the error.
     """
 
     path: Path
@@ -100,8 +101,8 @@ class Subject:
     threads: int | None = None
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     progress: Progress | None = None
-    plan_for: Request | None = None
-    against: Against | None = None
+    plan_for: PlanRequest | None = None
+    against: ReferenceFingerprints | None = None
     n_compared: int = 0
     team: Team = ALONE
     device: Device | None = None
@@ -113,68 +114,68 @@ class Subject:
 
     @cached_property
     def recorded(self) -> RecordedManifest | None:
-        """What its manifest says; None if there is none."""
+        """The manifest of the checkpoint, or why it cannot be read; None if there is none."""
         return find_manifest(self.store.root, entry=self.store.entry)
 
     _uses: set[Use] = field(default_factory=set)
     _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))
 
     @property
-    def deep(self) -> Deep:
-        """What reading every byte gave; at the deepest level only.
+    def byte_scan(self) -> ByteScan:
+        """The result of reading every byte; for the deepest level only.
 
         Raises:
-            CheckpointingException: see ``core.checks.subject.examined``; it is not tried again.
+            CheckpointingException: the scan failed; it is not run again.
         """
-        if isinstance(self._deep, CheckpointingException):
-            raise self._deep
-        return self._deep
+        if isinstance(self._byte_scan, CheckpointingException):
+            raise self._byte_scan
+        return self._byte_scan
 
     @cached_property
-    def _deep(self) -> Deep | CheckpointingException:
+    def _byte_scan(self) -> ByteScan | CheckpointingException:
         try:
-            return examined(self)
+            return run_byte_scan(self)
         except CheckpointingException as err:
             return err
 
     @cached_property
     def tree(self) -> Tree:
-        """What lies in the directory; of one file, only that.
+        """The tree of files and folders of the checkpoint.
 
-        What is no checkpoint may be a whole file system, of which only the first levels are looked at. Checkpoints
-        below are left out, save for those that the manifest lists.
+        Nested checkpoints are left out unless the manifest lists them. A directory that is not a
+        checkpoint may be a whole file system, so that only its first level is walked.
         """
         manifest = None if self.recorded is None else self.recorded.manifest
-        recorded_paths = [] if manifest is None else [f"{one.path}/" for one in manifest.files]
-        others = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
+        recorded_paths = [] if manifest is None else [f"{file.path}/" for file in manifest.files]
+        nested = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
         depth = 0 if not self.has_folders else 1 if self.format is None else None
-        return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=others)
+        return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=nested)
 
     @cached_property
     def files(self) -> Mapping[str, int]:
-        """Every regular file of the checkpoint with its size, by relative path; the one file, if it is one."""
+        """Relative path of every regular file of the checkpoint → its size in bytes."""
         return self.tree.files
 
     @cached_property
     def other_pickles(self) -> Mapping[tuple[str, str | None], Looked]:
-        """What Python would unpickle beside the checkpoint's own pickles, by file and tensor of bytes."""
-        looked: dict[tuple[str, str | None], Looked] = {
+        """Pickles outside the checkpoint's own, by file and, inside a tensor of bytes, its name."""
+        pickles: dict[tuple[str, str | None], Looked] = {
             (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
             if size and not is_checkpoint_file(name) and name not in self.hollow
         }
         if self.catalog is not None:
-            looked |= {(file, key): tensor for file, key, tensor in pickled_tensors(self.catalog, self.store)}
-        return {place: item for place, item in looked.items() if item.uses or item.unread}
+            pickles |= {(file, key): tensor for file, key, tensor in pickled_tensors(self.catalog, self.store)}
+        return {place: item for place, item in pickles.items() if item.uses or item.unread}
 
     @cached_property
     def hollow(self) -> Set[str]:
-        """Large files of which the disk holds next to nothing: reading their zeros would take hours."""
+        """Names of large sparse files; reading their zeros would take hours."""
         return sparse_files(self.store, self.files)
 
     @cached_property
     def catalog(self) -> Catalog | None:
-        """The metadata: of a sample of the files at the lowest level, of all of them above; None if reading fails."""
+        """The metadata, at the lowest level of a sample of the files; None if reading fails."""
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
@@ -192,7 +193,7 @@ class Subject:
 
     @property
     def uses(self) -> Set[Use]:
-        """What the pickles that were read for the metadata do with names."""
+        """What the pickles that hold the metadata do with imported names."""
         _ = self.catalog
         return self._uses
 
@@ -202,43 +203,48 @@ class Subject:
         return {name for name in self.files if name == self.store.entry or name.endswith((*SUFFIXES, ".pkl"))}
 
     def read_pickles(self, file: str) -> Sequence[ReadPickle]:
-        """Return the pickles of a file that were read for the metadata; () if they have to be read."""
+        """Return the pickles of a file that were read for the metadata.
+
+        Returns:
+            () if they have to be read.
+        """
         return () if self.catalog is None else self._read.of(file)
 
     def has_read_only(self, files: Set[str]) -> bool:
-        """Return whether the checkpoint is one file, and no other pickles than those of these files were read for it.
+        """Return whether the metadata was read from the pickles of these files only.
 
-        In a directory, objects may also be made of what stands in files that are no pickles, or that are like others.
+        That can be known for a checkpoint of one file only: in a directory, objects may also come
+        from files that are not pickles, or from one file that stands for similar ones.
         """
         return self.store.entry is not None and self.catalog is not None and self._read.are_all_of(files)
 
     @cached_property
     def salvaged(self) -> Salvaged:
-        """The metadata, or what of it makes sense where reading it fails."""
+        """The metadata, or the part of it that can be used if reading all of it fails."""
         if self.catalog is not None or self.format is None or self.format.salvage is None:
             return Salvaged(self.catalog)
         problems: list[CheckpointingException] = []
-        found: Catalog | None = None
+        catalog: Catalog | None = None
         with noting_uses() as uses, suppress(CheckpointingException):
-            found = self.format.salvage(self.store, problems.append)
+            catalog = self.format.salvage(self.store, problems.append)
         self._uses |= uses
-        return Salvaged(found, tuple(problems))
+        return Salvaged(catalog, tuple(problems))
 
     @cached_property
     def model(self) -> ModelView:
-        """The model, where it has Megatron's names."""
+        """The Megatron model; empty if the checkpoint has other names."""
         return model_view(self.salvaged.catalog, self.store, self.rules)
 
     @cached_property
     def tensor_names(self) -> TensorNames:
-        """The names of the tensors at any bytes of its files."""
+        """Looks up which tensors lie at given bytes of a file."""
         return TensorNames(self.salvaged.catalog, self.store, self.rules)
 
-    def is_explained(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Whether an error was found in a file, or in a part of it, so that what follows from it is not said again.
+    def is_covered_by_finding(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
+        """Return whether an error has already been found in a file or a part of it.
 
         Args:
-            span: bytes; None for the whole file.
+            span: byte range (start, stop); None for the whole file.
         """
         for finding in self.findings:
             if finding.severity == Severity.ERROR and finding.file == file:
@@ -248,7 +254,9 @@ class Subject:
 
     @cached_property
     def canonical(self) -> Canonical | None:
-        """The tensors under global, per-layer names where the layout is known; None if the metadata cannot be read."""
+        """The tensors under global per-layer names if the layout is known; None without
+        metadata.
+        """
         catalog = self.catalog
         if catalog is None or self.format is None:
             return None
@@ -264,32 +272,41 @@ _WATCHERS: tuple[str, ...] = (
     "content.integrity_json",
     "content.fingerprints",
 )
-"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
+"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``, which take part in the
+scan.
+"""
 
 
-def examined(subject: Subject) -> Deep:
-    """Scans a checkpoint for every module that watches; the ranks of a team together, and what is found is the lead's.
+def run_byte_scan(subject: Subject) -> ByteScan:
+    """Read every byte of a checkpoint once, for all check modules that take part in the scan.
+
+    The ranks of a team share the work; the lead gets the results.
 
     Raises:
-        CheckpointingException: a module cannot say what it wants to see.
+        CheckpointingException: a module cannot determine what it needs from the scan.
         WorkerError: a rank of the team failed.
     """
     team = subject.team
+    # Measure once which kinds of work the device does faster than the CPU.
     if subject.device is not None:
         subject.device = choose_device(
-            subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
+            subject.device,
+            (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),
+            threads=subject.threads or len(os.sched_getaffinity(0)),
         )
-    watches = require_agreement(team, lambda: _watches(subject), lambda found: [*found], subject=str(subject.path))
+    # Every rank asks the modules what they need, and all ranks must agree on it.
+    watches = require_agreement(team, lambda: _watches(subject), lambda names: [*names], subject=str(subject.path))
+    # Read the arrays of the catalog and those that modules add, each once.
     catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
-    more = chain.from_iterable(watch.arrays for watch in watches.values())
+    extra = chain.from_iterable(watch.arrays for watch in watches.values())
     digests = any(watch.digests for watch in watches.values())
     scanned = scan(
         catalog,
         subject.store,
-        [one for watch in watches.values() for one in watch.observers],
+        [observer for watch in watches.values() for observer in watch.observers],
         files={name: size for name, size in subject.files.items() if name not in subject.hollow},
-        file_observers=[one for watch in watches.values() for one in watch.file_observers],
+        file_observers=[observer for watch in watches.values() for observer in watch.file_observers],
         wanted=WantedSums(
             array_digests=digests,
             file_digests=digests,
@@ -298,7 +315,7 @@ def examined(subject: Subject) -> Deep:
         stated_in=StatedCrcReader(subject.store, None if subject.format is None else subject.format.name),
         arrays=(
             array
-            for array in chain(stored, more)
+            for array in chain(stored, extra)
             if array is not None and array.extent.file not in subject.hollow and fill_of(array) is None
         ),
         threads=subject.threads,
@@ -307,13 +324,9 @@ def examined(subject: Subject) -> Deep:
         team=team,
         device=subject.device,
     )
-    return Deep(scanned, watches)
-
-
-def _device_works(subject: Subject) -> tuple[str, ...]:
-    """The kinds of work of the scan that a device may do."""
-    return (VALUES,) if subject.against is None else (VALUES, FINGERPRINT)
+    return ByteScan(scanned, watches)
 
 
 def _watches(subject: Subject) -> dict[str, Watch]:
+    """Return what each module needs from the scan, by module name."""
     return {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}

@@ -1,8 +1,8 @@
-"""The deepest level: one scan of a checkpoint, which all checks that read data share.
+"""The deepest level: one scan of a checkpoint, shared by all checks that read data.
 
-A check that wants data has a function ``watch`` in its module, which says with what it takes part in the scan; after
-the scan it finds what it asked for in ``Subject.deep``. Modules that watch are listed in
-``core.checks.subject``, ``_WATCHERS``.
+The module of a check that needs data has a function ``watch``, which returns the observers that
+take part in the scan. After the scan, the check finds their results in ``Subject.byte_scan``.
+``core.checks.subject._WATCHERS`` lists these modules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What takes part in the scan for one module.
+    """What one check module needs from the scan.
 
     Args:
-        observers: of arrays.
-        file_observers: of files.
-        digests: whether it needs the digests of all arrays and files.
-        digests_of: names of arrays of which it needs digests anyway.
-        arrays: beside those of the catalog, arrays that it wants to be read.
+        observers: observers of arrays.
+        file_observers: observers of whole files.
+        digests: digests of all arrays and files are needed.
+        digests_of: names of arrays whose digests are needed even if ``digests`` is false.
+        arrays: arrays to read in addition to those of the catalog.
     """
 
     observers: Sequence[Observer] = ()
@@ -38,12 +38,12 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Deep:
-    """What the scan gave.
+class ByteScan:
+    """The results of the scan.
 
     Args:
-        scanned: sums and problems.
-        watches: by module name.
+        scanned: checksums and problems.
+        watches: what each module took part with, by module name.
     """
 
     scanned: ScanResult

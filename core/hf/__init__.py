@@ -1,16 +1,17 @@
-"""Hugging Face's names: models of transformers ↔ the global Megatron form, metadata only.
+"""Convert between Hugging Face models and the global Megatron form, on metadata only.
 
 ::
 
     safetensors, .bin ──▶ flat keys + config.json ── to_megatron ──▶ global per-layer form ──▶ shard, stack
                                                   ◀── to_hf ──
 
-The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and features of a model
-come from the training arguments (``core.hf.traits``), which ``core.hf.config`` makes of a ``config.json`` and the other
-way round. Fused tensors are boxes (``core.hf.fuse``).
+The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and
+features of a model come from the training arguments (``core.hf.traits``), which ``core.hf.config``
+converts from and to a ``config.json``. Fused tensors are made of boxes (``core.hf.fuse``).
 
-Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state, quantized weights (they
-are dequantised first), LoRA adapters, models with other heads than the language model's.
+Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state,
+quantized weights (they are dequantised first), LoRA adapters, models with other heads than the
+language model's.
 Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
 """
 
@@ -28,9 +29,10 @@ __all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
 
 
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
-    """Whether a catalog has Hugging Face's names: there is a configuration of theirs, and no layer has Megatron's name.
+    """Return whether a catalog has Hugging Face names.
 
-    The family need not be one that is mapped; ``to_megatron`` refuses others by name.
+    That is if there is a configuration with a ``model_type``, and no layer has Megatron's name. The
+    family need not be supported; ``to_megatron`` refuses others by name.
     """
     if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
@@ -38,5 +40,5 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
 
 
 def model_types() -> tuple[str, ...]:
-    """The families that are mapped."""
+    """Return the supported families."""
     return tuple(families())

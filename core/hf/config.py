@@ -1,16 +1,19 @@
-"""``config.json`` ↔ Megatron's training arguments.
+"""Convert between ``config.json`` and Megatron's training arguments.
 
-Arguments made from a configuration are those that Megatron needs to build the model, to find its checkpoint's layout
-and to start from it (``--use-checkpoint-args``). How the model was or will be trained (batch sizes, learning rates,
-dropout, loss coefficients) is not in them: the run's own arguments say it.
+Arguments made from a configuration are those that Megatron needs to build the model, to recognise
+its checkpoint's layout and to start from it (``--use-checkpoint-args``). How the model was or will
+be trained (batch sizes, learning rates, dropout, loss coefficients) is left to the arguments of the
+run.
 
-A configuration made from arguments is what transformers 4 and 5 need to load the model. What arguments do not say is
-null (``bos_token_id``, ``eos_token_id``) or left to transformers' defaults.
+A configuration made from arguments holds what transformers 4 and 5 need to load the model. Values
+that the arguments do not contain are null (``bos_token_id``, ``eos_token_id``) or left to
+transformers' defaults.
 
 Not supported: values that the other side cannot express; each is refused by its name.
 
-Source: transformers 5.23.0 ``models/*/configuration_*.py``; Megatron-LM d98e8a64 ``training/arguments.py``,
-``training/checkpointing.py`` ``load_args_from_checkpoint``; arguments of the checkpoints in tests/golden.
+Source: transformers 5.23.0 ``models/*/configuration_*.py``; Megatron-LM d98e8a64
+``training/arguments.py``, ``training/checkpointing.py`` ``load_args_from_checkpoint``; arguments of
+the checkpoints in tests/golden.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from core.pickle.inert import Global
 
 CONFIG = "config.json"
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
-"""Arguments that have another name in some versions of Megatron."""
+"""Arguments with another name in some versions of Megatron."""
 
-_WHERE_TO_START: Mapping[str, object] = {
+_INITIAL_ARGUMENTS: Mapping[str, object] = {
     **dict.fromkeys(
         (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "transformer_pipeline_model_parallel_size"),
@@ -64,7 +67,7 @@ _WHERE_TO_START: Mapping[str, object] = {
     "tokenizer_type": "HuggingFaceTokenizer",
     "tokenizer_model": None,
 }
-"""Arguments that are the same for every model that has just been converted: one rank, nothing trained yet."""
+"""Arguments that are the same for every newly converted model: one rank, nothing trained yet."""
 
 
 def arguments_of(
@@ -77,37 +80,40 @@ def arguments_of(
     iteration: int,
     n_mtp: int,
 ) -> dict[str, object]:
-    """The training arguments of a model, by name.
+    """Return the training arguments of a model, by name.
 
     Args:
-        config: the parsed ``config.json``.
-        family: its family.
-        dtype: of the parameters.
-        transformer_impl: ``local`` or ``transformer_engine``; None takes what the model can be built with.
-        divisible_by: what padded vocabularies are multiples of, times TP.
-        iteration: the iteration that the checkpoint is to have.
-        n_mtp: multi-token prediction layers that there are tensors for.
+        config: parsed ``config.json``.
+        family: family of the model.
+        dtype: element type of the parameters.
+        transformer_impl: ``local`` or ``transformer_engine``; None for one that can build the
+            model.
+        divisible_by: the padded vocabulary is a multiple of this times TP.
+        iteration: iteration that the checkpoint gets.
+        n_mtp: number of multi-token prediction layers with tensors.
 
     Raises:
-        CorruptError: the configuration does not say something, or contradicts itself.
-        UnsupportedError: it says something that Megatron has no arguments for.
+        CorruptError: the configuration lacks a value, or contradicts itself.
+        UnsupportedError: Megatron has no arguments for a value.
     """
     config = {**family.defaults, **config}
     _check_fixed(config, family)
     is_latent = "latent" in family.requires
-    args: dict[str, object] = dict(_WHERE_TO_START)
+    # Start with fixed arguments and those that only have another name in config.json.
+    args: dict[str, object] = dict(_INITIAL_ARGUMENTS)
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
+    # Add those that are computed.
     heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
     n_rows = count_of(config, "vocab_size")
+    head_dim = max(hidden // heads, 1)
+    kv_channels = args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
     impl = transformer_impl or ("transformer_engine" if is_latent else "local")
     args |= {
         "num_query_groups": groups,
         "group_query_attention": groups != heads and not is_latent,
-        "kv_channels": args["v_head_dim"]
-        if is_latent
-        else count_of(config, "head_dim", default=max(hidden // heads, 1)),
+        "kv_channels": kv_channels,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "add_bias_linear": _has_linear_bias(config, family),
         "seq_length": args["max_position_embeddings"],
@@ -121,6 +127,7 @@ def arguments_of(
         "transformer_impl": impl,
         "iteration": iteration,
     }
+    # Add those of rotary embeddings, experts and latent attention.
     args |= rope_arguments(config, is_latent=is_latent)
     if "moe" in family.requires:
         args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
@@ -134,18 +141,20 @@ def arguments_of(
 
 
 def _check_fixed(config: Mapping[str, object], family: Family) -> None:
-    for name, wanted in family.fixed_config.items():
-        found = config.get(name)
-        if found is not None and found != wanted:
+    """Raise if the configuration has values for which the family's models are not supported."""
+    for name, supported in family.fixed_config.items():
+        value = config.get(name)
+        if value is not None and value != supported:
             raise UnsupportedError(
-                f"{name} is {found!r}; {family.model_type} models are mapped with {wanted!r} only", file=CONFIG
+                f"{name} is {value!r}; {family.model_type} models are only supported with {supported!r}", file=CONFIG
             )
     for name in family.absent:
         if config.get(name) is not None:
-            raise UnsupportedError(f"{name} is {config[name]!r}, which is not mapped", file=CONFIG)
+            raise UnsupportedError(f"{name} is {config[name]!r}, which is not supported", file=CONFIG)
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
+    """Return whether all linear layers have a bias; raise if only some do."""
     if "linear_bias" not in family.allows:
         return False
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
@@ -158,6 +167,7 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
 
 
 def _moe_arguments(config: Mapping[str, object], family: Family, *, n_layers: int) -> dict[str, object]:
+    """Return the arguments of a model with experts that are not just renamed."""
     args: dict[str, object] = {}
     if "pre_softmax" in family.allows:
         args["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
@@ -178,8 +188,8 @@ def _moe_arguments(config: Mapping[str, object], family: Family, *, n_layers: in
 def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers without experts in a family with experts.
 
-    DeepSeek-V3 has them first. In Qwen3-MoE they are those that are listed, and all but every n-th, counted from the
-    n-th.
+    DeepSeek-V3 has them first. Qwen3-MoE lists some, and every layer but each n-th, counted from
+    the n-th, is dense.
 
     Raises:
         CorruptError: the configuration is malformed.
@@ -196,20 +206,23 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
 
 
 def _frequency(dense: frozenset[int], n_layers: int) -> object:
+    """Return the argument ``moe_layer_freq``: 1 for each layer with experts, or just 1 if all have
+    some.
+    """
     return [int(layer not in dense) for layer in range(n_layers)] if dense else 1
 
 
 def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
-    """Return the number that is stated under one of the names; an epsilon may be less than 1."""
+    """Return the number stated under one of the names; an epsilon may be less than 1."""
     value = next((value for name in names if (value := config.get(name)) is not None), None)
     return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
 
 
 def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """Return the positive number that is stated under the first of the names that has a value.
+    """Return the positive number stated under the first of the names that has a value.
 
     Raises:
-        CorruptError: none has, or it is not a positive integer.
+        CorruptError: no name has a value, or it is not a positive integer.
     """
     return count_of(config, next((name for name in names if config.get(name) is not None), names[0]))
 
@@ -218,29 +231,29 @@ def count_of(config: Mapping[str, object], name: str, *, default: int | None = N
     """Return a number that the configuration states.
 
     Raises:
-        CorruptError: it is not stated and there is no default, or it is not an integer from ``least``.
+        CorruptError: the number is missing without a default, or is not an integer >= ``least``.
     """
     value = config.get(name)
     if value is None:
         value = default
     if value is None:
-        raise CorruptError(f"the configuration does not say {name}", file=CONFIG)
+        raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(f"{name} is {repr(value)[:80]}, not a number from {least}", file=CONFIG)
+        raise CorruptError(f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG)
     return value
 
 
 def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dtype: str) -> dict[str, object]:
-    """The configuration of a model.
+    """Return the configuration of a model.
 
     Args:
-        fields: the training arguments by name.
-        family: the model's family.
-        model: what ``core.hf.traits.model_of`` made of them.
-        dtype: of the weights.
+        fields: training arguments by name.
+        family: family of the model.
+        model: the model that ``core.hf.traits.model_of`` derived from the arguments.
+        dtype: element type of the weights.
 
     Raises:
-        UnsupportedError: transformers has no counterpart of an argument, or the arguments do not say something.
+        UnsupportedError: transformers has no counterpart of an argument, or an argument is missing.
     """
     config: dict[str, object] = {
         "architectures": [family.architecture],
@@ -256,14 +269,16 @@ def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dty
         **family.fixed_config,
         **rope_config(fields),
     }
+    # Values that only have another name.
     for arg, names in family.config.items():
         value = fields.get(arg, fields.get(_ALIASES.get(arg, arg)))
         if value is None and arg == "moe_ffn_hidden_size":
             value = fields.get("ffn_hidden_size")
         if value is None:
-            raise UnsupportedError(f"the training arguments do not say {arg}, which is {names[0]} in config.json")
+            raise UnsupportedError(f"the training argument {arg} is missing, which is {names[0]} in config.json")
         if config.setdefault(names[0], value) != value:
-            _unite(config, fields, names[0], model)
+            _merge_sizes(config, fields, names[0], model)
+    # Values that only some families have.
     if "latent" not in model.features:
         config["head_dim"] = model.sizes["head"]
     if "linear_bias" in family.allows:
@@ -277,25 +292,26 @@ def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dty
     return config
 
 
-def _unite(config: dict[str, object], fields: Mapping[str, object], name: str, model: Model) -> None:
-    """Two arguments are one name in config.json (Mixtral's intermediate_size): the experts' size counts.
+def _merge_sizes(config: dict[str, object], fields: Mapping[str, object], name: str, model: Model) -> None:
+    """Set a size in config.json that two arguments state (Mixtral's intermediate_size).
 
     Raises:
-        UnsupportedError: a layer is dense, so that the other one counts as well.
+        UnsupportedError: a layer is dense, so that both arguments matter.
     """
     if model.dense is None or model.dense:
-        raise UnsupportedError(f"two training arguments that are both {name} in config.json differ")
+        raise UnsupportedError(f"two training arguments that both become {name} in config.json differ")
     config[name] = fields.get("moe_ffn_hidden_size", config[name])
 
 
 def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, object]:
+    """Return the values that only the configuration of DeepSeek-V3 has."""
     dense, sizes = model.dense or frozenset(), model.sizes
     if dense != frozenset(range(len(dense))):
-        raise UnsupportedError("argument moe_layer_freq has dense layers after others; deepseek_v3 has them first")
+        raise UnsupportedError("moe_layer_freq has dense layers after others; deepseek_v3 requires them first")
     if sizes["shared_ffn"] % sizes["moe_ffn"]:
         raise UnsupportedError(
-            f"argument moe_shared_expert_intermediate_size is {sizes['shared_ffn']}, not a multiple of an expert's "
-            f"{sizes['moe_ffn']} channels, as in deepseek_v3"
+            f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; deepseek_v3 requires a multiple of the "
+            f"{sizes['moe_ffn']} channels of an expert"
         )
     groups = fields.get("moe_router_num_groups") or 1
     return {
@@ -310,5 +326,5 @@ def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, ob
 
 
 def document(config: Mapping[str, object]) -> bytes:
-    """The file of a configuration, the same for the same content."""
+    """Return the content of ``config.json``; the same configuration gives the same bytes."""
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=True) + "\n").encode("ascii")

@@ -1,12 +1,12 @@
-"""The geometry of tensors that Megatron holds as one and Hugging Face as several.
+"""Fuse and take apart tensors that Megatron holds as one and Hugging Face as several.
 
-Rows of a fused tensor of H heads in G groups, of which each shares one key and one value head::
+Rows of a fused tensor of H heads in G groups, each of which shares one key and one value head::
 
     qkv     [ q0 … | k0 | v0 ][ q … | k1 | v1 ] …     per group: H / G query heads, a key head, a value head
     gated   [ gate rows ][ up rows ]
 
-Both are lists of ``Strip``: so many rows of a part are so many rows of the whole. Read one way they fuse, read the
-other way they take apart. Everything stays a box, no element changes its place within a row.
+Both are lists of ``Strip``: rows of a part that are rows of the fused tensor, which can be read in
+both directions. Everything stays a box; no element changes its place within a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Strip:
         part: number of the part.
         part_row: first row in the part.
         row: first row in the fused tensor.
-        n_rows: how many.
+        n_rows: number of rows.
     """
 
     part: int
@@ -35,19 +35,20 @@ class Strip:
     n_rows: int
 
 
-def by_groups(extents: Sequence[int], n_groups: int) -> list[Strip]:
-    """Parts dealt out group by group: the first group's rows of every part, then the second's …
+def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
+    """Return the strips of parts that are interleaved by group.
 
-    With one group, the parts are one after the other.
+    The first group's rows of every part come first, then the second's …; with one group, the parts
+    follow each other.
 
     Args:
         extents: rows of each part, multiples of ``n_groups``.
 
     Raises:
-        ValueError: an extent is not a multiple.
+        ValueError: an extent is not a multiple of ``n_groups``.
     """
     if n_groups < 1 or any(extent % n_groups for extent in extents):
-        raise ValueError(f"{list(extents)} rows are not those of {n_groups} groups")
+        raise ValueError(f"{list(extents)} rows do not divide into {n_groups} groups")
     strips = []
     row = 0
     for group in range(n_groups):
@@ -58,12 +59,12 @@ def by_groups(extents: Sequence[int], n_groups: int) -> list[Strip]:
     return strips
 
 
-def fused(key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]) -> list[Fragment]:
-    """The fragments of a fused tensor.
+def fuse_parts(key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]) -> list[Fragment]:
+    """Return the fragments of a fused tensor.
 
     Args:
-        key: its key.
-        parts: the fragments of each part.
+        key: name of the fused tensor.
+        parts: fragments of each part.
     """
     return [
         moved
@@ -73,30 +74,30 @@ def fused(key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]
     ]
 
 
-def taken_apart(key: str, strips: Iterable[Strip], part: int, whole: Sequence[Fragment]) -> list[Fragment]:
-    """The fragments of one part.
+def take_apart(key: str, strips: Iterable[Strip], part: int, pieces: Sequence[Fragment]) -> list[Fragment]:
+    """Return the fragments of one part of a fused tensor.
 
     Args:
-        key: the part's key.
-        part: its number.
-        whole: the fragments of the fused tensor.
+        key: name of the part.
+        part: number of the part.
+        pieces: fragments of the fused tensor.
     """
     return [
         moved
         for strip in strips
         if strip.part == part
-        for piece in whole
+        for piece in pieces
         if (moved := _moved(piece, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row)) is not None
     ]
 
 
 def first_rows(key: str, pieces: Iterable[Fragment], n_rows: int) -> list[Fragment]:
-    """The fragments of a tensor's first rows."""
+    """Return the fragments of the first rows of a tensor."""
     return [moved for piece in pieces if (moved := _moved(piece, key, start=0, n_rows=n_rows, to=0)) is not None]
 
 
-def one_of_stack(key: str, pieces: Iterable[Fragment], index: int) -> Iterator[Fragment]:
-    """The fragments of entry ``index`` of a tensor that stacks entries on its first axis."""
+def take_from_stack(key: str, pieces: Iterable[Fragment], index: int) -> Iterator[Fragment]:
+    """Yield the fragments of entry ``index`` of a tensor that stacks entries on its first axis."""
     for piece in pieces:
         moved = _moved(piece, key, start=index, n_rows=1, to=0)
         if moved is not None:
@@ -104,7 +105,11 @@ def one_of_stack(key: str, pieces: Iterable[Fragment], index: int) -> Iterator[F
 
 
 def _moved(piece: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fragment | None:
-    """What of a fragment lies in rows ``[start, start + n_rows)``, with row ``start`` moved to row ``to``."""
+    """Return the rows ``[start, start + n_rows)`` of a fragment, moved to row ``to``.
+
+    Returns:
+        None if it has no such rows.
+    """
     box = piece.box
     first = max(start, box.offset[0])
     stop = min(start + n_rows, box.end[0])
@@ -119,8 +124,8 @@ def _moved(piece: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fr
 
 
 def _later(piece: Fragment, rows: int) -> Shape:
-    """Where in its array a fragment begins if its first ``rows`` rows are left out."""
-    axis = len(piece.at) - piece.box.rank  # of the rows, in the array; both are aligned at the last axis
+    """Return where in its array a fragment begins without its first ``rows`` rows."""
+    axis = len(piece.at) - piece.box.rank  # axis of the rows in the array; both are aligned at the last axis
     if not rows or axis < 0:
         return piece.at
     return (*piece.at[:axis], piece.at[axis] + rows, *piece.at[axis + 1 :])

@@ -1,7 +1,8 @@
-"""The tables of ``hf/tables``: which tensor of Hugging Face is which of Megatron's, family by family.
+"""Read ``hf/tables``: the tensor names of Hugging Face and Megatron, by family.
 
-A family's rows, with the sizes and traits of a model (``core.hf.traits``), make ``Pair``s: one tensor of the global
-Megatron form and the tensors of the other side that it is made of. ``hf/tables/llama.toml`` explains the fields.
+A family's rows, with the sizes and traits of a model (``core.hf.traits``), become ``Pair``s: one
+tensor of the global Megatron form and the Hugging Face tensors that it consists of.
+``hf/tables/llama.toml`` explains the fields.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _EXPERT = "{expert}"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table; ``hf/tables/llama.toml`` says what the fields mean."""
+    """One row of a table; ``hf/tables/llama.toml`` explains the fields."""
 
     megatron: str
     fused: str | None
@@ -44,13 +45,13 @@ class Row:
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether there is one such tensor for every expert."""
+        """There is one such tensor for every expert."""
         return _EXPERT in self.megatron
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One table; the fields are explained where the rows' are."""
+    """The table of one family; ``hf/tables/llama.toml`` explains the fields."""
 
     model_type: str
     aliases: tuple[str, ...]
@@ -69,17 +70,21 @@ class Family:
     last: tuple[Row, ...]
 
     def misfits(self, features: frozenset[str]) -> list[str]:
-        """Features that a model has and the family cannot have, or the other way round; [] if it is of this family."""
+        """Return the features that only the model or only the family has.
+
+        Returns:
+            [] if the model is of this family.
+        """
         return sorted((features - self.requires - self.allows) | (self.requires - features))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor on Hugging Face's side.
+    """A Hugging Face tensor.
 
     Args:
-        names: the name that is written, then others that are read.
-        shape: in elements.
+        names: name that is written, then others that are read.
+        shape: extents in elements.
     """
 
     names: tuple[str, ...]
@@ -88,14 +93,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One tensor of the global Megatron form, and what it is on the other side.
+    """One tensor of the global Megatron form, and its Hugging Face counterparts.
 
     Args:
-        names: Megatron's name that this model's rank files have, then others that are read.
-        parts: what it is made of; one part is the tensor itself.
-        n_groups: into how many groups the parts are dealt out (``core.hf.fuse.by_groups``).
-        stack: a tensor that holds this one whole on a leading axis, and the index on it and its extent; or None.
-        copies: tensors that may hold the same once more.
+        names: Megatron's name in this model's rank files, then others that are read.
+        parts: tensors that it consists of; a single part is the tensor itself.
+        n_groups: number of groups by which parts are interleaved
+            (``core.hf.fuse.interleave_by_group``).
+        stack: (tensor, index, extent) if it may be one entry of a tensor with a leading axis; or
+            None.
+        copies: tensors that may hold the same values again.
         twins: copies that are written as well.
     """
 
@@ -108,20 +115,21 @@ class Pair:
 
     @property
     def shape(self) -> Shape:
-        """Shape of Megatron's tensor."""
+        """The shape of Megatron's tensor, in elements."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
 
 def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
-    """Every tensor of a model, in the order of Megatron's rank files."""
+    """Yield every tensor of a model, in the order of Megatron's rank files."""
     sizes = model.sizes
     mtp_layers = [f"model.layers.{model.n_layers + number}." for number in range(model.n_mtp)]
 
-    def paired(row: Row, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
+    def make_pair(row: Row, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
+        """Return one row with the prefixes of both sides."""
         names = [row.megatron, *row.also]
         if row.fused is not None:
             names.insert(0 if not model.is_local else 1, row.fused)
-        in_mtp = [] if row.twin is None else [layer + row.twin for layer in mtp_layers]
+        twins = () if row.twin is None else tuple(layer + row.twin for layer in mtp_layers)
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
             parts=tuple(
@@ -134,60 +142,66 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
             stack=None if row.stacked is None or expert is None else (hf + row.stacked, expert, model.n_experts),
             copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
-            twins=tuple(in_mtp),
+            twins=twins,
         )
 
-    def layer(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
-        present = [row for row in family.layer if row.when <= model.traits | {kind}]
-        for is_of_expert, rows in groupby(present, key=lambda row: row.is_of_expert):
+    def layer_pairs(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
+        """Yield the rows of one layer, those of experts for each expert."""
+        rows_of_kind = [row for row in family.layer if row.when <= model.traits | {kind}]
+        for is_of_expert, rows in groupby(rows_of_kind, key=lambda row: row.is_of_expert):
             group = list(rows)
             for expert in range(model.n_experts) if is_of_expert else (None,):
                 for row in group:
-                    yield paired(row, megatron, hf, expert)
+                    yield make_pair(row, megatron, hf, expert)
 
+    # The embedding, the decoder layers, the final norm, multi-token prediction, and the output layer.
     for row in family.first:
         if row.when <= model.traits:
-            yield paired(row, ("",), "")
+            yield make_pair(row, ("",), "")
     for number in range(model.n_layers):
-        yield from layer(model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}.")
-    yield from (paired(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
+        yield from layer_pairs(model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}.")
+    yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
     for number, hf in enumerate(mtp_layers):
         start = f"{MTP}{number}."
         for row in family.mtp[:-1]:
-            yield paired(row, (start,), hf)
-        yield from layer(model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf)
+            yield make_pair(row, (start,), hf)
+        yield from layer_pairs(model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf)
         for row in family.mtp[-1:]:
-            yield paired(row, (start,), hf)
-    yield from (paired(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
+            yield make_pair(row, (start,), hf)
+    yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
 
 
 def _numbered(name: str, expert: int | None) -> str:
+    """Return a name of the tables with the number of the expert filled in."""
     return name if expert is None else name.replace(_EXPERT, str(expert))
 
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by its ``model_type``."""
-    tables = [item for item in files("core.hf").joinpath("tables").iterdir() if item.name.endswith(".toml")]
-    found = [_family(tomllib.loads(item.read_text(encoding="utf-8"))) for item in sorted(tables, key=lambda i: i.name)]
-    return {family.model_type: family for family in found}
+    """Return every supported family by its ``model_type``."""
+    items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
+    texts = (item.read_text(encoding="utf-8") for item in items if item.name.endswith(".toml"))
+    parsed = (_family(tomllib.loads(text)) for text in texts)
+    return {family.model_type: family for family in parsed}
 
 
 def family_of(model_type: object) -> Family:
-    """The family of a model type.
+    """Return the family of a model type.
 
     Raises:
-        UnsupportedError: it is not mapped.
+        UnsupportedError: the model type is not supported.
     """
     for name, family in families().items():
         if model_type == name or model_type in family.aliases:
             return family
     raise UnsupportedError(
-        f"models of type {str(model_type)[:80]!r} are not mapped", hint=f"mapped: {', '.join(families())}"
+        f"models of type {str(model_type)[:80]!r} are not supported", hint=f"supported: {', '.join(families())}"
     )
 
 
 def _family(table: Mapping[str, Any]) -> Family:
+    """Return the family of a parsed table."""
+
     def rows(name: str) -> tuple[Row, ...]:
         return tuple(map(_row, table.get(name, ())))
 
@@ -211,10 +225,14 @@ def _family(table: Mapping[str, Any]) -> Family:
 
 
 def _row(row: Mapping[str, Any]) -> Row:
+    """Return a parsed row.
+
+    Raise ValueError if it is malformed, which only an edited package can cause.
+    """
     unknown = set(row) - set(Row.__slots__)
     if unknown:
         raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
-    made = Row(
+    result = Row(
         megatron=row["megatron"],
         fused=row.get("fused"),
         also=_texts(row.get("also", ())),
@@ -228,10 +246,11 @@ def _row(row: Mapping[str, Any]) -> Row:
         twin=row.get("twin"),
         source=row["source"],
     )
-    if len(made.hf) != len(made.shape) or (made.fuse is None) != (len(made.hf) == 1):
-        raise ValueError(f"the row of {made.megatron} does not fit its parts")
-    return made
+    if len(result.hf) != len(result.shape) or (result.fuse is None) != (len(result.hf) == 1):
+        raise ValueError(f"the row of {result.megatron} does not match its parts")
+    return result
 
 
 def _texts(value: object) -> tuple[str, ...]:
+    """Return a string or a list of strings as a tuple."""
     return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what ``config.json`` says of them, and Megatron's arguments for the same.
+"""Convert between the rotary position embeddings of ``config.json`` and Megatron's arguments.
 
 =============  ==========================================================================================
  rope_type      arguments
@@ -9,14 +9,14 @@
  ``yarn``       latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
 =============  ==========================================================================================
 
-Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read; all three are
-written, so that both read them.
+Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
+all three are written, so that both versions can read them.
 
 Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
 ``models/common/embeddings/rotary_pos_embedding.py``, ``transformer/multi_latent_attention.py``.
 
-Not supported: ``dynamic``, ``longrope``, a part of the channels only, and YaRN for ordinary attention: Megatron has no
-arguments for them, or not in all of the versions that these files are for.
+Not supported: ``dynamic``, ``longrope``, partial rotary embeddings, and YaRN for ordinary
+attention: Megatron has no arguments for them, or not in all of the supported versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LLAMA3: Mapping[str, float] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What Megatron takes for the scaling of Llama 3, whatever the model."""
+"""Numbers that Megatron uses for the scaling of Llama 3, whatever the model."""
 
 _YARN: Mapping[str, tuple[str, float | int | None]] = {
     "factor": ("rotary_scaling_factor", None),
@@ -40,17 +40,17 @@ _YARN: Mapping[str, tuple[str, float | int | None]] = {
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-"""YaRN's number → (training argument, what is meant where it is not given; None: it must be)."""
+"""YaRN parameter → (training argument, default value; None if it is required)."""
 
-_HINT = "leave the scaling out of config.json if the weights were not trained with it, and set it again for inference"
+_HINT = "remove the scaling from config.json if the weights were not trained with it, and restore it for inference"
 
 
 def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str, object]:
-    """The training arguments for the rotary embeddings of a ``config.json``.
+    """Return the training arguments for the rotary embeddings of a ``config.json``.
 
     Raises:
         UnsupportedError: Megatron has no arguments for them.
-        CorruptError: a number is missing, or is none.
+        CorruptError: a number is missing or invalid.
     """
     given = _parameters(config)
     kind = given.pop("rope_type", given.pop("type", None)) or "default"
@@ -59,10 +59,11 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     given.pop("rope_theta", None)
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedError(f"rotary embeddings of {partial!r} of the channels are not mapped", file="config.json")
+        raise UnsupportedError(f"partial rotary embeddings ({partial!r}) are not supported", file="config.json")
+    # Arguments without scaling.
     args: dict[str, object] = {
         "position_embedding_type": "rope",
-        "rotary_base": _whole(base),
+        "rotary_base": _as_int(base),
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": None,
@@ -71,43 +72,55 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     }
     if is_latent:
         args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    # Arguments of each type of scaling.
     if kind == "default":
         return args
     if kind == "linear" and not is_latent:
-        return args | {"rotary_seq_len_interpolation_factor": _whole(_number(given, "factor"))}
+        return args | {"rotary_seq_len_interpolation_factor": _as_int(_number(given, "factor"))}
     if kind == "llama3" and not is_latent:
-        for name, fixed in _LLAMA3.items():
-            if _number(given, name) != fixed:
-                raise UnsupportedError(
-                    f"{name} of the rotary scaling is {given[name]!r}; Megatron's is always {fixed}",
-                    file="config.json",
-                    hint=_HINT,
-                )
-        return args | {"use_rope_scaling": True, "rope_scaling_factor": _number(given, "factor")}
+        return args | _llama3_arguments(given)
     if kind == "yarn" and is_latent:
-        extra = sorted(set(given) - set(_YARN) - {"truncate"})
-        if extra or given.get("truncate", True) is not True:
-            raise UnsupportedError(
-                f"YaRN scaling with {', '.join(extra or ['truncate'])} is not mapped", file="config.json", hint=_HINT
-            )
-        numbers = {arg: _whole(_number(given, name, default=usual)) for name, (arg, usual) in _YARN.items()}
-        _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
-        return args | {"rope_type": "yarn", **numbers}
+        return args | _yarn_arguments(given)
     raise UnsupportedError(
         f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments", file="config.json", hint=_HINT
     )
 
 
+def _llama3_arguments(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments for the scaling of Llama 3; Megatron fixes three of its numbers."""
+    for name, fixed in _LLAMA3.items():
+        if _number(given, name) != fixed:
+            raise UnsupportedError(
+                f"{name} of the rotary scaling is {given[name]!r}; Megatron always uses {fixed}",
+                file="config.json",
+                hint=_HINT,
+            )
+    return {"use_rope_scaling": True, "rope_scaling_factor": _number(given, "factor")}
+
+
+def _yarn_arguments(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments for YaRN scaling in latent attention."""
+    extra = sorted(set(given) - set(_YARN) - {"truncate"})
+    if extra or given.get("truncate", True) is not True:
+        raise UnsupportedError(
+            f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported", file="config.json", hint=_HINT
+        )
+    numbers = {arg: _as_int(_number(given, name, default=default)) for name, (arg, default) in _YARN.items()}
+    _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
+    return {"rope_type": "yarn", **numbers}
+
+
 def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
-    """What ``config.json`` says of the rotary embeddings of training arguments.
+    """Return the entries of ``config.json`` for the rotary embeddings of training arguments.
 
     Raises:
         UnsupportedError: transformers has no such scaling.
-        CorruptError: a number is none.
+        CorruptError: a number is invalid.
     """
     base = float(_number(fields, "rotary_base", default=10000))
     scaling: dict[str, object] | None = None
     factor = fields.get("rotary_seq_len_interpolation_factor")
+    # Latent attention has YaRN or no scaling; ordinary attention has Llama 3's, linear or none.
     if fields.get("multi_latent_attention"):
         if fields.get("rope_type") in (None, "yarn"):
             scaling = {"rope_type": "yarn"}
@@ -116,7 +129,7 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             scaling["factor"] = float(_number(scaling, "factor"))
             _check_mscale(_number(scaling, "mscale"), _number(scaling, "mscale_all_dim"))
         elif fields.get("rope_type") != "rope":
-            raise UnsupportedError(f"argument rope_type is {fields.get('rope_type')!r}, which is not mapped")
+            raise UnsupportedError(f"rope_type is {fields.get('rope_type')!r}, which is not supported")
     elif fields.get("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",
@@ -124,7 +137,7 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             **_LLAMA3,
         }
         if factor is not None:
-            raise UnsupportedError("argument rotary_seq_len_interpolation_factor is set beside use_rope_scaling")
+            raise UnsupportedError("rotary_seq_len_interpolation_factor and use_rope_scaling are both set")
     elif factor is not None:
         scaling = {"rope_type": "linear", "factor": float(_number(fields, "rotary_seq_len_interpolation_factor"))}
     return {
@@ -135,22 +148,28 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
-    """Megatron uses ``mscale`` alone as well; transformers only together with the other."""
+    """Raise if only ``mscale`` is set: Megatron uses it alone, transformers only with
+    ``mscale_all_dim``.
+    """
     if mscale != 1 and not mscale_all_dim:
         raise UnsupportedError(
-            f"YaRN scaling with mscale {mscale} and no mscale_all_dim means something else elsewhere"
+            f"YaRN scaling with mscale {mscale} and no mscale_all_dim means something else in the other software"
         )
 
 
 def _parameters(config: Mapping[str, object]) -> dict[str, object]:
-    """The one set of rotary parameters of a configuration."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise UnsupportedError("rotary parameters that differ from layer to layer are not mapped", file="config.json")
-    return {str(name): value for name, value in found.items() if value is not None}
+    """Return the single set of rotary parameters of a configuration.
+
+    Raise if layers have their own.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedError("rotary parameters that differ between layers are not supported", file="config.json")
+    return {str(name): value for name, value in parameters.items() if value is not None}
 
 
 def _number(values: Mapping[str, object], name: str, *, default: float | None = None) -> float:
+    """Return a number of the rotary embeddings."""
     value = values.get(name)
     if value is None:
         value = default
@@ -159,6 +178,6 @@ def _number(values: Mapping[str, object], name: str, *, default: float | None = 
     return value
 
 
-def _whole(number: float) -> float:
-    """Integers as such, which is what the command line makes of them."""
+def _as_int(number: float) -> float:
+    """Return an integral number as int, the type that Megatron's command line gives it."""
     return int(number) if number == int(number) else number

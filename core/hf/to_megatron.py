@@ -1,16 +1,17 @@
-"""From Hugging Face's names to the global Megatron form, as ``core.megatron.reshard.reshard.unshard`` makes it.
+"""Convert Hugging Face names to the global Megatron form.
 
-Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied. Every tensor of the
-source is used: a name that no row of the family's table explains is an error, and so is a tensor that is not there.
+Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied.
+Every tensor of the source must be used: a name without a row in the family's table is an error, and
+so is a missing tensor.
 
-The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank, ``checkpoint_version`` 3.0, true
-vocabulary rows.
+The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank,
+``checkpoint_version`` 3.0, a vocabulary without padding.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Shape
@@ -36,18 +37,20 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _GlobalTensor:
     """A tensor of the global form.
 
     Args:
-        meta: it.
-        used: keys of the source that it is made of.
+        meta: name, dtype and shape.
+        used: tensors of the source that it consists of.
         fragments: makes its fragments.
+        copies: tensors of the source among ``used`` that only repeat it.
     """
 
     meta: TensorMeta
     used: tuple[str, ...]
     fragments: Callable[[], list[Fragment]]
+    copies: tuple[str, ...] = ()
 
 
 def to_megatron(
@@ -57,38 +60,31 @@ def to_megatron(
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> Catalog:
-    """The global Megatron form of a model with Hugging Face's names; see the module's docstring.
+    """Return the global Megatron form of a model with Hugging Face names.
 
     Args:
         catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
-        config: the parsed ``config.json``.
-        transformer_impl: whose names the parameters get, ``local`` or ``transformer_engine``; None means ``local``
-            but where Megatron can only build the model with the other (latent attention).
-        make_vocab_size_divisible_by: padded vocabularies are multiples of this, times TP.
+        config: parsed ``config.json``.
+        transformer_impl: implementation whose parameter names to use, ``local`` or
+            ``transformer_engine``; None for ``local``, unless Megatron can only build the model
+            with the other (latent attention).
+        make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times TP.
 
     Raises:
-        UnsupportedError: a family that is not mapped, quantized weights, or something that Megatron has no arguments
-            for.
-        MissingShardError: a tensor is absent.
-        UnknownTensorError: a tensor is left over.
+        UnsupportedError: an unsupported family, quantized weights, or a value that Megatron has no
+            arguments for.
+        MissingShardError: a tensor is missing.
+        UnknownTensorError: the family has no such tensor.
         CorruptError: shapes, dtypes and configuration contradict each other.
-        UsageError: an option is none of its values.
+        UsageError: an option has an invalid value.
     """
     if transformer_impl not in (None, *_EXPERTS_BY_IMPL):
         raise UsageError(f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'")
     family = family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
-    notes, dropped = [*catalog.notes], [*catalog.dropped]
-    ignored = {key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)}
-    if ignored:
-        notes.append(f"{min(ignored)} and others like it ({len(ignored)}) are left out: they follow from {CONFIG}")
-    extra_layers = _extra_layers(catalog, config)
-    n_mtp = len(extra_layers) if "mtp" in family.allows else 0
-    if "mtp" in family.allows and (config.get("num_nextn_predict_layers") or 0) != len(extra_layers):
-        notes.append(
-            f"{CONFIG} says {config.get('num_nextn_predict_layers') or 0} multi-token prediction layers, "
-            f"and there are tensors of {len(extra_layers)}, which count"
-        )
+
+    # Describe the model by training arguments.
+    n_mtp = len(_extra_layers(catalog, config)) if "mtp" in family.allows else 0
     fields = arguments_of(
         config,
         family,
@@ -101,50 +97,77 @@ def to_megatron(
     n_rows = fields["vocab_size"]
     assert isinstance(n_rows, int)
     model = model_of(fields, n_rows=n_rows, n_tensors=len(catalog.tensors))
-    made = _all_made(catalog, pairs_of(family, model), notes)
-    used = {key for one in made.values() for key in one.used} | ignored
+
+    # Convert its tensors; every tensor of the source must be used or be known to be redundant.
+    tensors = {pair.names[0]: _global_tensor(catalog, pair) for pair in pairs_of(family, model)}
+    ignored = {key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)}
+    used = {key for tensor in tensors.values() for key in tensor.used} | ignored
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
-    objects, order = _extra_states(made, is_local=model.is_local)
-    dropped += [f"{key} (Megatron has no place for it)" for key in catalog.objects]
-    beside = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
-    if beside:
-        dropped.append(f"files beside the weights: {', '.join(beside)}")
-    args = make_namespace(fields)
+    objects, order = _extra_states(tensors, is_local=model.is_local)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        one = made.get(key)
-        return catalog.fragments(key) if one is None else tuple(one.fragments())
+        tensor = tensors.get(key)
+        return catalog.fragments(key) if tensor is None else tuple(tensor.fragments())
 
+    args = make_namespace(fields)
     facts = MegatronModel(
         vocab_size=n_rows,
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
+    stated_mtp = config.get("num_nextn_predict_layers") or 0
     return Catalog(
         format=catalog.format,
         version=None,
-        tensors={name: one.meta for name, one in made.items()},
+        tensors={name: tensor.meta for name, tensor in tensors.items()},
         fragments_of=fragments_of,
         objects=objects,
         bind=catalog.bind,
         iteration=_ITERATION,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
-        notes=tuple(notes),
-        dropped=tuple(dropped),
+        notes=(
+            *catalog.notes,
+            *_notes(tensors, ignored, stated_mtp=stated_mtp if "mtp" in family.allows else n_mtp, n_mtp=n_mtp),
+        ),
+        dropped=tuple(_dropped(catalog)),
         facets={MegatronModel: facts, Topology: Topology()},
     )
+
+
+def _notes(tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, stated_mtp: object, n_mtp: int) -> Iterator[str]:
+    """Yield what the user should know of the conversion.
+
+    Args:
+        ignored: tensors that follow from the configuration.
+        stated_mtp, n_mtp: multi-token prediction layers by the configuration, and those with
+            tensors.
+    """
+    if ignored:
+        yield f"{min(ignored)} and similar tensors ({len(ignored)}) are dropped: they follow from {CONFIG}"
+    if stated_mtp != n_mtp:
+        yield f"{CONFIG} states {stated_mtp} multi-token prediction layers, but {n_mtp} have tensors and are used"
+    copies = [key for tensor in tensors.values() for key in tensor.copies]
+    if copies:
+        yield f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}: redundant copies, compared with the originals"
+
+
+def _dropped(catalog: Catalog) -> list[str]:
+    """Return what Megatron checkpoints cannot store, as ``entries (reason)``."""
+    dropped = [*catalog.dropped, *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects)]
+    files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
+    return [*dropped, f"files beside the weights: {', '.join(files)}"] if files else dropped
 
 
 def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
     """Raise if a weight is quantized: Megatron would take the stored numbers for weights.
 
     Raises:
-        UnsupportedError: names the scheme.
+        UnsupportedError: a weight is quantized, or there is a scale; the message names the scheme.
     """
     for weight in quantized_weights(catalog.tensors, config):
         raise UnsupportedError(
-            f"the weights are quantized ({weight.scheme.name}), and Megatron has no place for their scales",
+            f"the weights are quantized ({weight.scheme.name}), and Megatron cannot store their scales",
             key=weight.key,
             hint="apply the scales with --dequantize bf16"
             if weight.scheme.dequantize is not None
@@ -153,128 +176,133 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
     for key in catalog.tensors:
         if key.endswith(("_scale_inv", ".weight_scale", ".input_scale")):
             raise UnsupportedError(
-                "a scale of a quantized weight, for which Megatron has no place",
+                "a scale of a quantized weight, which Megatron cannot store",
                 key=key,
-                hint="apply the scales with --dequantize bf16; leave those of activations out with --exclude",
+                hint="apply the scales with --dequantize bf16; drop those of activations with --exclude",
             )
 
 
 def _extra_layers(catalog: Catalog, config: Mapping[str, object]) -> set[int]:
-    """Layers beyond those that the configuration counts: DeepSeek's multi-token prediction."""
+    """Return the layers that the configuration does not count: multi-token prediction."""
     n_layers = config.get("num_hidden_layers")
     if type(n_layers) is not int:
         return set()
-    found = {int(match[1]) for key in catalog.tensors if (match := _LAYER.match(key)) is not None}
-    return {layer for layer in found if layer >= n_layers}
+    layers = {int(match[1]) for key in catalog.tensors if (match := _LAYER.match(key)) is not None}
+    return {layer for layer in layers if layer >= n_layers}
 
 
 def _dtype_of(catalog: Catalog, family: Family) -> str:
+    """Return the element type of the embedding."""
     key = family.first[0].hf[0]
     if key not in catalog.tensors:
         raise MissingShardError("the tensor is not in the checkpoint", key=key)
     return catalog.tensors[key].dtype
 
 
-def _all_made(catalog: Catalog, pairs: Iterable[Pair], notes: list[str]) -> dict[str, _Made]:
-    found: dict[str, _Made] = {}
-    copies: list[str] = []
-    for pair in pairs:
-        made, beside = _made(catalog, pair)
-        found[pair.names[0]] = made
-        copies += beside
-    if copies:
-        notes.append(f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}: copies of what is there already, compared")
-    return found
-
-
-def _made(catalog: Catalog, pair: Pair) -> tuple[_Made, list[str]]:
-    """(a tensor of the global form, the copies of it that are there)."""
+def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
+    """Return one tensor of the global form, after checking the shapes and types of its parts."""
     name = pair.names[0]
-    beside = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
+    # An expert may be one entry of a stacked tensor.
     if pair.stack is not None and pair.stack[0] in catalog.tensors:
-        key, index, extent = pair.stack
-        _check_shape(catalog, key, (extent, *pair.shape))
-        check_numbers(catalog.tensors[key])
-        meta = TensorMeta(name, catalog.tensors[key].dtype, pair.shape)
-        return _Made(meta, (key,), lambda: list(fuse.one_of_stack(name, catalog.fragments(key), index))), []
-    keys = [_present(catalog, part.names, pair) for part in pair.parts]
+        stack_key, index, extent = pair.stack
+        _check_shape(catalog, stack_key, (extent, *pair.shape))
+        check_numbers(catalog.tensors[stack_key])
+        meta = TensorMeta(name, catalog.tensors[stack_key].dtype, pair.shape)
+        return _GlobalTensor(
+            meta, (stack_key,), lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index))
+        )
+    # Otherwise it consists of parts, and other tensors may repeat it.
+    keys = [_require(catalog, part.names, pair) for part in pair.parts]
+    copies = [key for key in (*pair.copies, *pair.twins) if key in catalog.tensors]
     for key, part in zip(keys, pair.parts, strict=True):
         _check_shape(catalog, key, part.shape)
-    dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *beside))}
+    dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *copies))}
     if len(dtypes) > 1:
-        (other, other_key), (one, key) = list(dtypes.items())[-2:]
-        raise CorruptError(f"{key} is {one} and {other_key} is {other}, but Megatron has one tensor of them", key=name)
-    for key in (*keys, *beside):
+        (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
+        raise CorruptError(
+            f"{first_key} is {first} and {other_key} is {other}, but they are one tensor in Megatron", key=name
+        )
+    for key in (*keys, *copies):
         check_numbers(catalog.tensors[key])
-    for key in beside:
+    for key in copies:
         _check_shape(catalog, key, pair.shape)
-    strips = fuse.by_groups([part.shape[0] for part in pair.parts], pair.n_groups)
+    strips = fuse.interleave_by_group([part.shape[0] for part in pair.parts], pair.n_groups)
 
     def fragments() -> list[Fragment]:
-        pieces = fuse.fused(name, strips, [catalog.fragments(key) for key in keys])
-        return pieces + [replace(piece, key=name) for key in beside for piece in catalog.fragments(key)]
+        pieces = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
+        return pieces + [replace(piece, key=name) for key in copies for piece in catalog.fragments(key)]
 
-    return _Made(TensorMeta(name, next(iter(dtypes)), pair.shape), (*keys, *beside), fragments), beside
+    meta = TensorMeta(name, next(iter(dtypes)), pair.shape)
+    return _GlobalTensor(meta, (*keys, *copies), fragments, tuple(copies))
 
 
-def _present(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
+def _require(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
+    """Return the first of some names that the source has.
+
+    Raise MissingShardError if it has none.
+    """
     for key in names:
         if key in catalog.tensors:
             return key
-    hint = None if pair.stack is None else f"nor is {pair.stack[0]}, which would hold it for all experts"
+    hint = None if pair.stack is None else f"the stacked tensor {pair.stack[0]} is missing as well"
     raise MissingShardError("the tensor is not in the checkpoint", key=names[0], hint=hint)
 
 
 def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
-    found = catalog.tensors[key].shape
-    if found != shape:
+    """Raise CorruptError unless a tensor has a shape."""
+    actual = catalog.tensors[key].shape
+    if actual != shape:
         raise CorruptError(
-            f"shape {found}, but {CONFIG} makes it {shape} (elements)",
+            f"shape {actual}, but {CONFIG} implies {shape} (elements)",
             key=key,
             hint="is this the configuration of these weights?",
         )
 
 
-def _refuse_leftover(left: Sequence[str], family: Family) -> None:
-    if not left:
+def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
+    """Raise if there are tensors that the family does not have."""
+    if not keys:
         return
-    if is_optimizer_key(left[0]):
+    if is_optimizer_key(keys[0]):
         raise UnsupportedError(
-            f"optimizer state under Hugging Face's names is not mapped ({len(left)} tensors)",
-            key=left[0],
-            hint="leave it out with --no-optim",
+            f"optimizer state under Hugging Face names is not supported ({len(keys)} tensors)",
+            key=keys[0],
+            hint="drop it with --no-optim",
         )
-    more = f", nor {len(left) - 1} others" if len(left) > 1 else ""
+    suffix = f", nor {len(keys) - 1} others" if len(keys) > 1 else ""
     raise UnknownTensorError(
-        f"no row of the {family.model_type} table explains this tensor{more}",
-        key=left[0],
-        hint="leave it out with --exclude if the model does not need it",
+        f"the {family.model_type} table does not contain this tensor{suffix}",
+        key=keys[0],
+        hint="drop it with --exclude if the model does not need it",
     )
 
 
-def _extra_states(made: Mapping[str, _Made], *, is_local: bool) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
-    """(empty extra states of linear modules, names of tensors and extra states in the order of a rank file).
+def _extra_states(
+    tensors: Mapping[str, _GlobalTensor], *, is_local: bool
+) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
+    """Return the extra states of linear modules, and the order of entries in a rank file.
 
-    Modules of the local implementation save None; Transformer Engine's save something, and load without it.
+    Modules of the local implementation save None. Those of Transformer Engine save more, but load
+    without it.
     """
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
-    for name in made:
+    for name in tensors:
         module, _, last = name.rpartition(".")
         if last == _FUSED_NORM:
-            continue  # its module has it, before the weight
-        if f"{module}.{_FUSED_NORM}" in made:
+            continue  # added below, before the weight of its module
+        if f"{module}.{_FUSED_NORM}" in tensors:
             order[f"{module}.{_FUSED_NORM}"] = None
         order[name] = None
         if is_local and _LINEAR.search(name):
             bias = name.removesuffix("weight") + "bias"
-            if bias in made:
+            if bias in tensors:
                 order[bias] = None
             state = name.removesuffix("weight") + "_extra_state"
             objects[state] = StoredObject(state)
             order[state] = None
     if is_local:
-        state = "output_layer._extra_state"  # there even where its weight is the embedding's
+        state = "output_layer._extra_state"  # exists even if the weight is the embedding's
         objects.setdefault(state, StoredObject(state))
         order[state] = None
     return objects, tuple(order)

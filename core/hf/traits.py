@@ -1,10 +1,10 @@
-"""What a model is, in the words that the tables of ``hf/tables`` use: sizes, features and traits.
+"""Derive the sizes, features and traits of a model, in the terms of the tables ``hf/tables``.
 
-Everything is read from Megatron's training arguments, on the way out of Hugging Face's names as well as into them
-(``core.hf.config`` makes arguments of a ``config.json`` first), so that both ways agree.
+All are read from Megatron's training arguments in both directions (``core.hf.config`` first
+converts a ``config.json`` to arguments), so that the two directions agree.
 
 ==================  ======================================================================================
- size                what
+ size                meaning
 ==================  ======================================================================================
  vocab, hidden       rows of the embedding without padding; channels of the residual stream
  q, kv, head         channels of all query heads; of all key heads; of one head
@@ -42,7 +42,7 @@ FEATURES: Mapping[str, str] = {
     "router_groups": "moe_router_num_groups",
     "mtp": "mtp_num_layers",
 }
-"""Feature that a family may or may not have → the argument that says so."""
+"""Feature that a family may have → the argument that enables it."""
 
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
@@ -70,7 +70,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "softmax_type": ("vanilla", None),
     "glu_linear_offset": (0, 0.0, None),
 }
-"""Argument → the values it may have in a model that any of the families describes."""
+"""Argument → values that it may have in a model of any supported family."""
 
 _DEFAULTS: Mapping[str, object] = {
     "normalization": "LayerNorm",
@@ -78,23 +78,24 @@ _DEFAULTS: Mapping[str, object] = {
     "position_embedding_type": "learned_absolute",
     "moe_router_score_function": "softmax",
 }
-"""What Megatron takes for arguments that are not there, where that is none of the values above."""
+"""Megatron's defaults for missing arguments, where they are none of the values above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, as its training arguments describe it.
+    """A model as its training arguments describe it.
 
     Args:
-        n_layers: decoder layers.
-        n_mtp: multi-token prediction layers.
-        n_experts: experts of a layer that has some.
-        n_groups: query groups.
-        dense: numbers of the layers without experts; None if no layer has any.
-        sizes: extents by name.
-        features: what distinguishes families, names of ``FEATURES``.
-        traits: what decides whether a tensor exists, but for ``dense`` and ``moe``, which belong to layers.
-        is_local: the parameters have the names of the local implementation, not of Transformer Engine.
+        n_layers: number of decoder layers.
+        n_mtp: number of multi-token prediction layers.
+        n_experts: number of experts in a layer that has some.
+        n_groups: number of query groups.
+        dense: numbers of the layers without experts; None if no layer has experts.
+        sizes: extents by name, see the module's table.
+        features: names of ``FEATURES`` that the model has; they distinguish families.
+        traits: conditions for the existence of tensors, except ``dense`` and ``moe``, which belong
+            to layers.
+        is_local: parameters have the names of the local implementation, not of Transformer Engine.
     """
 
     n_layers: int
@@ -108,71 +109,54 @@ class Model:
     is_local: bool
 
     def kind_of(self, layer: int) -> str:
-        """``dense`` or ``moe``."""
+        """Return the kind of a layer, ``dense`` or ``moe``."""
         return "dense" if self.dense is None or layer in self.dense else "moe"
 
 
 def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:
-    """The model of training arguments.
+    """Return the model that training arguments describe.
 
     Args:
-        fields: the arguments by name.
+        fields: arguments by name.
         n_rows: rows of the vocabulary, without padding.
-        n_tensors: tensors of the checkpoint; a model of more layers than that is not looked at.
+        n_tensors: number of tensors in the checkpoint; a model with more layers is refused.
 
     Raises:
-        MissingShardError: fewer tensors than layers.
-        UnsupportedError: an argument is absent, or says that the model is none that the tables know.
-        CorruptError: an argument makes no sense.
+        MissingShardError: there are fewer tensors than layers.
+        UnsupportedError: an argument is missing, or no supported family has its value.
+        CorruptError: an argument is invalid.
     """
-    for name, allowed in _PLAIN.items():
-        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
-        if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
-            raise UnsupportedError(
-                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
-                hint="such a model has no counterpart among the families that are mapped",
-            )
+    _check_values(fields)
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
     groups = size_of(fields, "num_query_groups") if fields.get("group_query_attention") else heads
     if heads % groups:
-        raise CorruptError(f"{heads} attention heads are not shared evenly by {groups} query groups")
+        raise CorruptError(f"{heads} attention heads do not divide into {groups} query groups")
     head = size_of(fields, "kv_channels", default=max(hidden // heads, 1))
     n_layers = size_of(fields, "num_layers")
     if n_layers > n_tensors:
-        raise MissingShardError(f"a model of {n_layers} layers has more than the {n_tensors} tensors that are here")
+        raise MissingShardError(f"the model has {n_layers} layers, but the checkpoint has only {n_tensors} tensors")
     n_experts = size_of(fields, "num_experts", default=0)
     n_mtp = size_of(fields, "mtp_num_layers", default=0)
-    ffn = size_of(fields, "ffn_hidden_size")
-    sizes = {
-        "vocab": n_rows,
-        "hidden": hidden,
-        "hidden2": 2 * hidden,
-        "ffn": ffn,
-        "head": head,
-        "q": heads * head,
-        "kv": groups * head,
-    }
     dense = _dense_layers(fields, n_layers) if n_experts else None
-    traits = {"tied" if not fields.get("untie_embeddings_and_output_weights") else "untied"}
-    features = traits & {"tied"}
-    if fields.get("add_bias_linear", True):
-        features.add("linear_bias")
-        traits |= {"attention_bias", "mlp_bias"}
-    if fields.get("add_qkv_bias"):
-        features.add("qkv_bias")
-    if fields.get("qk_layernorm"):
-        features.add("qk_norm")
-    if fields.get("multi_latent_attention"):
-        features.add("latent")
+    features = _features(fields, has_experts=n_experts > 0, has_dense_layers=bool(dense), has_mtp=n_mtp > 0)
+
+    # Sizes of the layers that the model has.
+    ffn = size_of(fields, "ffn_hidden_size")
+    sizes = {"vocab": n_rows, "hidden": hidden, "hidden2": 2 * hidden, "ffn": ffn}
+    sizes |= {"head": head, "q": heads * head, "kv": groups * head}
+    if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
-        traits.add("q_lora" if "q_lora" in sizes else "no_q_lora")
     if n_experts:
-        features |= {"moe"} | ({"dense_layers"} if dense else set()) | _moe_features(fields)
         sizes |= {"experts": n_experts, "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn)}
-        if "shared_expert" in features:
-            sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
-    if n_mtp:
-        features.add("mtp")
+    if "shared_expert" in features:
+        sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
+
+    # Traits: the features, and what follows from them.
+    traits = features - {"moe"} | {"tied" if "tied" in features else "untied"}
+    if "linear_bias" in features:
+        traits |= {"attention_bias", "mlp_bias"}
+    if "latent" in features:
+        traits |= {"q_lora" if "q_lora" in sizes else "no_q_lora"}
     return Model(
         n_layers=n_layers,
         n_mtp=n_mtp,
@@ -180,13 +164,43 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         n_groups=groups,
         dense=dense,
         sizes=sizes,
-        features=frozenset(features),
-        traits=frozenset(traits | features - {"moe"}),
+        features=features,
+        traits=traits,
         is_local=fields.get("transformer_impl") == "local",
     )
 
 
+def _check_values(fields: Mapping[str, object]) -> None:
+    """Raise if an argument has a value that no supported family has."""
+    for name, allowed in _PLAIN.items():
+        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
+        if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
+            raise UnsupportedError(
+                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
+                hint="none of the supported families has such models",
+            )
+
+
+def _features(
+    fields: Mapping[str, object], *, has_experts: bool, has_dense_layers: bool, has_mtp: bool
+) -> frozenset[str]:
+    """Return the features of a model, names of ``FEATURES``."""
+    conditions = {
+        "tied": not fields.get("untie_embeddings_and_output_weights"),
+        "linear_bias": fields.get("add_bias_linear", True),
+        "qkv_bias": fields.get("add_qkv_bias"),
+        "qk_norm": fields.get("qk_layernorm"),
+        "latent": fields.get("multi_latent_attention"),
+        "moe": has_experts,
+        "dense_layers": has_dense_layers,
+        "mtp": has_mtp,
+    }
+    features = {name for name, condition in conditions.items() if condition}
+    return frozenset(features | _moe_features(fields) if has_experts else features)
+
+
 def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
+    """Return the sizes of latent attention."""
     kv_lora, rotated = size_of(fields, "kv_lora_rank"), size_of(fields, "qk_pos_emb_head_dim")
     plain, value = size_of(fields, "qk_head_dim"), size_of(fields, "v_head_dim")
     sizes = {
@@ -202,27 +216,24 @@ def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
 
 
 def _moe_features(fields: Mapping[str, object]) -> set[str]:
-    found = set()
-    if fields.get("moe_shared_expert_intermediate_size"):
-        found.add("shared_expert")
-    if fields.get("moe_router_enable_expert_bias"):
-        found.add("expert_bias")
-    if fields.get("moe_router_score_function") == "sigmoid":
-        found.add("sigmoid")
-    elif fields.get("moe_router_pre_softmax"):
-        found.add("pre_softmax")
-    if fields.get("moe_router_topk_scaling_factor") not in (None, 1, 1.0):
-        found.add("topk_scaling")
-    if fields.get("moe_router_num_groups") not in (None, 1):
-        found.add("router_groups")
-    return found
+    """Return the features of a model with experts that concern the experts and their router."""
+    is_sigmoid = fields.get("moe_router_score_function") == "sigmoid"
+    conditions = {
+        "shared_expert": fields.get("moe_shared_expert_intermediate_size"),
+        "expert_bias": fields.get("moe_router_enable_expert_bias"),
+        "sigmoid": is_sigmoid,
+        "pre_softmax": not is_sigmoid and fields.get("moe_router_pre_softmax"),
+        "topk_scaling": fields.get("moe_router_topk_scaling_factor") not in (None, 1, 1.0),
+        "router_groups": fields.get("moe_router_num_groups") not in (None, 1),
+    }
+    return {name for name, condition in conditions.items() if condition}
 
 
 def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
-    """Numbers of the layers without experts.
+    """Return the numbers of the layers without experts.
 
-    ``moe_layer_freq`` is a number n, for every n-th layer from the first, or a list with a 1 for each layer that has
-    them.
+    ``moe_layer_freq`` is a number n (every n-th layer has experts, beginning with the first), or a
+    list with a 1 for each layer with experts.
     """
     pattern = fields.get("moe_layer_freq", 1)
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
@@ -235,16 +246,16 @@ def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
 
 
 def size_of(fields: Mapping[str, object], name: str, *, default: int | None = None) -> int:
-    """A positive integer argument.
+    """Return a positive integer argument.
 
     Raises:
-        UnsupportedError: it is not there, and there is no ``default``.
-        CorruptError: it is no positive integer.
+        UnsupportedError: the argument is missing, and there is no ``default``.
+        CorruptError: the argument is not a positive integer.
     """
     value = fields.get(name)
     if value is None:
         if default is None:
-            raise UnsupportedError(f"the training arguments do not say {name}")
+            raise UnsupportedError(f"the training argument {name} is missing")
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CorruptError(f"argument {name} is {value!r}, not a positive integer")

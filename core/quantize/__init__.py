@@ -1,6 +1,8 @@
-"""float8 and int8 weights with scales, as encodings; and which tensors of other software belong to a quantized weight.
+"""Quantize to float8 and dequantize float8 and int8 weights, as encodings.
 
-Start at ``to_float8`` and ``from_float8``; ``schemes`` reads ``schemes.toml``, the names that GPTQ, AWQ and others use.
-``core.changes.quantize`` applies them to a catalog.
+Recognise quantized weights.
+
+Start at ``to_float8`` and ``from_float8``; ``schemes`` reads ``schemes.toml``, the names of GPTQ,
+AWQ and others. ``core.changes.quantize`` applies them to a catalog.
 Imports: arrays, catalog, device, errors, files.
 """

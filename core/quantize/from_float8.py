@@ -1,12 +1,13 @@
-"""float8 or int8 with scales → wider floats, as an encoding.
+"""Dequantize float8 or int8 weights with scales to wider floats, as an encoding.
 
 For the element in row r and column c of the last two axes::
 
     value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
 
-The product is float32's; it is rounded to nearest even (to infinity above the range), as
-``(w.float() * scale).to(dtype)`` does in torch. bitsandbytes' int8 has one scale a row, and the product is multiplied
-by 1 / 127, in float32 as well, before it is rounded: ``int8_vectorwise_dequant`` of bitsandbytes 0.50.2.
+The product is computed in float32 and rounded to nearest even (to infinity above the range), like
+torch's ``(w.float() * scale).to(dtype)``. bitsandbytes' int8 has one scale per row, and the product
+is multiplied by 1 / 127, also in float32, before it is rounded: ``int8_vectorwise_dequant`` of
+bitsandbytes 0.50.2.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = 4 << 20
 _AT_ONCE = 1 << 18
-"""Elements that are multiplied at a time."""
+"""Number of elements to multiply at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The encoding of a tensor that is a float8 or int8 tensor times its scales.
+    """The encoding of a tensor that is computed as a float8 or int8 tensor times its scales.
 
     Args:
         weight: the float8 or int8 tensor.
-        scales: its scales: one element, or one for every block of the last two axes; of one axis, one for every row.
-        block: rows and columns of a block; None for one scale for all.
-        dtype: of the result.
-        factor: by which the product is multiplied; None for nothing.
-        row_format: bitsandbytes' note on the order of the numbers, 0 for rows; None if there is none.
+        scales: one element, or one per block of the last two axes; with a single axis, one per row.
+        block: rows and columns of a block; None for a single scale.
+        dtype: element type of the result.
+        factor: the product is multiplied by this; None for no factor.
+        row_format: bitsandbytes' tensor that states the order of the numbers, 0 for rows; or None.
     """
 
     weight: SourceTensor
@@ -58,7 +59,7 @@ class Dequantized:
 
     @property
     def name(self) -> str:
-        """See Encoding."""
+        """The name of the encoding, for users."""
         return f"{self.weight.dtype} × {self.scales.dtype} scales"
 
     @property
@@ -67,42 +68,44 @@ class Dequantized:
 
     @property
     def unit_bytes(self) -> int:
-        """See Encoding: whole rows."""
+        """Size of a unit of decoded bytes; a multiple of the row size."""
         row_bytes = max(1, self._columns * itemsize(self.dtype))
         return row_bytes * max(1, UNIT_BYTES // row_bytes)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """See Encoding."""
+        """Names of the files that decoding reads."""
         return (*self.weight.files, *self.scales.files, *(self.row_format.files if self.row_format else ()))
 
     @property
     def working_bytes(self) -> int:
-        """See Encoding."""
+        """Maximum memory that decoding a unit needs in addition to its result."""
         n = self.unit_bytes // itemsize(self.dtype)
         at_once = max(_AT_ONCE, self._columns)
         return n * itemsize(self.weight.dtype) + 16 * at_once + self.weight.working_bytes + self.scales.working_bytes
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
-        """See Encoding.
+        """Return the decoded bytes of a unit.
 
         Raises:
-            UnsupportedError: the numbers lie in another order than by rows.
+            UnsupportedError: the numbers are not stored row by row.
         """
         import numpy as np
 
         note = self.row_format
         if note is not None and any(note.read(store, full_box(note.shape))):
             raise UnsupportedError(
-                "bitsandbytes' weight_format says another order than rows",
+                "bitsandbytes' weight_format states an order other than by rows",
                 key=note.key,
                 hint="save the model again with bitsandbytes 0.45 or later",
             )
+        # A unit is some whole rows, counted through all leading axes.
         n_rows = prod(self.weight.shape[:-1])
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
         out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
-        multiply = self._on(device_of(store))
+        multiply = self._multiplier(device_of(store))
+        # The rows are a few boxes; each is read at once, and multiplied in pieces.
         done = 0
         for box in boxes_of_flat_range(self.weight.shape, first * self._columns, last * self._columns):
             weight = memoryview(self.weight.read(store, box))
@@ -118,8 +121,8 @@ class Dequantized:
     def _row_bytes(self) -> int:
         return self._columns * itemsize(self.weight.dtype)
 
-    def _on(self, device: Device | None) -> Callable[[memoryview, Any, Any], None]:
-        """The function that multiplies some rows by their scales, into an array."""
+    def _multiplier(self, device: Device | None) -> Callable[[memoryview, Any, Any], None]:
+        """Return the function that multiplies rows by their scales into an array."""
         import numpy as np
 
         is_float8 = dtype_of(self.weight.dtype).kind == "float" and itemsize(self.weight.dtype) == 1
@@ -130,12 +133,13 @@ class Dequantized:
 
         def on_device(weight: memoryview, scales: Any, out: Any) -> None:
             dtypes = self.weight.dtype, self.dtype
-            found = multiply_by_scales(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
-            out.view(np.uint8).reshape(-1)[:] = found
+            result = multiply_by_scales(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
+            out.view(np.uint8).reshape(-1)[:] = result
 
         return on_device
 
     def _in_numpy(self, weight: memoryview, scales: Any, out: Any) -> None:
+        """Multiply some rows by their scales on the CPU and write the result to ``out``."""
         import numpy as np
 
         if self.block is not None and self.block[1] < self._columns:
@@ -152,9 +156,9 @@ class Dequantized:
             out[:] = product if self.factor is None else product * np.float32(self.factor)
 
     def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
-        """(number of rows, their scales) for the rows of a box of whole rows, in order.
+        """Yield (number of rows, their scales) for a box of whole rows, in order.
 
-        The scales are float32: one for all, or for each row one for each of its blocks.
+        The scales are float32: a single one, or for each row one per block.
         """
         import numpy as np
 
@@ -166,6 +170,7 @@ class Dequantized:
             n_rows = prod(box.shape[:-1])
             yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
             return
+        # Each matrix of the leading axes has its own scales; read those of the blocks that the rows lie in.
         rows, _ = self.block
         n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
         for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
@@ -175,7 +180,9 @@ class Dequantized:
             part = Box((*lead, top, 0), (*(1,) * len(lead), height, n_blocks))
             if len(self.scales.shape) == 1:
                 part = Box((top,), (height,))
-            found: Any = np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
+            block_scales: Any = (
+                np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
+            )
             for first in range(start, stop, at_once):
                 last = min(first + at_once, stop)
-                yield last - first, found[np.arange(first, last) // rows - top]
+                yield last - first, block_scales[np.arange(first, last) // rows - top]

@@ -1,6 +1,6 @@
-"""A part of a matrix that is to be quantised: its numbers, and what is computed of them.
+"""Parts of a matrix to be quantized, and what is computed from them.
 
-On the CPU path this is numpy; ``core.device.scales`` does the same on a device.
+numpy does it on the CPU; ``core.device.scales`` does the same on a device.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ LARGEST = 448.0
 
 
 class Part(Protocol):
-    """Some rows and columns; the columns are whole blocks, save the last one."""
+    """Some rows and columns of a matrix; the columns are whole blocks, except the last one."""
 
     @property
     def n_columns(self) -> int:
-        """Columns."""
+        """The number of columns."""
 
     def largest(self) -> Any:
-        """The largest absolute value of each block of columns, as float32; not finite if one is not."""
+        """Return the largest absolute value of each block of columns, as float32.
+
+        Not finite if an element is not.
+        """
 
     def over(self, scales: Any) -> Any:
-        """The numbers by the scales of their blocks (or by the one scale), as bytes of float8_e4m3fn; called once."""
+        """Divide by the scales of the blocks, or by a single scale.
+
+        Return float8_e4m3fn bytes. Call only once.
+        """
 
 
 def part_of(store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> Part:
-    """The part that some stored elements are, on the device of the store if it quantises.
+    """Return stored elements as a part, on the device of the store if that quantizes.
 
     Args:
-        data: the elements.
-        source: their dtype.
-        dtype: to which they are rounded first.
+        data: bytes of the elements.
+        source: element type of ``data``.
+        dtype: element type that they are rounded to first.
         shape: (rows, columns).
-        block: columns of a block.
+        block: number of columns in a block.
     """
     device = device_of(store)
     if device is None or not device.does(QUANTIZE) or min(itemsize(source), itemsize(dtype)) < 2:
@@ -53,33 +59,33 @@ def part_of(store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shap
 
 
 class _NumpyPart:
-    """See ``Part``; the arguments are those of ``part_of``."""
+    """A part in memory; the arguments are those of ``part_of``."""
 
     def __init__(self, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> None:
         import numpy as np
 
         self._block = block
-        found: Any = np.frombuffer(data, number_type(source))
+        stored: Any = np.frombuffer(data, number_type(source))
         with np.errstate(all="ignore"):
-            values = found.astype(np.float32).reshape(shape)
+            values = stored.astype(np.float32).reshape(shape)
             if itemsize(dtype) < 4 and dtype != source:
                 values = values.astype(number_type(dtype)).astype(np.float32)
         self._values = values
 
     @property
     def n_columns(self) -> int:
-        """See Part."""
+        """The number of columns."""
         return int(self._values.shape[1])
 
     def largest(self) -> Any:
-        """See Part."""
+        """Return the largest absolute value of each block of columns."""
         import numpy as np
 
         in_columns = np.abs(self._values).max(axis=0)
         return np.maximum.reduceat(in_columns, np.arange(0, self.n_columns, self._block))
 
     def over(self, scales: Any) -> Any:
-        """See Part."""
+        """Divide by the scales and return float8_e4m3fn bytes; overwrites the values."""
         import numpy as np
 
         values = self._values

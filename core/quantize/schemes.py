@@ -1,10 +1,13 @@
-"""Quantized weights of other software: which tensors of a catalog are one; the rows are ``quantize/schemes.toml``.
+"""Recognise quantized weights of other software; ``quantize/schemes.toml`` has the rules.
 
-A weight is its stored numbers, the scales without which these mean nothing, and what else belongs to them. Such
-tensors are moved as they are. They are not cast, as scales of another type give other weights, and numbers without
-their scales are no weights.
+The rules are the rows of ``quantize/schemes.toml``.
 
-Not supported, and not seen: parameters that torchao's classes are (objects that are not read), GGUF files.
+A weight consists of its stored numbers, the scales that give them meaning, and other tensors that
+belong to them. Such tensors are moved unchanged. They are not cast: scales of another type give
+other weights, and numbers without their scales are not weights.
+
+Not supported, and not recognised: parameters that are instances of torchao's classes (objects that
+are not read), GGUF files.
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ class QuantizedWeight:
     """A quantized weight of a catalog.
 
     Args:
-        scheme: how it is stored.
-        key: of the stored numbers.
-        scales: keys of what they mean nothing without, the tensor that told of them first.
-        others: keys of what belongs to them as well.
+        scheme: how the weight is stored.
+        key: name of the tensor with the stored numbers.
+        scales: names of the tensors that give the numbers meaning.
+        others: names of other tensors that belong to the weight.
     """
 
     scheme: Scheme
@@ -58,7 +61,7 @@ class QuantizedWeight:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All tensors of the weight."""
+        """Names of all tensors of the weight."""
         return (self.key, *self.scales, *self.others)
 
 
@@ -74,7 +77,11 @@ def schemes() -> tuple[Scheme, ...]:
 
 
 def method_of(config: Mapping[str, object] | None) -> str | None:
-    """Return ``quant_method`` of a configuration's ``quantization_config``; None if it states none."""
+    """Return ``quant_method`` of a configuration's ``quantization_config``.
+
+    Returns:
+        None if there is none.
+    """
     stated = None if config is None else config.get("quantization_config")
     method = stated.get("quant_method") if isinstance(stated, Mapping) else None
     return method.lower() if isinstance(method, str) else None
@@ -83,10 +90,10 @@ def method_of(config: Mapping[str, object] | None) -> str | None:
 def quantized_weights(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object] | None = None
 ) -> tuple[QuantizedWeight, ...]:
-    """Return the quantized weights among some tensors, in the order of the tensors that tell of them.
+    """Return the quantized weights among some tensors, in the order of the tensors that mark them.
 
     Args:
-        config: the model's ``config.json``, if there is one.
+        config: parsed ``config.json`` of the model; None if there is none.
     """
     method = method_of(config)
     rows = sorted(schemes(), key=lambda row: method not in row.methods)
@@ -96,8 +103,11 @@ def quantized_weights(
     for key in tensors:
         if not key.endswith(marks) or key in claimed:
             continue
+        # Rows for the stated method come first; the first match wins.
         candidates = (_weight(row, key, tensors, is_stated=method in row.methods) for row in rows)
-        weight = next((one for one in candidates if one is not None and one.key not in claimed), None)
+        weight = next(
+            (candidate for candidate in candidates if candidate is not None and candidate.key not in claimed), None
+        )
         if weight is not None:
             claimed.update(weight.keys)
             weights.append(weight)
@@ -105,7 +115,7 @@ def quantized_weights(
 
 
 def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_stated: bool) -> QuantizedWeight | None:
-    """The weight of which a tensor tells by the rule of a row; None if it does not."""
+    """Return the weight that a tensor marks by the rule of a row; None if it does not."""
     base = mark.removesuffix(row.mark)
     key = base + row.weight
     if not mark.endswith(row.mark) or key not in tensors or (row.needs_config and not is_stated):
@@ -122,24 +132,24 @@ def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_sta
 
 
 def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
-    """Return the error for a weight whose numbers cannot be made wide."""
+    """Return the error for a weight that cannot be dequantized."""
     return UnsupportedError(
-        f"--dequantize: {weight.scheme.name} weights cannot be dequantized here",
+        f"--dequantize: {weight.scheme.name} weights cannot be dequantized by ckpt",
         key=weight.key,
         hint="dequantize the model with the library that quantized it, save it, and convert that",
     )
 
 
 def check_numbers(meta: TensorMeta) -> None:
-    """Raise if a tensor that another system takes for a weight holds the numbers of a quantized one.
+    """Raise if a tensor that the destination would take for a weight holds quantized numbers.
 
     Raises:
-        UnsupportedError: it holds integers, or float8 numbers.
+        UnsupportedError: the tensor holds integers or float8 numbers.
     """
     kind = dtype_of(meta.dtype)
     if kind.kind != "float" or kind.itemsize < 2:
         raise UnsupportedError(
-            f"the tensor holds {kind.name} numbers of a quantized weight, which mean nothing without their scales",
+            f"the tensor holds {kind.name} numbers of a quantized weight, which are meaningless without their scales",
             key=meta.key,
             hint="keep the scales and apply them with --dequantize bf16; cast float8 numbers that need no scales with "
             "--dtype GLOB=bf16",
@@ -147,17 +157,17 @@ def check_numbers(meta: TensorMeta) -> None:
 
 
 def check_scheme(config: Mapping[str, object] | None, *, doing: str) -> None:
-    """Raise if a configuration states a scheme that the table does not have.
+    """Raise if a configuration states a quantization method that is not in the table.
 
     Args:
-        doing: what is asked for, as the user wrote it: ``--dtype``.
+        doing: the requested option, as the user wrote it: ``--dtype``.
 
     Raises:
-        UnsupportedError: it does; nothing tells which tensors are scales.
+        UnsupportedError: the method is unknown, so the scales cannot be recognised.
     """
     method = method_of(config)
     if method is not None and not any(method in row.methods for row in schemes()):
         raise UnsupportedError(
-            f"{doing}: config.json states the quantization method {method[:40]!r}, whose tensors are not known",
+            f"{doing}: config.json states the quantization method {method[:40]!r}, which is not supported",
             hint="save the model without quantization, with the library that quantized it, and convert that",
         )

@@ -1,7 +1,7 @@
-"""A tensor of the source, read box by box: what an encoding that computes one tensor from others needs.
+"""Read tensors of the source box by box, for encodings that compute one tensor from others.
 
-All that the engine proves of a tensor that it moves is proven here of one that is computed with: the fragments lie in
-their arrays and cover the tensor, have one dtype, and replicas are compared where they are read.
+Tensors that are computed with get the same proofs as those that are moved: the fragments lie in
+their arrays, cover the tensor and have one dtype, and replicas are compared where they are read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SourceTensor:
     """A global tensor whose boxes can be read.
 
     Args:
-        key, dtype, shape: of the tensor, as stored.
-        fragments: distinct ones that are not empty.
-        bind: see ``Catalog.bind``.
+        key, dtype, shape: name, element type and shape of the stored tensor.
+        fragments: distinct fragments that are not empty.
+        bind: ``Catalog.bind`` of the source.
     """
 
     key: str
@@ -44,7 +44,7 @@ class SourceTensor:
 
     @property
     def file(self) -> str:
-        """A file that holds some of it."""
+        """Name of a file that holds part of the tensor."""
         for fragment in self.fragments:
             if fragment.array is not None:
                 return fragment.array.extent.file
@@ -52,72 +52,80 @@ class SourceTensor:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that hold it, sorted."""
+        """Names of the files that hold the tensor, sorted."""
         arrays = (fragment.array for fragment in self.fragments)
         return tuple(sorted({array.extent.file for array in arrays if array is not None}))
 
     @property
     def working_bytes(self) -> int:
-        """Most memory that reading a box takes beside the box."""
+        """Maximum memory that reading a box needs in addition to the box."""
         return _RAW_BYTES + decoding_bytes(self.fragments)
 
     def read(self, store: ReadStore, box: Box) -> bytearray:
-        """The elements of a box, dense, in C order.
+        """Return the elements of a box, dense, in C order.
 
         Raises:
             ReplicaMismatchError: two fragments hold different bytes.
-            TruncatedError, MissingShardError, StorageError, CorruptError: as the store raises them.
+            TruncatedError, MissingShardError, StorageError, CorruptError: the store cannot read a
+                fragment.
         """
         size = itemsize(self.dtype)
         data = bytearray(box.n_elements * size)
         out = memoryview(data)
-        rest = [box]
+        unread = [box]
         for fragment in self.fragments:
             common = fragment.box.intersect(box)
             if common is None:
                 continue
-            fresh = [part for old in rest if (part := old.intersect(common)) is not None]
+            # The first fragment with an element is read in place; later ones are compared with it.
+            fresh = [part for old in unread if (part := old.intersect(common)) is not None]
             if fresh == [common]:
                 self._fill(store, fragment, common, out, _within(common, box, size))
             else:
-                found = memoryview(bytearray(common.n_elements * size))
-                self._fill(store, fragment, common, found, dense_layout(common.shape, size))
-                self._merge(fragment, common, found, fresh, box, out)
-            rest = [piece for old in rest for piece in old.subtract(common)]
+                replica = memoryview(bytearray(common.n_elements * size))
+                self._fill(store, fragment, common, replica, dense_layout(common.shape, size))
+                self._merge(fragment, common, replica, fresh, box, out)
+            unread = [piece for old in unread for piece in old.subtract(common)]
         return data
 
     def _merge(
-        self, fragment: Fragment, common: Box, found: memoryview, fresh: list[Box], box: Box, out: memoryview
+        self, fragment: Fragment, common: Box, replica: memoryview, fresh: list[Box], box: Box, out: memoryview
     ) -> None:
-        """Takes what is new of a replica, and compares the rest with what was read before."""
+        """Copy what is new in a replica, and compare the rest with what was read before."""
         size = itemsize(self.dtype)
         for part in fresh:
-            copy_box(found, _within(part, common, size), out, _within(part, box, size), shape=part.shape, itemsize=size)
-        again = memoryview(bytearray(len(found)))
+            copy_box(
+                replica, _within(part, common, size), out, _within(part, box, size), shape=part.shape, itemsize=size
+            )
+        again = memoryview(bytearray(len(replica)))
         copy_box(
             out, _within(common, box, size), again, dense_layout(common.shape, size), shape=common.shape, itemsize=size
         )
-        if bytes(again) != bytes(found):
+        if bytes(again) != bytes(replica):
             array = fragment.array
             raise ReplicaMismatchError(
-                f"two copies of the box at {common.offset} differ",
+                f"two replicas of the box at {common.offset} differ",
                 file=None if array is None else array.extent.file,
                 key=self.key,
                 hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
             )
 
     def _fill(self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: StridedLayout) -> None:
-        """Reads a part of a fragment to its place; zeros by rule are there already."""
+        """Read part of a fragment into ``out``.
+
+        A fragment without an array is zero, as ``out`` is already.
+        """
         if fragment.array is None:
             return
         array = fragment.array
         if array.extent.is_late:
             array = self.bind(store, array)
-        served = store if isinstance(store, DecodedStore) else DecodedStore(store)
-        array = served.placed(array)
+        decoded_store = store if isinstance(store, DecodedStore) else DecodedStore(store)
+        array = decoded_store.placed(array)
         extent = array.extent
         if extent.is_late:
-            raise CorruptError("the array's place in its file was not found", key=self.key)
+            raise CorruptError("the position of the array in its file was not found", key=self.key)
+        # Find the address of the box's first element, and the step of each axis in bytes.
         size = itemsize(array.dtype)
         steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
         if any(step < 0 for step in steps):
@@ -126,11 +134,12 @@ class SourceTensor:
         strides = steps[extra:] if extra >= 0 else (0,) * -extra + steps
         start = extent.offset + _dot(fragment.at, steps)
         start += _dot([a - b for a, b in zip(box.offset, fragment.box.offset, strict=True)], strides)
+        # A contiguous box needs no copy.
         if is_dense(box.shape, size, strides) and is_dense(box.shape, size, to.strides):
-            served.read_into(extent.file, start, out[to.start : to.start + box.n_elements * size])
+            decoded_store.read_into(extent.file, start, out[to.start : to.start + box.n_elements * size])
             return
         read_box(
-            lambda address, buffer: served.read_into(extent.file, address, buffer),
+            lambda address, buffer: decoded_store.read_into(extent.file, address, buffer),
             StridedLayout(start, strides),
             out,
             to,
@@ -141,11 +150,12 @@ class SourceTensor:
 
 
 def source_of(catalog: Catalog, key: str) -> SourceTensor:
-    """A tensor of the catalog, its fragments checked.
+    """Return a tensor of the catalog for reading, after checking its fragments.
 
     Raises:
-        CorruptError: a fragment lies outside the tensor or its array, or the arrays have several dtypes.
-        MissingShardError: the fragments leave a hole.
+        CorruptError: a fragment lies outside the tensor or its array, or the arrays differ in
+            dtype.
+        MissingShardError: the fragments do not cover the tensor.
     """
     meta = catalog.meta(key)
     distinct = {
@@ -156,13 +166,13 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
     fragments = tuple(distinct.values())
     dtypes = {fragment.array.dtype for fragment in fragments if fragment.array is not None}
     if len(dtypes) > 1:
-        raise CorruptError(f"stored in part as {' and as '.join(sorted(dtypes))}", key=key)
+        raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
         _check(fragment, meta.shape)
     hole = first_hole(full_box(meta.shape), [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
-            f"nothing holds the box at {hole.offset} of {hole.shape} elements",
+            f"no shard holds the box at {hole.offset} of shape {hole.shape}",
             key=key,
             hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
         )
@@ -170,6 +180,7 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
 
 
 def _check(fragment: Fragment, shape: Shape) -> None:
+    """Raise CorruptError unless a fragment lies in its tensor and in its array."""
     box, array = fragment.box, fragment.array
     fits = box.rank == len(shape) and all(stop <= n for stop, n in zip(box.end, shape, strict=True))
     if fits and array is not None:
@@ -182,24 +193,25 @@ def _check(fragment: Fragment, shape: Shape) -> None:
     if not fits:
         file = None if array is None else array.extent.file
         raise CorruptError(
-            f"the box at {box.offset} of {box.shape} elements does not fit the tensor of {shape} or its array",
+            f"the box at {box.offset} of shape {box.shape} does not fit in the tensor of shape {shape} or its array",
             key=fragment.key,
             file=file,
         )
 
 
 def _within(box: Box, outer: Box, size: int) -> StridedLayout:
-    """Where the elements of a box lie in the dense bytes of an outer one."""
+    """Return the layout of a box in the dense bytes of an outer box."""
     steps = dense_layout(outer.shape, size).strides
     return StridedLayout(_dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps)
 
 
 def _dot(index: Any, strides: Shape) -> int:
+    """Return the offset of an index in bytes."""
     return sum(i * step for i, step in zip(index, strides, strict=True))
 
 
 def number_type(dtype: str) -> Any:
-    """The numpy or ml_dtypes type of a floating-point dtype."""
+    """Return the numpy or ml_dtypes type of a floating-point dtype."""
     import ml_dtypes
     import numpy as np
 

@@ -1,20 +1,20 @@
-"""Findings that are known: patterns to leave out, and a baseline of an earlier run.
+"""Accepted findings: patterns of findings to ignore, and the baseline of an earlier run.
 
-A baseline is a JSON file, one finding a line, made to be kept beside a project's code::
+A baseline is a JSON file with one finding per line, meant to be kept with a project's code::
 
     {"schema": "ckpt.baseline/1", "findings": [
       {"code": "CK101", "file": "__0_0.distcp"},
       {"code": "CK201", "key": "w", "rank": "mp_rank_00"}]}
 
-A finding is the same one as in the baseline if its code, file, rank and key are; the wording and the path of the
-checkpoint do not matter, so that a baseline holds for every iteration of a run.
+A finding matches the baseline if its code, file, rank and key are the same. The wording and the
+path of the checkpoint do not matter, so a baseline applies to every iteration of a run.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,89 +31,92 @@ _CODE = re.compile(r"CK\d{0,3}", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Findings that are to be left out.
+    """A pattern of findings to ignore.
 
     Args:
-        code: a code, or what some codes begin with.
-        glob: of file, rank or key; None for all places.
+        code: a code, or the beginning of several codes.
+        glob: pattern for the file, rank or key; None for all.
     """
 
     code: str
     glob: str | None = None
 
     def matches(self, finding: Finding) -> bool:
-        """Whether the finding is one of them."""
+        """Return whether the pattern covers a finding.
+
+        Of several keys, the glob must match every one.
+        """
         if not finding.code.startswith(self.code):
             return False
         glob = self.glob
-        if glob is None or any(
-            place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)
-        ):
+        if glob is None:
+            return True
+        if any(place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)):
             return True
         keys = finding.keys or ((finding.key,) if finding.key is not None else ())
-        return bool(keys) and all(fnmatchcase(key, glob) for key in keys)  # one about several is not ignored in part
+        return bool(keys) and all(fnmatchcase(key, glob) for key in keys)
 
 
-def patterns_of(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pattern, ...]:
-    """The patterns that ``CK101``, ``CK7``, ``CK101,CK2`` and ``CK701:*.bias`` stand for.
+def parse_patterns(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pattern, ...]:
+    """Parse patterns such as ``CK101``, ``CK7``, ``CK101,CK2`` and ``CK701:*.bias``.
 
     Args:
-        known: all codes.
+        known: all existing codes.
 
     Raises:
-        UsageError: a text is none of these, or no code begins so.
+        UsageError: a text has another form, or no code begins like it.
     """
-    found = []
+    patterns = []
     for text in texts:
         names, colon, glob = text.partition(":")
         for name in names.split(","):
             code = name.strip().upper()
             if not _CODE.fullmatch(code) or (colon and not glob):
                 raise UsageError(f"{text!r} is neither a code nor CODE:GLOB", hint="for example CK701:*.bias")
-            if not any(one.startswith(code) for one in known):
+            if not any(known_code.startswith(code) for known_code in known):
                 raise UsageError(f"no check has the code {code}", hint="list them with: ckpt validate --list-checks")
-            found.append(Pattern(code, glob if colon else None))
-    return tuple(found)
+            patterns.append(Pattern(code, glob if colon else None))
+    return tuple(patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Which findings do not count, and which count more.
+    """Which findings do not count, and whether warnings count as errors.
 
     Args:
-        ignored: patterns of findings that are left out.
-        known: ``Finding.fingerprint`` of those of the baseline; None without one.
-        is_strict: warnings are errors.
+        ignored: patterns of findings to leave out.
+        known: ``Finding.fingerprint`` of the findings in the baseline; None without a baseline.
+        is_strict: warnings count as errors.
     """
 
     ignored: tuple[Pattern, ...] = ()
     known: frozenset[str] | None = None
     is_strict: bool = False
 
-    def judged(self, findings: Iterable[Finding]) -> Judgement:
-        """Which of the findings count."""
-        made = Judgement()
+    def judge(self, findings: Iterable[Finding]) -> Judgement:
+        """Sort findings into those that count, are ignored, or are in the baseline."""
+        judgement = Judgement()
         for finding in findings:
             if any(pattern.matches(finding) for pattern in self.ignored):
-                made.ignored.append(finding)
+                judgement.ignored.append(finding)
             elif self.known is not None and finding.fingerprint in self.known:
-                made.known.append(finding)
+                judgement.known.append(finding)
             elif self.is_strict and finding.severity == Severity.WARNING:
-                made.counted.append(replace(finding, severity=Severity.ERROR))
+                judgement.counted.append(replace(finding, severity=Severity.ERROR))
             else:
-                made.counted.append(finding)
-        made.counted.sort(key=lambda finding: finding.order)
-        return made
+                judgement.counted.append(finding)
+        judgement.counted.sort(key=lambda finding: finding.order)
+        return judgement
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The findings of a checkpoint, told apart.
+    """The findings of a checkpoint, sorted by whether they count.
 
     Args:
-        counted: what is to be reported, the worst first.
-        ignored: what a pattern leaves out.
-        known: what the baseline holds.
+        counted: findings to report, the worst first.
+        ignored: findings covered by a pattern.
+        known: findings in the baseline.
     """
 
     counted: list[Finding] = field(default_factory=list)
@@ -121,17 +124,17 @@ class Judgement:
     known: list[Finding] = field(default_factory=list)
 
     def n_of(self, severity: Severity) -> int:
-        """How many findings of a severity count."""
+        """Return how many findings of a severity count."""
         return sum(finding.severity == severity for finding in self.counted)
 
     @property
     def is_valid(self) -> bool:
-        """Whether no error counts."""
+        """No error counts."""
         return not any(finding.severity == Severity.ERROR for finding in self.counted)
 
 
 def baseline_text(findings: Sequence[Finding]) -> str:
-    """The baseline file for some findings: sorted, each once."""
+    """Return the text of a baseline file for some findings, sorted and without duplicates."""
     rows = {finding.fingerprint: finding for finding in findings}
     lines = [
         json.dumps({name: value for name in _PLACE if (value := getattr(finding, name)) is not None})
@@ -142,35 +145,36 @@ def baseline_text(findings: Sequence[Finding]) -> str:
 
 
 def read_baseline(path: Path) -> frozenset[str]:
-    """The fingerprints of a baseline file.
+    """Return the fingerprints of the findings in a baseline file.
 
     Raises:
-        UsageError: there is no such file, or it is no baseline.
-        StorageError: the system refuses to read it.
+        UsageError: the file does not exist, or is not a baseline.
+        StorageError: the system cannot read the file.
     """
     with translate_os_errors(str(path), doing="read"):
         if not path.is_file():
-            raise UsageError("--baseline: there is no such file", file=str(path), hint="make it with --write-baseline")
+            raise UsageError("--baseline: no such file", file=str(path), hint="create one with --write-baseline")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise UsageError("--baseline: this file is too large for one", file=str(path))
+        raise UsageError("--baseline: the file is too large to be a baseline", file=str(path))
     try:
-        found = parse_json_object(data, file=str(path))
+        content = parse_json_object(data, file=str(path))
     except CorruptError as err:
-        raise UsageError(f"--baseline: {err.message}", file=str(path), hint="make it with --write-baseline") from err
-    rows = found.get("findings")
-    if found.get("schema") != SCHEMA or not isinstance(rows, list):
-        raise UsageError(f"--baseline: not a file of {SCHEMA}", file=str(path), hint="make it with --write-baseline")
-    return frozenset(map(_fingerprint_in(str(path)), rows))
+        raise UsageError(f"--baseline: {err.message}", file=str(path), hint="create one with --write-baseline") from err
+    rows = content.get("findings")
+    if content.get("schema") != SCHEMA or not isinstance(rows, list):
+        raise UsageError(f"--baseline: not a {SCHEMA} file", file=str(path), hint="create one with --write-baseline")
+    return frozenset(_fingerprint_of(row, file=str(path)) for row in rows)
 
 
-def _fingerprint_in(path: str) -> Callable[[object], str]:
-    def fingerprint(row: object) -> str:
-        values = [row.get(name) for name in _PLACE] if isinstance(row, dict) else [None]
-        if not isinstance(values[0], str) or not all(value is None or isinstance(value, str) for value in values):
-            raise UsageError(f"--baseline: {str(row)[:80]!r} is no finding", file=path)
-        code, file, rank, key = values
-        return Finding(code=str(code), severity=Severity.NOTE, message="", file=file, rank=rank, key=key).fingerprint
+def _fingerprint_of(row: object, *, file: str) -> str:
+    """Return the fingerprint of a row of a baseline file.
 
-    return fingerprint
+    Raise UsageError if it is not a finding.
+    """
+    values = [row.get(name) for name in _PLACE] if isinstance(row, dict) else [None]
+    if not isinstance(values[0], str) or not all(value is None or isinstance(value, str) for value in values):
+        raise UsageError(f"--baseline: {str(row)[:80]!r} is not a finding", file=file)
+    code, place, rank, key = values
+    return Finding(code=str(code), severity=Severity.NOTE, message="", file=place, rank=rank, key=key).fingerprint

@@ -1,9 +1,9 @@
-"""The newest iteration of a training root that is whole: what a job should resume from."""
+"""Find the newest valid iteration of a training root: the one that a job should resume from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,11 @@ _UNFINISHED = re.compile(r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.p
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An iteration that is not to be used.
+    """An iteration that should not be used.
 
     Args:
-        path: its directory.
-        why: one sentence.
+        path: directory of the iteration.
+        why: the reason, in one clause.
     """
 
     path: str
@@ -33,12 +33,12 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The answer.
+    """The newest valid iteration of a training root.
 
     Args:
-        path: directory of the newest iteration that is whole; None if there is none.
-        iteration: its number.
-        skipped: newer ones, the newest first.
+        path: directory of the newest valid iteration; None if there is none.
+        iteration: number of that iteration.
+        skipped: iterations that are newer, the newest first.
     """
 
     path: str | None
@@ -46,32 +46,32 @@ class Newest:
     skipped: tuple[Skipped, ...]
 
 
-def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE) -> Newest:
-    """The newest iteration of ``root`` that is whole.
+def newest_valid(root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE) -> Newest:
+    """Return the newest valid iteration of a training root.
 
-    A root is what ``core.opening.open`` takes for one. Where a tracker (Megatron's, DeepSpeed's) tells the last
-    iteration that was finished, newer directories are skipped: the tracker is written last, and someone who went back
-    to an older iteration by hand did so on purpose. Stages of unfinished work are skipped by name.
+    If a tracker (Megatron's, DeepSpeed's) names the last completed iteration, newer directories are
+    skipped: trackers are written last, and a user who set one back did so on purpose. Stages of
+    unfinished work are skipped by name.
 
     Args:
-        root: the directory that holds the iterations.
-        is_whole: says of an iteration's directory whether it may be used, and what was found in it; the same on all
+        root: the directory that holds the iterations, as ``core.opening.open`` accepts it.
+        is_valid: returns whether an iteration may be used, and its validation; the same on all
             ranks of a team.
-        team: of which all ranks call this, and get the same answer.
+        team: ranks that all call this and get the same answer.
 
     Raises:
-        UsageError: there is no such directory.
+        UsageError: the directory does not exist.
     """
     iterations, last, unfinished = broadcast_result(
-        team, lambda: (_iterations(root), _last_finished(root), list(_unfinished(root)))
+        team, lambda: (_iterations(root), _last_completed(root), _unfinished(root))
     )
-    skipped = [Skipped(str(root / name), "not finished: its name is that of a stage") for name in unfinished]
+    skipped = [Skipped(str(root / name), "incomplete: the name is that of a stage") for name in unfinished]
     for number, path in reversed(iterations):
         if last is not None and number > last[0]:
-            why = f"newer than {last[0]}, which {last[1]} names; that is written last, so this save was not finished"
+            why = f"newer than iteration {last[0]} in {last[1]}, which is written last, so this save was not completed"
             skipped.append(Skipped(str(path), why))
             continue
-        is_good, validation = is_whole(path)
+        is_good, validation = is_valid(path)
         if is_good:
             return Newest(str(path), number, tuple(skipped))
         skipped.append(Skipped(str(path), _reason(validation)))
@@ -79,43 +79,49 @@ def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]]
 
 
 def iteration_paths(root: Path) -> list[Path]:
-    """Every iteration of a training root, the oldest first.
+    """Return the directories of all iterations of a training root, the oldest first.
 
     Raises:
-        UsageError: there is no such directory, or it holds no iterations.
+        UsageError: the directory does not exist, or holds no iterations.
     """
-    found = _iterations(root)
-    if not found:
+    iterations = _iterations(root)
+    if not iterations:
         raise UsageError(
-            "there are no iterations here",
+            "no iterations found",
             file=str(root),
-            hint="point at the directory that holds iter_0000010, step-10, checkpoint-10, global_step10 or the like",
+            hint="give the directory that holds iter_0000010, step-10, checkpoint-10, global_step10 or the like",
         )
-    return [path for _, path in found]
+    return [path for _, path in iterations]
 
 
 def _iterations(root: Path) -> list[tuple[int, Path]]:
+    """Return (number, directory) of all iterations, in order."""
     refuse_url(root)
     if not root.is_dir():
         raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
     return [(number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())]
 
 
-def _unfinished(root: Path) -> Iterator[str]:
-    yield from (name for name in LocalStore(root).folders() if _UNFINISHED.search(name))
+def _unfinished(root: Path) -> list[str]:
+    """Return the names of directories that hold unfinished saves."""
+    return [name for name in LocalStore(root).folders() if _UNFINISHED.search(name)]
 
 
-def _last_finished(root: Path) -> tuple[int, str] | None:
-    """The iteration that a tracker names, and the tracker's name; None where there is none that names one."""
+def _last_completed(root: Path) -> tuple[int, str] | None:
+    """Return (iteration, file name) of the first tracker that names an iteration.
+
+    Returns:
+        None if no tracker does.
+    """
     store = LocalStore(root)
     try:
         for tracker in (TRACKER, *NAMING_TRACKERS):
             if not store.exists(tracker):
                 continue
             text = store.read(tracker, 0, min(store.size(tracker), 256)).decode("ascii", "replace").strip()
-            named = re.fullmatch(r"(\d{1,15})", text) or ITERATION_DIR.search(text)
-            if named is not None:
-                return int(named[1]), tracker
+            match = re.fullmatch(r"(\d{1,15})", text) or ITERATION_DIR.search(text)
+            if match is not None:
+                return int(match[1]), tracker
     except CheckpointingException:
         return None
     finally:
@@ -124,8 +130,9 @@ def _last_finished(root: Path) -> tuple[int, str] | None:
 
 
 def _reason(validation: Validation) -> str:
+    """Return the worst finding as one clause, with the number of further errors."""
     errors = [finding for finding in validation.findings if finding.severity == Severity.ERROR]
     finding = (errors or validation.findings)[0]
     where = f" ({finding.file or finding.key or finding.rank})" if finding.file or finding.key or finding.rank else ""
-    more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-    return f"{finding.code} {finding.message}{where}{more}"
+    suffix = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+    return f"{finding.code} {finding.message}{where}{suffix}"

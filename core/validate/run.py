@@ -1,4 +1,4 @@
-"""Validating a checkpoint: opens it as far as it opens, runs the checks of a level, and collects what they find."""
+"""Validate a checkpoint: open it, run the checks of a level, and collect their findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.checks.check import Check
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.metadata.hf_model import unchecked
-from core.checks.opening import UNREADABLE, is_explained
+from core.checks.opening import UNREADABLE, is_covered_by_finding
 from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.convert.job import DEFAULT_MEMORY_BYTES
@@ -31,30 +31,30 @@ from core.team.figures import idle_figures, sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
-    from core.checks.comparison import Against
-    from core.checks.plan_request import Request
+    from core.checks.comparison import ReferenceFingerprints
+    from core.checks.plan_request import PlanRequest
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What was found.
+    """The result of validating one checkpoint.
 
     Args:
-        path: the checkpoint.
+        path: path of the checkpoint.
         format: name of its format; None if no format recognises it.
         level: how much was read.
-        findings: the worst first.
-        n_files, n_bytes: regular files of the checkpoint, and their bytes.
-        n_tensors: global tensors that its metadata names; 0 where they are not known.
-        n_checks: checks that ran.
+        findings: findings, the worst first.
+        n_files, n_bytes: number and total size of the regular files.
+        n_tensors: number of global tensors in the metadata; 0 if unknown.
+        n_checks: number of checks that ran.
         seconds: wall time.
-        notes: which checkpoint was taken, and what lies near it and was not looked at.
-        unchecked: what no level looks at, because it is not known how it should be.
-        against: what its tensors were compared with, by fingerprint, and how many were; None if that was not asked for.
-        figures: of the workers, where several read the data.
+        notes: which checkpoint was chosen, and what lies near it and was not checked.
+        unchecked: what no level can check, because the expected content is unknown.
+        against: (label, number of tensors) of the fingerprint comparison; None if not requested.
+        figures: work of each rank, if several read the data.
     """
 
     path: str
@@ -73,7 +73,7 @@ class Validation:
 
     @property
     def worst(self) -> Severity | None:
-        """The severity of the worst finding; None without any."""
+        """The severity of the worst finding; None without findings."""
         return max((finding.severity for finding in self.findings), default=None)
 
 
@@ -86,51 +86,51 @@ def validate(
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
-    plan_for: Request | None = None,
+    plan_for: PlanRequest | None = None,
     against: Path | None = None,
     missing_chunks: str = FILL,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> Validation:
-    """Examines one checkpoint.
+    """Check one checkpoint and return what was found.
 
-    The ranks of a team divide what reads data; the lead alone judges, and all return what it found.
+    The ranks of a team share the reading of data; the lead alone runs the checks, and all return
+    its result.
 
     Args:
         path: as for ``core.opening.open.open_checkpoint``.
         level: how much to read.
-        iteration: which iteration of a training root.
-        rules: a TOML file with additional layout rules.
-        threads, memory_bytes: for the levels that read data; None for as many threads as there are processors.
-        progress: told about bytes that were read; of this rank.
-        plan_for: also say whether it can be loaded or resharded so.
+        iteration: iteration of a training root to check.
+        rules: TOML file with additional layout rules.
+        threads, memory_bytes: limits for reading data; threads None for one per processor.
+        progress: called with the bytes that this rank has read.
+        plan_for: also report whether the checkpoint can be loaded with these sizes.
         against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
-        missing_chunks: what zarr chunks are that are not stored, see ``core.opening.open``; ``error`` makes each a
-            finding.
-        team: that works together; every rank calls this with the same arguments.
-        device: on which per-byte work may be done; None for the CPU path.
+        missing_chunks: what absent zarr chunks mean: ``fill``, or ``error`` to report each.
+        team: ranks that work together; every rank calls this with the same arguments.
+        device: accelerator for per-byte work; None for the CPU.
 
     Raises:
-        UsageError: there is no such path, or it is not that iteration.
+        UsageError: the path does not exist, or holds another iteration.
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
     begun = time.monotonic()
 
-    def opened() -> Subject:
+    def open_subject() -> Subject:
         table = load_rules(rules)
-        place = located(path, iteration=iteration)
+        location = located(path, iteration=iteration)
         subject = Subject(
-            path=place.path,
+            path=location.path,
             root=path,
-            store=place.store,
-            format=place.format,
+            store=location.store,
+            format=location.format,
             level=level,
             rules=table,
-            iteration=place.iteration,
-            passed=place.passed,
-            failure=place.failure,
-            below=place.below,
-            notes=(*place.notes, *_other_iterations(path, place.path)),
+            iteration=location.iteration,
+            passed=location.passed,
+            failure=location.failure,
+            below=location.below,
+            notes=(*location.notes, *_other_iterations(path, location.path)),
             threads=threads,
             memory_bytes=memory_bytes,
             progress=progress,
@@ -140,36 +140,37 @@ def validate(
             device=device,
         )
         try:
-            if not place.is_chosen:
+            if not location.is_chosen:
                 _check_iteration(subject, iteration)
         except BaseException:
-            place.store.close()
+            location.store.close()
             raise
         return subject
 
-    subject = require_agreement(team, opened, _observed_state, subject=str(path))
+    # All ranks must see the same checkpoint before any of them reads data.
+    subject = require_agreement(team, open_subject, _observed_state, subject=str(path))
     try:
         if against is not None:
-            subject.against = _against(against, subject)
+            subject.against = _read_reference(against, subject)
         figures = _read_together(subject) if team.size > 1 else ()
-        return broadcast_result(team, lambda: _judged(subject, begun, figures))
+        return broadcast_result(team, lambda: _run_checks(subject, begun, figures))
     finally:
         subject.store.close()
 
 
 def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
-    """Return a note on the iterations of a training root that are not looked at."""
+    """Return a note on the iterations of a training root that are not checked."""
     if taken == root or not root.is_dir():
         return ()
     passed = {taken, *taken.parents}
     with closing(LocalStore(root)) as store:
         names = [name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
-    return (f"{count} not looked at (--all-iterations): {listed(names)}",) if names else ()
+    return (f"{count} not checked (use --all-iterations): {listed(names)}",) if names else ()
 
 
 def _observed_state(subject: Subject) -> object:
-    """What all ranks must see alike."""
+    """Return what all ranks must see alike: the chosen checkpoint, its format and its files."""
     files = {} if subject.format is None else subject.files
     return (
         str(subject.path),
@@ -180,10 +181,12 @@ def _observed_state(subject: Subject) -> object:
 
 
 def _read_together(subject: Subject) -> tuple[Figures, ...]:
-    """The passes over data, which the ranks of a team divide, so that the checks find at the lead what they ask for.
+    """Run the passes over data, which the ranks of a team share.
+
+    The checks use their results on the lead.
 
     Returns:
-        What the workers did, at the lead.
+        The work of each rank, on the lead.
 
     Raises:
         WorkerError: a rank failed.
@@ -191,11 +194,11 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     passes: list[Sequence[Figures]] = [idle_figures(subject.team)]
     if subject.level == Level.DEEP:
         try:
-            passes.append(subject.deep.scanned.figures)
+            passes.append(subject.byte_scan.scanned.figures)
         except WorkerError:
             raise
         except CheckpointingException:
-            pass  # on all ranks alike, and the checks say it
+            pass  # all ranks fail the same way, and the checks report it
     if subject.against is not None:
         from core.checks.content.fingerprints import read_together
 
@@ -203,16 +206,16 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     return sum_figures(passes)
 
 
-def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Validation:
-    """Runs the checks."""
+def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Validation:
+    """Run the checks of the subject's level and return the result."""
     n_checks = 0
     format = None if subject.format is None else subject.format.name
     with gc_paused(), read_once():
         for check in checks(subject.level, format):
-            _run(check, subject)
+            _run_check(check, subject)
             n_checks += 1
-    files = {} if format is None else subject.files  # what is no checkpoint may be a whole file system
-    other = subject.against
+    files = {} if format is None else subject.files  # a path that is not a checkpoint may be a whole file system
+    reference = subject.against
     return Validation(
         path=str(subject.path),
         format=format,
@@ -225,20 +228,22 @@ def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Val
         seconds=time.monotonic() - begun,
         notes=subject.notes,
         unchecked=unchecked(subject),
-        against=None if other is None else (other.label, subject.n_compared),
+        against=None if reference is None else (reference.label, subject.n_compared),
         figures=figures,
     )
 
 
 def _n_tensors(subject: Subject) -> int:
+    """Return the number of global tensors; 0 if the layout is unknown."""
     form = subject.canonical
     return len(form.catalog.tensors) if form is not None and form.is_global else 0
 
 
-def _against(path: Path, subject: Subject) -> Against:
-    from core.checks.comparison import against_of
+def _read_reference(path: Path, subject: Subject) -> ReferenceFingerprints:
+    """Return the fingerprints of ``--against``."""
+    from core.checks.comparison import read_reference
 
-    return against_of(
+    return read_reference(
         path,
         rules=subject.rules,
         threads=subject.threads,
@@ -248,39 +253,45 @@ def _against(path: Path, subject: Subject) -> Against:
     )
 
 
-def _run(check: Check, subject: Subject) -> None:
-    """Runs one check; what it could not read is a finding too, and the others go on."""
+def _run_check(check: Check, subject: Subject) -> None:
+    """Run one check; an error that ends it becomes a finding, so that the others can go on."""
     try:
         subject.findings += check.run(subject)
     except CheckpointingException as err:
-        if is_explained(subject, err):
+        if is_covered_by_finding(subject, err):
             return
-        found = UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
-        subject.findings.append(found)
+        finding = UNREADABLE.finding(
+            err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint
+        )
+        subject.findings.append(finding)
 
 
-def _check_iteration(subject: Subject, wanted: int | None) -> None:
-    """Refuses another iteration than the one asked for, where nothing is wrong with the root.
+def _check_iteration(subject: Subject, requested: int | None) -> None:
+    """Raise unless the checkpoint is the requested iteration.
+
+    One that cannot be opened is not judged.
 
     Raises:
-        UsageError: see there.
+        UsageError: the checkpoint has another iteration, or states none.
     """
-    if wanted is None or subject.iteration == wanted or subject.failure is not None:
+    if requested is None or subject.iteration == requested or subject.failure is not None:
         return
-    found = subject.iteration
-    if found is None and subject.catalog is not None:
-        found = subject.catalog.iteration
-    if found != wanted:
+    iteration = subject.iteration
+    if iteration is None and subject.catalog is not None:
+        iteration = subject.catalog.iteration
+    if iteration != requested:
         raise UsageError(
-            f"--iteration {wanted} was asked for, but "
-            + ("nothing here tells an iteration" if found is None else f"this is iteration {found}"),
+            f"--iteration {requested} was requested, but "
+            + (
+                "the checkpoint does not state its iteration" if iteration is None else f"this is iteration {iteration}"
+            ),
             file=str(subject.root),
-            hint="point at the directory that holds the iterations",
+            hint="give the directory that holds the iterations",
         )
 
 
 def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
-    """Return the result for a path that cannot be examined, beside others that can."""
+    """Return the result for a path that cannot be checked, among those of other paths."""
     finding = UNREADABLE.finding(error.message, hint=error.hint)
     return Validation(
         path=str(path),
@@ -296,17 +307,22 @@ def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
 
 
 def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> dict[Path, UsageError | None]:
-    """Return the paths without those that lead to the same checkpoint as an earlier one, such as the files of one
-    directory; each with the error that keeps it from being examined, such as that it does not exist.
+    """Return the paths without those that lead to the same checkpoint as an earlier one.
+
+    Several files of one directory, for example, are one checkpoint.
+
+    Returns:
+        path → the error that keeps it from being checked, such as a missing file; None without
+            error.
     """
     path_of: dict[str, Path] = {}
     errors: dict[Path, UsageError | None] = {}
     for path in paths:
         try:
-            place = located(path, iteration=iteration)
+            location = located(path, iteration=iteration)
         except UsageError as err:
             errors[path] = err
             continue
-        place.store.close()
-        errors.setdefault(path_of.setdefault(os.path.realpath(place.path), path), None)
+        location.store.close()
+        errors.setdefault(path_of.setdefault(os.path.realpath(location.path), path), None)
     return errors

@@ -509,7 +509,7 @@ def test_several_dtypes_and_short_files_are_errors() -> None:
         for n, dtype in enumerate(("bfloat16", "float16"))
     ]
     meta = TensorMeta("w", "bfloat16", (2, 2))
-    with pytest.raises(CorruptError, match="in part"):
+    with pytest.raises(CorruptError, match="stored partly as"):
         source_of(Catalog("test", None, {"w": meta}, lambda _: fragments), "w")
     catalog, store = stored({"a.weight": weights("w", (200, 200))})
     short = MemoryStore({"f/a.weight": store.read("f/a.weight", 0, 50_000)})

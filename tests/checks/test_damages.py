@@ -183,7 +183,9 @@ def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
     )
     assert subject.catalog is not None
     subject.catalog = with_facts(subject.catalog, DcpFacts, orphans=("gone",))
-    assert [(f.code, f.key, f.severity) for f in dcp_files.data_files(subject)] == [("CK153", "gone", Severity.NOTE)]
+    assert [(f.code, f.key, f.severity) for f in dcp_files.check_data_files(subject)] == [
+        ("CK153", "gone", Severity.NOTE)
+    ]
 
 
 def test_weights_without_a_configuration_are_a_note(golden: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.checks.finding import Finding, Severity
-from core.checks.plan_request import Request, request_of
+from core.checks.plan_request import PlanRequest, parse_plan_request
 from core.convert.run import Job, TopologyChange, run
 from core.errors import UsageError
 from core.validate.run import validate
@@ -16,15 +16,15 @@ from core.validate.run import validate
 def asked(path: Path, text: str) -> dict[str, list[Finding]]:
     """The findings of ``--plan-for``, by code."""
     found: dict[str, list[Finding]] = {}
-    for finding in validate(path, plan_for=request_of(text)).findings:
+    for finding in validate(path, plan_for=parse_plan_request(text)).findings:
         if finding.code.startswith("CK9"):
             found.setdefault(finding.code, []).append(finding)
     return found
 
 
 def test_a_request_names_sizes_and_a_format() -> None:
-    assert request_of("tp=4, PP=2,format=torch_dist") == Request({"tp": 4, "pp": 2}, "torch_dist")
-    assert str(request_of("tp=4,format=zarr")) == "tp=4,format=zarr"
+    assert parse_plan_request("tp=4, PP=2,format=torch_dist") == PlanRequest({"tp": 4, "pp": 2}, "torch_dist")
+    assert str(parse_plan_request("tp=4,format=zarr")) == "tp=4,format=zarr"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_request_names_sizes_and_a_format() -> None:
 )
 def test_what_is_no_request_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--plan-for"):
-        request_of(text)
+        parse_plan_request(text)
 
 
 def test_nothing_is_said_without_a_request(golden: Path) -> None:
@@ -57,7 +57,7 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=2,pp=2", "it was saved so"),
+        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=2,pp=2", "the checkpoint was saved with these sizes"),
         ("mcore_legacy/dense_gqa/tp2_pp2", "tp=4,pp=1", "ckpt writes it as megatron"),
         ("mcore_legacy/dense_gqa/tp2_pp2", "tp=2,pp=2,format=torch_dist", "ckpt writes it as torch_dist"),
         ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "tp=4,pp=1", "Megatron loads torch_dist at these sizes as it is"),
@@ -106,7 +106,7 @@ def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> N
         src=Path(words[3]), dst=tmp_path / "out", topology=TopologyChange(tp=4, pp=1), keeps_layout=True, fsync=False
     )
     report = run(job)
-    size, n_files = re.findall(r"([\d.]+) MiB to write in (\d+) files", how.message)[0]
+    size, n_files = re.findall(r"write ([\d.]+) MiB in (\d+) files", how.message)[0]
     assert size == f"{report.bytes_written / 2**20:.1f}"
     assert int(n_files) == len(report.files)
 

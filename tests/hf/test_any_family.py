@@ -18,7 +18,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
 from core.errors import MissingShardError
-from core.hf.proof.comparison import compared
+from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from core.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly
@@ -136,7 +136,7 @@ def test_what_transformers_writes_raises_no_alarm_and_what_is_not_checked_is_tol
     for level in Level:
         validation = validate(folder, level=level)
         assert [finding for finding in validation.findings if finding.severity > Severity.NOTE] == []
-        assert any("there is no table of its names" in text for text in validation.unchecked)
+        assert any("for which there is no table" in text for text in validation.unchecked)
     assert main(["validate", str(folder), "--strict"]) == 0
     assert "no table" in " ".join(capsys.readouterr().out.split())
     assert main(["validate", str(folder), "--json"]) == 0
@@ -163,7 +163,7 @@ def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> Non
         "qwen3_next": "model.layers.2.linear_attn.conv1d.weight",
     }.get(name, "model.layers.1.self_attn.q_proj.weight")
     del metas[lost]
-    assert told(compared(metas, config)) == [("sisters", lost)]
+    assert told(find_differences(metas, config)) == [("sisters", lost)]
 
 
 @pytest.mark.parametrize(
@@ -194,18 +194,18 @@ def test_a_size_that_the_configuration_states_otherwise_is_found(
     name: str, changes: dict[str, Any], problem: tuple[str, str | None], tmp_path: Path
 ) -> None:
     metas, config = of(built(name, tmp_path / "model"))
-    assert problem in told(compared(metas, {**config, **changes}))
+    assert problem in told(find_differences(metas, {**config, **changes}))
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2"])
 def test_an_output_layer_that_is_said_not_to_be_tied_is_missed(name: str, tmp_path: Path) -> None:
     metas, config = of(built(name, tmp_path / "model", tie_word_embeddings=False))
-    assert compared(metas, config) == ()
+    assert find_differences(metas, config) == ()
     del metas["lm_head.weight"]
-    assert told(compared(metas, config)) == [("ties", "model.embed_tokens.weight")]
-    assert compared(metas, {**config, "tie_word_embeddings": True}) == ()
+    assert told(find_differences(metas, config)) == [("ties", "model.embed_tokens.weight")]
+    assert find_differences(metas, {**config, "tie_word_embeddings": True}) == ()
     del config["tie_word_embeddings"]  # what the family takes for it is not known
-    assert compared(metas, config) == ()
+    assert find_differences(metas, config) == ()
 
 
 def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path: Path) -> None:
@@ -213,21 +213,21 @@ def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path:
     expert = [key for key in metas if ".layers.3.mlp.experts.1." in key]
     layer = [key for key in metas if ".layers.3." in key]
     both = ["model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.experts.2.up_proj.weight"]
-    assert told(compared(_without(metas, both), config)) == [("sisters", key) for key in both]
-    assert told(compared(_without(metas, expert), config)) == [("experts", "model.layers.3.mlp.experts.1")]
+    assert told(find_differences(_without(metas, both), config)) == [("sisters", key) for key in both]
+    assert told(find_differences(_without(metas, expert), config)) == [("experts", "model.layers.3.mlp.experts.1")]
     last = [key for key in metas if ".layers.5.mlp.experts.3." in key]
-    assert told(compared(_without(metas, last), config)) == [("experts", "model.layers.5.mlp.experts.3")]
-    assert told(compared(_without(metas, layer), config)) == [("layers", "model.layers.3")]
+    assert told(find_differences(_without(metas, last), config)) == [("experts", "model.layers.5.mlp.experts.3")]
+    assert told(find_differences(_without(metas, layer), config)) == [("layers", "model.layers.3")]
 
 
 def test_one_layer_with_another_shape_is_found_unless_it_is_of_another_kind(tmp_path: Path) -> None:
     metas, config = of(built("mistral", tmp_path / "model"))
     key = "model.layers.2.mlp.down_proj.weight"
     metas[key] = TensorMeta(key, "float32", (32, 40))
-    assert told(compared(metas, config)) == [("sisters", key)]
+    assert told(find_differences(metas, config)) == [("sisters", key)]
     kinds = ["sliding", "sliding", "full", "sliding", "sliding", "sliding"]
-    assert compared(metas, {**config, "layer_types": kinds}) == ()
-    assert compared(metas, {**config, "wide_layers": [2]}) == ()
+    assert find_differences(metas, {**config, "layer_types": kinds}) == ()
+    assert find_differences(metas, {**config, "wide_layers": [2]}) == ()
 
 
 def _alternating(number: int) -> list[str]:
@@ -240,7 +240,7 @@ def _alternating(number: int) -> list[str]:
 def test_kinds_of_layers_that_nothing_states_raise_no_alarm(n_layers: int) -> None:
     names = [f"model.layers.{n}.{name}" for n in range(n_layers) for name in _alternating(n)]
     config = {"model_type": "new", "num_hidden_layers": n_layers, "vocab_size": 9}
-    assert compared({name: TensorMeta(name, "float32", (4, 4)) for name in names}, config) == ()
+    assert find_differences({name: TensorMeta(name, "float32", (4, 4)) for name in names}, config) == ()
 
 
 def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path: Path) -> None:
@@ -252,10 +252,10 @@ def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path:
             metas[key] = TensorMeta(key, "float8_e4m3fn", (rows, columns))
             metas[f"{key}_scale_inv"] = TensorMeta(f"{key}_scale_inv", "float32", (1, 1))
     stated = {**config, "quantization_config": {"quant_method": "fp8"}}
-    assert compared(metas, stated) == ()
-    assert told(compared(metas, config)) == [("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")]
+    assert find_differences(metas, stated) == ()
+    assert told(find_differences(metas, config)) == [("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")]
     lost = [key for key in metas if key.startswith("model.layers.3.mlp.up_proj.")]
-    assert told(compared(_without(metas, lost), stated)) == [("sisters", "model.layers.3.mlp.up_proj")]
+    assert told(find_differences(_without(metas, lost), stated)) == [("sisters", "model.layers.3.mlp.up_proj")]
 
 
 def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (finding,) = validate(folder).findings
     assert (finding.code, finding.key) == ("CK540", "model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(MissingShardError, match="the layer lacks what 5 others have"):
+    with pytest.raises(MissingShardError, match="missing from this layer, but present in 5 others"):
         run(Job(src=folder, dst=tmp_path / "out", to="hf", fsync=False))
 
 
@@ -273,17 +273,17 @@ def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -
     names = [f"layers.{n}.a{n}.weight" for n in range(2000)]
     metas = {name: TensorMeta(name, "float32", (2,)) for name in names}
     config = {"model_type": "new", "layer_types": [["x"] * 3] * 2000, "indexes": list(range(100_000))}
-    assert compared(metas, config) == ()
+    assert find_differences(metas, config) == ()
     sizes = {"num_attention_heads": list(range(1, 50_000)), "head_dim": list(range(1, 50_000)), "vocab_size": 9}
-    assert compared(metas, config | sizes | {"num_experts": list(range(50_000))}) == ()
+    assert find_differences(metas, config | sizes | {"num_experts": list(range(50_000))}) == ()
 
 
 def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
     """Towers for pictures and sound state key heads that they do not use (hunyuan_vl_vision)."""
     name = "layers.0.self_attn.k_proj.weight"
     config = {"model_type": "new", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    assert compared({name: TensorMeta(name, "float32", (32, 32))}, config) == ()
-    assert told(compared({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})) == [
+    assert find_differences({name: TensorMeta(name, "float32", (32, 32))}, config) == ()
+    assert told(find_differences({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})) == [
         ("shape", name)
     ]
 

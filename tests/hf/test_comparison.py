@@ -18,7 +18,7 @@ from core.convert.run import Job, run
 from core.errors import UnknownTensorError
 from core.hf import to_hf, to_megatron
 from core.hf.name_tables import families
-from core.hf.proof.comparison import compared
+from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from tests.hf.models import (
     COMMON,
@@ -82,9 +82,9 @@ def test_what_transformers_saves_fits_its_configuration(name: str, tmp_path: Pat
     for options in ({}, {"save_original_format": False}) if name in MOE else ({},):
         folder = saved(name, tmp_path / f"model{len(options)}", **options)
         source, config = catalog_of(folder)[1], config_of(folder)
-        assert compared(source.tensors, config) == ()
+        assert find_differences(source.tensors, config) == ()
         back = to_hf(to_megatron(source, config))
-        assert compared(back.tensors, json.loads(back.documents["config.json"])) == ()
+        assert find_differences(back.tensors, json.loads(back.documents["config.json"])) == ()
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
@@ -110,7 +110,7 @@ CLASSES = [
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}], ids=str)
 @pytest.mark.parametrize(("name", "auto_class"), CLASSES)
 def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[str, Any]) -> None:
-    assert compared(*state_of(built(name, auto_class, **changes))) == ()
+    assert find_differences(*state_of(built(name, auto_class, **changes))) == ()
 
 
 @pytest.mark.parametrize("name", families())
@@ -129,31 +129,31 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
         warnings.simplefilter("ignore")
         getattr(transformers, f"AutoModel{head}").from_config(config).save_pretrained(tmp_path)
     metas, stated = dict(catalog_of(tmp_path)[1].tensors), config_of(tmp_path)
-    assert compared(metas, stated) == ()
+    assert find_differences(metas, stated) == ()
     own = [key for key in metas if key.startswith(("score.", "qa_outputs."))]
     assert own
     for key in own:
-        (problem,) = compared(changed(metas, key), stated)
+        (problem,) = find_differences(changed(metas, key), stated)
         assert (problem.kind, problem.key, problem.is_lack) == ("missing", key, True)
     body = next(key for key in metas if key.endswith("layers.1.input_layernorm.weight"))
-    (problem,) = compared(changed(metas, body), stated)
+    (problem,) = find_differences(changed(metas, body), stated)
     assert (problem.kind, problem.key) == ("missing", body)
     if labels:
         for other in ({"id2label": {"0": "a", "1": "b", "2": "c"}}, {"id2label": None, "num_labels": 3}):
-            problems = compared(metas, {**stated, **other})
+            problems = find_differences(metas, {**stated, **other})
             assert [(problem.kind, problem.key) for problem in problems] == [
                 ("shape", key) for key in sorted(own)[::-1]
             ]
     else:
         wide = meta_of("qa_outputs.weight", "float32", 3, 32)
-        assert kinds(compared(changed(metas, x=wide), stated)) == ["shape"]
+        assert kinds(find_differences(changed(metas, x=wide), stated)) == ["shape"]
 
 
 def test_only_a_model_that_answers_questions_may_be_called_a_transformer(llama: tuple[Tensors, dict[str, Any]]) -> None:
     """Of a language model, transformers reads no such names and starts from random weights."""
     metas, config = llama
     renamed = {key.replace("model.", "transformer.", 1): meta for key, meta in metas.items()}
-    assert kinds(compared(renamed, config)) == ["missing"]
+    assert kinds(find_differences(renamed, config)) == ["missing"]
 
 
 @pytest.mark.parametrize("name", families())
@@ -167,7 +167,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name:
         metas, stated = state_of(transformers.AutoModelForCausalLM.from_config(config))
     for absent in ("num_key_value_heads", "head_dim", "q_lora_rank", "first_k_dense_replace", "tie_word_embeddings"):
         stated.pop(absent, None)
-    assert compared(metas, stated) == ()
+    assert find_differences(metas, stated) == ()
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_one_difference_is_one_problem(
     change: Callable[[Tensors], Tensors], kind: str, llama: tuple[Tensors, dict[str, Any]]
 ) -> None:
     metas, config = llama
-    (problem,) = compared(change(metas), config)
+    (problem,) = find_differences(change(metas), config)
     assert problem.kind == kind
     assert problem.key
 
 
 def test_a_layer_that_is_lost_in_the_middle_is_missing_tensor_by_tensor(llama: tuple[Tensors, dict[str, Any]]) -> None:
     metas, config = llama
-    problems = compared(changed(metas, *(key for key in metas if ".layers.1." in key)), config)
+    problems = find_differences(changed(metas, *(key for key in metas if ".layers.1." in key)), config)
     assert kinds(problems) == ["missing"] * 9
 
 
@@ -205,7 +205,7 @@ def test_another_number_of_experts_is_one_problem(name: str, stacked: bool, tmp_
     metas, config = catalog_of(folder)[1].tensors, config_of(folder)
     (stated,) = (n for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in config)
     for count in (3, 6):
-        (problem,) = compared(metas, {**config, stated: count})
+        (problem,) = find_differences(metas, {**config, stated: count})
         assert (problem.kind, problem.expected, problem.found) == ("experts", f"{count} experts", "4")
 
 
@@ -213,29 +213,29 @@ def test_layers_that_are_all_dense_have_no_experts_to_count(tmp_path: Path) -> N
     for count in (3, 8):
         metas, config = state_of(built("deepseek_v3", first_k_dense_replace=count))
         assert config["n_routed_experts"] == 4
-        assert compared(metas, config) == ()
+        assert find_differences(metas, config) == ()
 
 
 def test_an_expert_that_is_lost_is_found(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path / "model")
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
     last = [key for key in metas if ".experts.3." in key]
-    assert kinds(compared(changed(metas, *last), config)) == ["experts"]
-    assert kinds(compared(changed(metas, last[0]), config)) == ["missing"]
+    assert kinds(find_differences(changed(metas, *last), config)) == ["experts"]
+    assert kinds(find_differences(changed(metas, last[0]), config)) == ["missing"]
 
 
 def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) -> None:
     """transformers leaves DeepSeek's multi-token prediction out, whatever the configuration says."""
     folder = saved("deepseek_v3", tmp_path / "model")
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
-    assert compared(metas, {**config, "num_nextn_predict_layers": 1}) == ()
+    assert find_differences(metas, {**config, "num_nextn_predict_layers": 1}) == ()
     body = {key.replace(".2.", ".3.", 1): meta for key, meta in metas.items() if key.startswith("model.layers.2.")}
     added = {key: TensorMeta(key, meta.dtype, meta.shape) for key, meta in body.items()}
     own = (("enorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)), ("shared_head.norm", (32,)))
     added |= {key: TensorMeta(key, "bfloat16", s) for n, s in own for key in [f"model.layers.3.{n}.weight"]}
-    assert compared(metas | added, config) == ()
+    assert find_differences(metas | added, config) == ()
     del added["model.layers.3.hnorm.weight"]
-    assert kinds(compared(metas | added, config)) == ["missing"]
+    assert kinds(find_differences(metas | added, config)) == ["missing"]
 
 
 def test_buffers_of_old_models_and_stored_tied_heads_are_no_problem() -> None:
@@ -243,15 +243,15 @@ def test_buffers_of_old_models_and_stored_tied_heads_are_no_problem() -> None:
     inv_freq = [meta_of(f"model.layers.{n}.self_attn.rotary_emb.inv_freq", "float32", 2) for n in range(3)]
     extra = {meta.key: meta for meta in inv_freq}
     head = {"lm_head.weight": meta_of("lm_head.weight", "bfloat16", 130, 32)}
-    assert compared(metas | extra | head, config) == ()
-    assert compared(changed(metas | extra, "lm_head.weight"), config) == ()
+    assert find_differences(metas | extra | head, config) == ()
+    assert find_differences(changed(metas | extra, "lm_head.weight"), config) == ()
 
 
 def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(llama: tuple[Tensors, dict[str, Any]]) -> None:
     metas, config = llama
-    assert kinds(compared(metas, {**config, "num_hidden_layers": 1 << 30})) == ["layers"]
+    assert kinds(find_differences(metas, {**config, "num_hidden_layers": 1 << 30})) == ["layers"]
     metas, config = state_of(built("mixtral"))
-    assert "experts" in kinds(compared(metas, {**config, "num_local_experts": 1 << 30}))
+    assert "experts" in kinds(find_differences(metas, {**config, "num_local_experts": 1 << 30}))
 
 
 # --- quantized weights, under the names that each tool writes -------------------------------------------------------
@@ -333,18 +333,18 @@ def test_quantized_weights_fit_a_configuration_that_names_their_method(name: str
     folder = saved(name, tmp_path / "model")
     parts, stated = SCHEMES[scheme]
     metas, config = _quantized(dict(catalog_of(folder)[1].tensors), parts), config_of(folder)
-    assert compared(metas, {**config, "quantization_config": stated}) == ()
+    assert find_differences(metas, {**config, "quantization_config": stated}) == ()
     if scheme == "compressed-tensors":
-        assert compared(metas, {**config, "compression_config": stated}) == ()
-    assert kinds(compared(metas, config)) == ["quantization"]
-    assert compared(metas, config, files=["config.json", "quantize_config.json"]) == ()
+        assert find_differences(metas, {**config, "compression_config": stated}) == ()
+    assert kinds(find_differences(metas, config)) == ["quantization"]
+    assert find_differences(metas, config, files=["config.json", "quantize_config.json"]) == ()
 
 
 def test_scales_of_cached_keys_and_values_are_no_problem(llama: tuple[Tensors, dict[str, Any]]) -> None:
     metas, config = llama
     scales = [meta_of(f"model.layers.{n}.self_attn.{part}_scale", "float32", 1) for n in range(3) for part in "kv"]
     config = {**config, "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {}}}
-    assert compared(metas | {meta.key: meta for meta in scales}, config) == ()
+    assert find_differences(metas | {meta.key: meta for meta in scales}, config) == ()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_scales_that_do_not_fit_their_weight_are_found(
     change: Callable[[Tensors], Tensors], text: str, llama: tuple[Tensors, dict[str, Any]]
 ) -> None:
     metas, config = llama
-    (problem,) = compared(change(_quantized(metas, _fp8)), {**config, "quantization_config": SCHEMES["fp8"][1]})
+    (problem,) = find_differences(change(_quantized(metas, _fp8)), {**config, "quantization_config": SCHEMES["fp8"][1]})
     assert problem.kind == "quantization"
     assert re.search(text, problem.message)
 
@@ -371,7 +371,8 @@ def test_wide_weights_under_a_method_that_they_do_not_have_are_found(
     method: str, llama: tuple[Tensors, dict[str, Any]]
 ) -> None:
     metas, config = llama
-    assert kinds(compared(metas, {**config, "quantization_config": {"quant_method": method}})) == ["quantization"]
+    config = {**config, "quantization_config": {"quant_method": method}}
+    assert kinds(find_differences(metas, config)) == ["quantization"]
 
 
 # --- families whose names are not known -------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ def test_families_that_are_not_known_raise_no_alarm(model_type: str) -> None:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = transformers.AutoModel.from_config(config)
-    assert compared(*state_of(model)) == ()
+    assert find_differences(*state_of(model)) == ()
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ def test_sizes_that_every_configuration_states_are_compared(
     config = transformers.AutoConfig.for_model(model_type)
     with torch.device("meta"):
         metas, stated = state_of(transformers.AutoModel.from_config(config))
-    assert kinds(compared(metas, {**stated, **changes})) == ([] if kind is None else [kind])
+    assert kinds(find_differences(metas, {**stated, **changes})) == ([] if kind is None else [kind])
 
 
 @pytest.mark.parametrize("wrapper", ["state_dict.", "module.", "_orig_mod."])
@@ -439,7 +440,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(wrap
     job = Job(src=tmp_path / "x.pt", dst=tmp_path / "out", to="hf", config=tmp_path / "config.json", fsync=False)
     with pytest.raises(UnknownTensorError, match=f"all names begin with '{wrapper}'") as refusal:
         run(job)
-    assert refusal.value.hint == f"take it off with --strip-prefix {wrapper}"
+    assert refusal.value.hint == f"remove it with --strip-prefix {wrapper}"
     run(replace(job, strip_prefix=(wrapper,)))
 
 
@@ -447,13 +448,13 @@ def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> No
     """GLM 4.5 has them behind the others, as DeepSeek-V3 does."""
     metas = {f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)}
     config = {"model_type": "glm4_moe", "vocab_size": 9, "num_hidden_layers": 46, "num_nextn_predict_layers": 1}
-    assert compared(metas, config) == ()
-    assert kinds(compared(metas, {**config, "num_hidden_layers": 44})) == ["layers"]
+    assert find_differences(metas, config) == ()
+    assert kinds(find_differences(metas, {**config, "num_hidden_layers": 44})) == ["layers"]
 
 
 def test_deepseek_is_compared_where_remote_code_is_named() -> None:
     """The published models name code of their own beside the class."""
     metas, config = state_of(built("deepseek_v3", **{**DEEPSEEK, "num_hidden_layers": 2}))
     stated = {**config, "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
-    assert compared(metas, stated) == ()
-    assert kinds(compared(metas, {**stated, "num_hidden_layers": 3})) == ["layers"]
+    assert find_differences(metas, stated) == ()
+    assert kinds(find_differences(metas, {**stated, "num_hidden_layers": 3})) == ["layers"]

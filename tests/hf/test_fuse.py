@@ -66,42 +66,42 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
             for part, share in zip(parts, shares, strict=True)
         ]
     )
-    strips = fuse.by_groups(extents, groups)
+    strips = fuse.interleave_by_group(extents, groups)
     data = {f"part{number}": part for number, part in enumerate(parts)}
     sources = [_pieces(name, len(part), columns, cuts) for name, part in data.items()]
-    assert np.array_equal(_filled(fuse.fused("whole", strips, sources), data, wanted.shape), wanted)
+    assert np.array_equal(_filled(fuse.fuse_parts("whole", strips, sources), data, wanted.shape), wanted)
     pieces = _pieces("whole", len(wanted), columns, cuts)
     for number, part in enumerate(parts):
-        found = fuse.taken_apart("part", strips, number, pieces)
+        found = fuse.take_apart("part", strips, number, pieces)
         assert np.array_equal(_filled(found, {"whole": wanted}, part.shape), part)
 
 
 def test_the_parts_of_one_group_are_one_after_the_other() -> None:
-    assert fuse.by_groups([3, 5], 1) == [fuse.Strip(0, 0, 0, 3), fuse.Strip(1, 0, 3, 5)]
+    assert fuse.interleave_by_group([3, 5], 1) == [fuse.Strip(0, 0, 0, 3), fuse.Strip(1, 0, 3, 5)]
 
 
 def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[4, 3\] rows are not those of 2 groups"):
-        fuse.by_groups([4, 3], 2)
+    with pytest.raises(ValueError, match=r"\[4, 3\] rows do not divide into 2 groups"):
+        fuse.interleave_by_group([4, 3], 2)
 
 
 def test_one_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
     pieces = [Fragment("s", full_box((4, 2, 3)), array, (0, 0, 0))]
-    (found,) = fuse.one_of_stack("e", pieces, 2)
+    (found,) = fuse.take_from_stack("e", pieces, 2)
     assert (found.key, found.box, found.at) == ("e", full_box((2, 3)), (2, 0, 0))
 
 
 def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
     arrays = [StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)]
     pieces = [Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0)) for number, array in enumerate(arrays)]
-    (found,) = fuse.one_of_stack("e", pieces, 3)
+    (found,) = fuse.take_from_stack("e", pieces, 3)
     assert (found.array, found.at) == (arrays[3], (0, 0))
 
 
 def test_regions_without_an_array_stay_so() -> None:
     zero = [Fragment("s", full_box((4, 3)), None, ())]
-    (found,) = fuse.taken_apart("p", fuse.by_groups([1, 3], 1), 1, zero)
+    (found,) = fuse.take_apart("p", fuse.interleave_by_group([1, 3], 1), 1, zero)
     assert (found.array, found.box, found.at) == (None, full_box((3, 3)), ())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks.comparison import against_of
+from core.checks.comparison import read_reference
 from core.convert.run import Job, TopologyChange, run
 from core.files.store import LocalStore
 from core.fingerprint.definition import Fingerprint
@@ -117,7 +117,8 @@ def test_a_single_file_has_its_fingerprints_beside_it(golden: Path, tmp_path: Pa
     manifest = read_manifest(LocalStore(tmp_path), "m.pt.ckpt-manifest.json")
     assert manifest.fingerprints == fingerprints(tmp_path / "m.pt")
     assert (
-        against_of(tmp_path / "m.pt.ckpt-manifest.json", rules=load_rules(None)).fingerprints == manifest.fingerprints
+        read_reference(tmp_path / "m.pt.ckpt-manifest.json", rules=load_rules(None)).fingerprints
+        == manifest.fingerprints
     )
 
 

@@ -41,4 +41,4 @@ def verdict(
         seconds=0.25,
         notes=notes,
     )
-    return Verdict(validation, (acceptance or Acceptance()).judged(found))
+    return Verdict(validation, (acceptance or Acceptance()).judge(found))

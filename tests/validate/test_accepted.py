@@ -8,7 +8,7 @@ import pytest
 
 from core.checks.finding import Finding, Severity
 from core.errors import UsageError
-from core.validate.accepted import Acceptance, Pattern, baseline_text, patterns_of, read_baseline
+from core.validate.accepted import Acceptance, Pattern, baseline_text, parse_patterns, read_baseline
 
 KNOWN = ("CK100", "CK101", "CK201", "CK701")
 
@@ -29,13 +29,13 @@ def made(code: str, severity: Severity = Severity.ERROR, **place: str) -> Findin
     ],
 )
 def test_patterns_are_codes_what_codes_begin_with_and_places(text: str, patterns: list[tuple[str, str | None]]) -> None:
-    assert patterns_of([text], known=KNOWN) == tuple(Pattern(*one) for one in patterns)
+    assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*one) for one in patterns)
 
 
 @pytest.mark.parametrize("text", ["", "101", "CK1011", "E501", "CK101:", "CK101,", "CK9", "CK102", "*.bias"])
 def test_a_pattern_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        patterns_of([text], known=KNOWN)
+        parse_patterns([text], known=KNOWN)
 
 
 def test_a_glob_is_tried_on_file_key_and_rank() -> None:
@@ -56,10 +56,9 @@ def test_findings_are_told_apart_and_the_worst_is_first() -> None:
         made("CK101", file="known"),
         made("CK101", file="new"),
     ]
-    acceptance = Acceptance(
-        ignored=patterns_of(["CK701:*.bias"], known=KNOWN), known=frozenset({made("CK101", file="known").fingerprint})
-    )
-    found = acceptance.judged(findings)
+    ignored = parse_patterns(["CK701:*.bias"], known=KNOWN)
+    acceptance = Acceptance(ignored=ignored, known=frozenset({made("CK101", file="known").fingerprint}))
+    found = acceptance.judge(findings)
     assert [one.key or one.file for one in found.counted] == ["new", "w", "n"]
     assert [one.key for one in found.ignored] == ["a.bias"]
     assert [one.file for one in found.known] == ["known"]
@@ -68,8 +67,8 @@ def test_findings_are_told_apart_and_the_worst_is_first() -> None:
 
 def test_strict_makes_errors_of_warnings_but_not_of_notes() -> None:
     findings = [made("CK201", Severity.NOTE), made("CK101", Severity.WARNING)]
-    assert Acceptance().judged(findings).is_valid
-    strict = Acceptance(is_strict=True).judged(findings)
+    assert Acceptance().judge(findings).is_valid
+    strict = Acceptance(is_strict=True).judge(findings)
     assert not strict.is_valid
     assert [one.severity for one in strict.counted] == [Severity.ERROR, Severity.NOTE]
 
@@ -88,8 +87,8 @@ def test_a_baseline_holds_what_was_found_whatever_the_words(tmp_path: Path) -> N
     known = read_baseline(path)
     assert known == {one.fingerprint for one in findings}
     again = Finding(code="CK201", severity=Severity.WARNING, message="other words", key="k", rank="r", found="9")
-    assert Acceptance(known=known).judged([again]).known == [again]
-    assert Acceptance(known=known).judged([made("CK201", key="k")]).counted
+    assert Acceptance(known=known).judge([again]).known == [again]
+    assert Acceptance(known=known).judge([made("CK201", key="k")]).counted
 
 
 def test_baselines_do_not_depend_on_the_order_of_findings() -> None:

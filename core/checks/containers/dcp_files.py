@@ -1,9 +1,10 @@
 """CK101, CK103, CK106, CK150–CK153: the files of a DCP checkpoint against its ``.metadata``.
 
-Every file that ``.metadata`` names is there and long enough for the items in it. With headers, every item is opened
-where ``.metadata`` says that it lies: it is a whole torch zip, and no two of them overlap. A ``.distcp`` file that
-``.metadata`` does not name is what an earlier save of more ranks left; an empty one is a writer's that had nothing to
-write (torch 2.13 ``filesystem.py`` opens a file for every bucket).
+Every file that ``.metadata`` names must exist and be long enough for its items. From the headers
+level on, every item is opened where ``.metadata`` places it: it must be a complete torch zip, and
+no two items may overlap. A ``.distcp`` file that ``.metadata`` does not name is left over from an
+earlier save with more ranks; an empty one belongs to a writer that had nothing to write (torch 2.13
+``filesystem.py`` opens a file for every bucket).
 
 Source: ``core.formats.dcp.format``; torch 2.13.
 """
@@ -15,11 +16,11 @@ from contextlib import suppress
 from itertools import pairwise
 
 from core.checks.check import Check
-from core.checks.containers.torch_zips import check_records, descriptors, opened
+from core.checks.containers.torch_zips import check_descriptors, check_records, open_archive
 from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.checks.problems import finding_of, problems_of
+from core.checks.problems import collect_problems, finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, UnsafeError
 from core.formats.dcp.columns import DcpItem, DcpMetadata
@@ -33,55 +34,60 @@ _FORMATS = ("dcp", "torch_dist")
 _SUFFIX = ".distcp"
 
 
-def data_files(subject: Subject) -> Iterator[Finding]:
-    """CK101, CK103, CK106, CK110, CK150: what ``.metadata`` names is there, and nothing else."""
+def check_data_files(subject: Subject) -> Iterator[Finding]:
+    """Check that the files named by ``.metadata`` exist and no others do.
+
+    Codes: CK101, CK103, CK106, CK110, CK150.
+    """
     problems: list[CheckpointingException] = []
     facts = None if subject.catalog is None else subject.catalog.facet(DcpFacts)
-    if facts is None:
+    if facts is not None:
+        names: Sequence[str] = facts.item_files
+        orphans = facts.orphans
+    else:
+        # The metadata could not be read as a whole, so read it leniently and compare the files with what remains.
         if any(subject.files.get(name) == 0 for name in metadata_files(subject.store)):
             return
         try:
-            metadata = _metadata(subject, problems.append)
-        except MissingShardError as err:
-            if err.key is not None:  # one of its chunks; that .metadata itself is missing is an unfinished save
+            metadata = _read_metadata(subject, problems.append)
+        except CheckpointingException as err:
+            # A missing .metadata means an unfinished save (CK515); a missing part of it is reported here.
+            if not isinstance(err, MissingShardError) or err.key is not None:
                 yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
             return
-        except CheckpointingException as err:
-            yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
-            return
-        named: Sequence[str] = metadata.files
-        for problem in problems_of(lambda report: check_files(subject.store, metadata, report=report)):
-            yield _lost(subject, problem)
-        orphans = metadata.orphans
-    else:
-        named, orphans = facts.item_files, facts.orphans
+        names, orphans = metadata.files, metadata.orphans
+        yield from _missing_files(subject, metadata)
+
     if orphans:
         yield DCP_ORPHAN.finding(
-            f"{len(orphans)} keys have stored items that no entry refers to",
+            f"no entry refers to the stored items of {len(orphans)} keys",
             file=METADATA,
             key=orphans[0],
             expected="an entry for each item",
-            found="items alone",
+            found="items without an entry",
         )
-    outside = [err for err in problems if isinstance(err, UnsafeError)]
-    if outside:
-        yield finding_of(outside[0], default=DCP_METADATA, file=METADATA, expected="names inside", found=len(outside))
-    if not any(err.rule == "dcp.items" for err in problems):  # else a name that is not understood may be this one
-        yield from _unnamed(subject, set(named))
+    unsafe = [err for err in problems if isinstance(err, UnsafeError)]
+    if unsafe:
+        yield finding_of(
+            unsafe[0], default=DCP_METADATA, file=METADATA, expected="names inside the checkpoint", found=len(unsafe)
+        )
+    # If an item's file name could not be read, a file that seems unreferenced may be the one.
+    if not any(err.rule == "dcp.items" for err in problems):
+        yield from _unreferenced_files(subject, set(names))
 
 
-def _metadata(subject: Subject, report: Report) -> DcpMetadata:
-    """What ``.metadata`` says, without entries that make no sense, which have checks of their own.
+def _read_metadata(subject: Subject, report: Report) -> DcpMetadata:
+    """Return ``.metadata`` without invalid entries, which other checks report.
 
     Args:
-        report: told of what is left out.
+        report: called with an error for each entry left out.
 
     Raises:
-        CheckpointingException: it is absent, or nothing of it can be read.
+        CheckpointingException: the file is missing, or nothing of it can be read.
     """
-    known = subject.failure if subject.catalog is None else None
-    if known is not None and known.file in metadata_files(subject.store) and not _is_of_an_entry(known):
-        raise known  # it would end so again
+    failure = subject.failure if subject.catalog is None else None
+    if failure is not None and failure.file in metadata_files(subject.store) and not _is_of_an_entry(failure):
+        raise failure  # a second attempt would fail the same way
     try:
         return stated_metadata(subject.store)
     except CheckpointingException as err:
@@ -91,49 +97,54 @@ def _metadata(subject: Subject, report: Report) -> DcpMetadata:
 
 
 def _is_of_an_entry(err: CheckpointingException) -> bool:
+    """Return whether an error concerns single entries of ``.metadata``, not the whole file."""
     return (err.rule or "").startswith("dcp.")
 
 
-def _lost(subject: Subject, err: CheckpointingException) -> Finding:
-    size = subject.files.get(err.file or "")
-    expected = f"at least {err.span[1]} bytes" if isinstance(err, TruncatedError) and err.span else "the file"
-    return finding_of(
-        err, default=DCP_METADATA, expected=expected, found="no such file" if size is None else f"{size} bytes"
-    )
+def _missing_files(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
+    """Report files that are missing or too short for their items."""
+    for err in collect_problems(lambda report: check_files(subject.store, metadata, report=report)):
+        size = subject.files.get(err.file or "")
+        yield finding_of(
+            err,
+            default=DCP_METADATA,
+            expected=f"at least {err.span[1]} bytes" if isinstance(err, TruncatedError) and err.span else "the file",
+            found="no such file" if size is None else f"{size} bytes",
+        )
 
 
-def _unnamed(subject: Subject, named: set[str]) -> Iterator[Finding]:
+def _unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Finding]:
+    """Report ``.distcp`` files that ``.metadata`` does not name; empty ones only as notes."""
     for name, size in subject.files.items():
-        if name.endswith(_SUFFIX) and name not in named:
+        if name.endswith(_SUFFIX) and name not in referenced:
             yield EXTRA.finding(
-                f"{METADATA} does not name the file" + ("" if size else ", which is empty"),
+                f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
                 file=name,
-                expected="a file that is named",
-                found=f"{size} bytes that nothing refers to",
+                expected="a file that .metadata refers to",
+                found=f"{size} unreferenced bytes",
                 severity=None if size else Severity.NOTE,
             )
 
 
-def items(subject: Subject) -> Iterator[Finding]:
-    """CK151, CK152: items lie where ``.metadata`` says, and do not overlap."""
+def check_items(subject: Subject) -> Iterator[Finding]:
+    """Check that items lie where ``.metadata`` places them and do not overlap (CK151, CK152)."""
     try:
-        metadata = _metadata(subject, lambda problem: None)
+        metadata = _read_metadata(subject, lambda problem: None)
     except CheckpointingException:
-        return  # said by ``data_files``
-    with suppress(CheckpointingException):  # a file is missing, or kept the checkpoint from being opened
+        return  # reported by ``check_data_files``
+    with suppress(CheckpointingException):  # a missing file, or one that kept the checkpoint from being opened
         metadata = with_raw_files(subject.store, metadata)
-    whole = [item for item in _items(metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]
-    for key, item in whole:
-        yield from _item(subject, key, item)
+    for key, item in _zip_items(metadata):
+        if item.offset + item.n_bytes <= subject.files.get(item.file, -1):
+            yield from _check_item(subject, key, item)
     yield from _overlaps(metadata)
 
 
-def _size(subject: Subject, item: DcpItem) -> int:
-    return subject.files.get(item.file, -1)
+def _zip_items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
+    """Yield (key, item) for every item stored as a torch zip.
 
-
-def _items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
-    """(key, item) of everything that is stored as a torch zip; the others have checks of their own."""
+    Other kinds have checks of their own.
+    """
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
             if row not in metadata.descriptors and metadata.file_index[row] not in metadata.raw_files:
@@ -143,51 +154,59 @@ def _items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
             yield key, item
 
 
-def _item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
+def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
+    """Check that one item is an intact torch zip."""
     store = subject.store
     archives: list[Archive] = []
 
-    def look(report: Report) -> None:
-        archive, is_whole = opened(store, item.file, report, start=item.offset, n_bytes=item.n_bytes)
-        if is_whole:
+    def read_item(report: Report) -> None:
+        archive, is_complete = open_archive(store, item.file, report, start=item.offset, n_bytes=item.n_bytes)
+        if is_complete:
             check_kind(archive)
         check_records(store, archive, report, reads=True)
         archives.append(archive)
 
-    problems = problems_of(look)
+    problems = collect_problems(read_item)
     for err in problems:
         yield finding_of(
             err,
             default=DCP_ITEM,
-            code=DCP_ITEM if err.rule in (None, "zip.directory") else None,  # no zip begins or ends there
+            code=DCP_ITEM if err.rule in (None, "zip.directory") else None,  # no zip begins or ends at these bytes
             file=item.file,
             key=key,
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
         )
     if not problems:
-        yield from descriptors(store, archives[0], keys_of=lambda record: (key,))
+        yield from check_descriptors(store, archives[0], keys_of=lambda record: (key,))
 
 
 def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
-    placed = [
+    """Report items that share bytes.
+
+    Items at identical positions are one item with several entries.
+    """
+    items = [
         (metadata.files[file], offset, n_bytes, row)
         for row, (file, offset, n_bytes) in enumerate(
             zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True)
         )
         if n_bytes
     ]
-    number = len(placed)
-    placed += [(item.file, item.offset, item.n_bytes, number + n) for n, item in enumerate(metadata.objects.values())]
-    placed.sort()
-    for before, after in pairwise(placed):
+    # Sort all items by file and position, then compare neighbours; the last field only breaks ties.
+    n_tensor_items = len(items)
+    items += [
+        (item.file, item.offset, item.n_bytes, n_tensor_items + n) for n, item in enumerate(metadata.objects.values())
+    ]
+    items.sort()
+    for before, after in pairwise(items):
         if before[0] == after[0] and before[1] + before[2] > after[1] and before[1:3] != after[1:3]:
             yield DCP_OVERLAP.finding(
-                "two items share bytes",
+                "two items overlap",
                 file=after[0],
                 span=(after[1], before[1] + before[2]),
-                expected=f"an item that begins at byte {before[1] + before[2]} or later",
+                expected=f"an item that starts at byte {before[1] + before[2]} or later",
                 found=f"one at byte {after[1]}",
             )
 
 
-CHECKS = (Check(data_files, formats=_FORMATS), Check(items, Level.HEADERS, formats=_FORMATS))
+CHECKS = (Check(check_data_files, formats=_FORMATS), Check(check_items, Level.HEADERS, formats=_FORMATS))

@@ -1,10 +1,11 @@
-"""CK101–CK110: the files themselves, by names, sizes and the first bytes of small ones; whatever the format.
+"""CK101–CK110: the files themselves: names, sizes and the first bytes of small ones.
 
-What a missing or shortened file means is found by the checks of the format; here is what needs no metadata: entries
-that are no regular files, empty ones, pointers and error pages that were saved in place of a file, and what unfinished
-writes and copies leave behind.
+What a missing or shortened file means is for the checks of the format. This module needs no
+metadata: it finds entries that are not regular files, empty files, pointers and error pages saved
+in place of a file, and leftovers of unfinished writes and copies.
 
-Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS specification 1.
+Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS
+specification 1.
 """
 
 from __future__ import annotations
@@ -26,87 +27,88 @@ CODES = ALL
 DATA = re.compile(
     r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
 )
-"""Files that hold something if they are there. Chunks of zarr arrays have a check of their own."""
+"""Files that should not be empty. Chunks of zarr arrays have a check of their own."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
-"""torch gives a writer without items a file all the same; whether one should hold items, ``.metadata`` says."""
+"""torch creates a file even for a writer without items; ``.metadata`` tells which files hold
+some.
+"""
 _LEFT_OVER = re.compile(
     r"\.(tmp|temp|part|partial|incomplete|crdownload|aria2|filepart|download)(\.[0-9]+)?$"
     r"|^\..*\.?(safetensors|bin|pt|pth|distcp|json|metadata|zarray)\.[A-Za-z0-9]{6}$"
     r"|^\.nfs[0-9a-f]{8,}$"
 )
-"""By suffix; rsync's ``.NAME.XXXXXX``; what NFS keeps of a file that was removed while it was open."""
+"""By suffix; rsync's ``.NAME.XXXXXX``; NFS files that were removed while open."""
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
 _WEIGHTS = re.compile(r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
-"""Files that are never text; other names may be those of anything."""
+"""Files that are never text; other names may hold anything."""
 _PAGE_BYTES = 1 << 20
-"""No page of a server is longer."""
+"""Upper limit for the size of a server's error page."""
 
 
-def regular(subject: Subject) -> Iterator[Finding]:
-    """CK104, CK105: everything is a file or a directory, and can be listed."""
-    for name, what in subject.tree.irregular.items():
-        if "cannot be" in what:
-            yield UNREADABLE_FILE.finding(f"{what}", file=name or None, found=what)
+def check_regular_files(subject: Subject) -> Iterator[Finding]:
+    """Check that every entry is a file or a directory, and can be listed (CK104, CK105)."""
+    for name, kind in subject.tree.irregular.items():
+        if "cannot be" in kind:
+            yield UNREADABLE_FILE.finding(kind, file=name or None, found=kind)
             continue
-        is_harmless = what == REPEATED_LINK or (what == BROKEN_LINK and not DATA.search(name))
+        is_harmless = kind == REPEATED_LINK or (kind == BROKEN_LINK and not DATA.search(name))
         severity = Severity.NOTE if is_harmless else None
-        yield IRREGULAR.finding(f"it is {what}", file=name, expected="a regular file", found=what, severity=severity)
+        yield IRREGULAR.finding(f"it is {kind}", file=name, expected="a regular file", found=kind, severity=severity)
 
 
-def empty(subject: Subject) -> Iterator[Finding]:
-    """CK102: files that hold something by their names have bytes."""
+def check_empty_files(subject: Subject) -> Iterator[Finding]:
+    """Report empty files whose names promise content (CK102)."""
     for name, size in subject.files.items():
-        if size == 0 and DATA.search(name) and not _MAY_BE_EMPTY.search(name) and not _is_in_lock(name):
+        # Megatron's zarr backend leaves empty lock files below folders NAME.sync.
+        is_in_lock = any(part.endswith(".sync") for part in name.split("/"))
+        if size == 0 and DATA.search(name) and not _MAY_BE_EMPTY.search(name) and not is_in_lock:
             yield EMPTY.finding("the file is empty", file=name, expected="at least 1 byte", found="0 bytes")
 
 
-def _is_in_lock(name: str) -> bool:
-    return any(part.endswith(".sync") for part in name.split("/"))  # left by Megatron's zarr backend
-
-
-def own_kind(subject: Subject) -> Iterator[Finding]:
-    """CK108: weights are no Git LFS pointers, and no pages that a server sent instead."""
+def check_file_kinds(subject: Subject) -> Iterator[Finding]:
+    """Report Git LFS pointers and error pages of servers saved in place of weights (CK108)."""
     for name, size in subject.files.items():
         if not 0 < size <= _PAGE_BYTES or not DATA.search(name) or name.endswith(".json"):
             continue
         try:
             head = subject.store.read(name, 0, min(size, HEAD_BYTES))
         except CheckpointingException:
-            continue  # said by the check that needs the file
+            continue  # the check that needs the file reports it
         substitute = substitute_of(head)
         if substitute is not None and (substitute.is_download or _WEIGHTS.search(name)):
             yield NOT_ITS_KIND.finding(
                 substitute.title,
                 file=name,
-                expected="the file itself",
+                expected="the actual file",
                 found=repr(head[:24].decode("utf-8", "replace")),
                 hint=substitute.hint,
             )
 
 
-def left_overs(subject: Subject) -> Iterator[Finding]:
-    """CK107: no unfinished write or copy, inside or right beside the checkpoint."""
+def find_leftovers(subject: Subject) -> Iterator[Finding]:
+    """Report unfinished writes and copies, inside and right next to the checkpoint (CK107)."""
     for folder in subject.tree.folders:
         if _STAGES.match(folder.rpartition("/")[2]):
-            yield _left("an unfinished write of this toolkit", folder)
+            yield _leftover("unfinished output of ckpt", folder)
     for name in subject.files:
         if any(_STAGES.match(part) for part in name.split("/")[:-1]):
             continue
         if _LEFT_OVER.search(name.rpartition("/")[2]):
-            yield _left("the name is that of an unfinished write or copy", name)
+            yield _leftover("the name is typical of an unfinished write or copy", name)
     stage = stage_dir_of(subject.path)
     if stage.is_dir():
         yield LEFT_OVER.finding(
-            "an unfinished write to this destination lies beside it",
+            "an unfinished write to this path lies next to it",
             file=f"../{stage.name}",
             expected="nothing",
             found="an unfinished stage",
-            hint="run the same command again, with --resume to continue it, or remove it if nobody writes it",
+            hint="rerun the same command, with --resume to continue it, or remove it if nothing is writing it",
         )
 
 
-def _left(message: str, name: str) -> Finding:
-    return LEFT_OVER.finding(message, file=name, expected="nothing", found="a left-over")
+def _leftover(message: str, name: str) -> Finding:
+    """Return the finding for a leftover inside the checkpoint."""
+    return LEFT_OVER.finding(message, file=name, expected="nothing", found="a leftover")
 
 
-CHECKS = (Check(regular), Check(empty), Check(own_kind), Check(left_overs))
+CHECKS = (Check(check_regular_files), Check(check_empty_files), Check(check_file_kinds), Check(find_leftovers))

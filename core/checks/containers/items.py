@@ -1,8 +1,9 @@
-"""CK207–CK209: is what a file holds the tensor, or the object, that the metadata says?
+"""CK207–CK209: stored items against the metadata.
 
-DCP's ``.metadata`` states dtype and shape of every chunk, and so does the item in the file, which also states strides
-and the length of its storage. Items are torch zips; their own structure is for other checks. An object's item is read
-as a conversion reads it: what that refuses is found here.
+DCP's ``.metadata`` states dtype and shape of every chunk, and so does the item in the file, which
+also states strides and the length of its storage. Items are torch zips, whose structure other
+checks cover. An object's item is read the way a conversion reads it, to find what a conversion
+would refuse.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from core.pickle.inert import PLAIN, walk
 DIFFERS = Code(
     "CK207",
     Severity.ERROR,
-    "a stored item is not the chunk of the metadata",
-    "use another checkpoint: .metadata and data files are of different saves, or one was edited",
+    "a stored item does not match the metadata",
+    "use another checkpoint: .metadata and data files come from different saves, or one was edited",
     Level.HEADERS,
 )
 UNFIT = Code(
@@ -49,8 +50,8 @@ CODES = (DIFFERS, UNFIT, OBJECT)
 _FORMATS = ("dcp", "torch_dist")
 
 
-def as_stated(subject: Subject) -> Iterator[Finding]:
-    """Compares dtype and shape of every item with the metadata, and its strides with its storage."""
+def check_tensor_items(subject: Subject) -> Iterator[Finding]:
+    """Compare dtype and shape of every item with the metadata, and its strides with its storage."""
     catalog = subject.salvaged.catalog
     if catalog is None:
         return
@@ -58,26 +59,27 @@ def as_stated(subject: Subject) -> Iterator[Finding]:
         for fragment in catalog.fragments(key):
             array = fragment.array
             if array is not None and array.extent.is_late:
-                yield from _of_item(subject, key, array)
+                yield from _check_item(subject, key, array)
 
 
-def _of_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding]:
+def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding]:
+    """Check one tensor item (CK207, CK208)."""
     extent = array.extent
     assert extent.item_bytes is not None
     span = (extent.offset, extent.offset + extent.item_bytes)
     if subject.files.get(extent.file, 0) < span[1]:
-        return  # the file is absent or too short, which is found where files are looked at
+        return  # missing or truncated file: the checks of files report it
     try:
         dtype, shape = stored_tensor(subject.store, array)
         if dtype == array.dtype and shape == array.shape:
             item_location(subject.store, array)
             return
     except CheckpointingException as err:
-        if not subject.is_explained(extent.file, span):
+        if not subject.is_covered_by_finding(extent.file, span):
             yield UNFIT.finding(err.message, file=extent.file, key=key, span=span, hint=err.hint)
         return
     yield DIFFERS.finding(
-        "the file holds another tensor than the metadata says",
+        "dtype or shape of the stored tensor does not match the metadata",
         file=extent.file,
         key=key,
         span=span,
@@ -86,8 +88,8 @@ def _of_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding
     )
 
 
-def objects(subject: Subject) -> Iterator[Finding]:
-    """Read every object that is stored as a stream of its own."""
+def check_object_items(subject: Subject) -> Iterator[Finding]:
+    """Read every object that is stored as a stream of its own (CK209)."""
     catalog = subject.salvaged.catalog
     if catalog is None:
         return
@@ -97,18 +99,21 @@ def objects(subject: Subject) -> Iterator[Finding]:
             continue
         file, span = array.extent.file, (array.extent.offset, array.extent.offset + array.n_bytes)
         if subject.files.get(file, 0) < span[1]:
-            continue  # as for chunks
+            continue  # missing or truncated file: the checks of files report it
         try:
             value, _ = load_object(subject.store, array, key=key)
         except CheckpointingException as err:
-            if not subject.is_explained(file, span):
+            if not subject.is_covered_by_finding(file, span):
                 yield finding_of(err, default=OBJECT, file=file, key=key)
             continue
         yield from _unknown_storages(value, key=key, file=file)
 
 
-def storages(subject: Subject) -> Iterator[Finding]:
-    """Find tensors whose storage has an element type that is not known; torch could not make them either."""
+def check_storages(subject: Subject) -> Iterator[Finding]:
+    """Report tensors whose storage has an unknown element type.
+
+    Torch could not load them either.
+    """
     catalog = subject.catalog
     for key, item in {} if catalog is None else catalog.objects.items():
         if item.raw_key is None and type(item.value) not in PLAIN:
@@ -116,19 +121,20 @@ def storages(subject: Subject) -> Iterator[Finding]:
 
 
 def _unknown_storages(value: object, *, key: str, file: str | None) -> Iterator[Finding]:
+    """Report the unknown storage types in an object."""
     names = sorted({kind.name for node in walk(value) if (kind := unknown_storage(node)) is not None})
     if names:
         yield NOT_HANDLED.finding(
-            "a tensor has a storage of an element type that is not known",
+            "the storage of a tensor has an unknown element type",
             file=file,
             key=key,
-            expected="a storage of torch's",
+            expected="a torch storage type",
             found=", ".join(names[:3]),
         )
 
 
 CHECKS = (
-    Check(as_stated, level=Level.HEADERS, formats=_FORMATS),
-    Check(objects, level=Level.HEADERS, formats=_FORMATS),
-    Check(storages),
+    Check(check_tensor_items, level=Level.HEADERS, formats=_FORMATS),
+    Check(check_object_items, level=Level.HEADERS, formats=_FORMATS),
+    Check(check_storages),
 )

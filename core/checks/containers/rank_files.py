@@ -1,10 +1,11 @@
-"""CK101, CK160, CK161: every rank's files are there, for the parallel sizes that the files themselves state.
+"""CK101, CK160, CK161: the files of every rank exist, for the parallel sizes that the files state.
 
-Megatron: the training arguments of any rank file tell the rank directories of the run, also where others are missing or
-damaged. DeepSpeed: the optimizer's files state how many ranks there are. A universal checkpoint has one directory a
-parameter, each with its fp32 master.
+Megatron: the training arguments in any rank file determine the rank directories of the run, even if
+others are missing or damaged. DeepSpeed: the optimizer files state the number of ranks. A universal
+checkpoint has one directory per parameter, each with its fp32 master weight.
 
-Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``, ``core.formats.deepspeed.universal.format``.
+Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
+``core.formats.deepspeed.universal.format``.
 """
 
 from __future__ import annotations
@@ -37,45 +38,50 @@ _MODEL = re.compile(r"mp_rank_\d{2,6}_model_states\.pt$")
 _MOST_RANKS = 1 << 20
 
 
-def megatron(subject: Subject) -> Iterator[Finding]:
-    """Rank directories and their files."""
+def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
+    """Check the rank directories of a Megatron checkpoint and their files."""
     folders = [name for name in subject.tree.folders if _RANK_DIR.match(name)]
-    for folder in folders if subject.catalog is None else ():
-        if f"{folder}/{MODEL_FILE}" not in subject.files and not any(
-            f"{folder}/{n}" in subject.files for n in _OLD_FILES
-        ):
-            yield MISSING.finding(
-                "the rank's file is not there",
-                file=f"{folder}/{MODEL_FILE}",
-                rank=folder,
-                expected=MODEL_FILE,
-                found="no such file",
-            )
-    if not folders:
-        return
-    args = _args(subject, folders)
+    if subject.catalog is None:
+        yield from _missing_model_files(subject, folders)
+    args = _read_args(subject, folders) if folders else None
     if args is None:
         return
     try:
         topology = topology_of(args, file=MODEL_FILE)
         allowed = rank_dirs(
-            topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1
+            topology,
+            world_size=_int_argument(args, "world_size"),
+            cp=_int_argument(args, "context_parallel_size") or 1,
         )
     except CheckpointingException:
-        return  # sizes that no checkpoint can have: the layout's checks say so
+        return  # impossible sizes: the checks of the layout report them
     if subject.catalog is None:
-        yield from _directories(set(folders), [set(names) for names in allowed], topology)
+        yield from _check_rank_dirs(set(folders), [set(names) for names in allowed], topology)
     if topology.ep == 1:
-        yield from _optimizers(subject, folders)
+        yield from _check_optimizer_files(subject, folders)
 
 
-def _number(args: object, name: str) -> int | None:
+def _missing_model_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+    """Report rank directories without a model file of a current or an old Megatron version."""
+    for folder in folders:
+        if not any(f"{folder}/{name}" in subject.files for name in (MODEL_FILE, *_OLD_FILES)):
+            yield MISSING.finding(
+                "the model file of the rank is missing",
+                file=f"{folder}/{MODEL_FILE}",
+                rank=folder,
+                expected=MODEL_FILE,
+                found="no such file",
+            )
+
+
+def _int_argument(args: object, name: str) -> int | None:
+    """Return an integer training argument; None if it is missing or not an integer."""
     value = fields_of(args).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _args(subject: Subject, folders: list[str]) -> object:
-    """The training arguments of the first rank whose file can be read."""
+def _read_args(subject: Subject, folders: list[str]) -> object:
+    """Return the training arguments of the first rank whose file can be read."""
     if subject.catalog is not None:
         return subject.catalog.args
     for folder in folders:
@@ -91,35 +97,35 @@ def _args(subject: Subject, folders: list[str]) -> object:
     return None
 
 
-def _directories(found: set[str], allowed: list[set[str]], topology: Topology) -> Iterator[Finding]:
-    """CK160, CK161, against the set of directories that is nearest."""
-    expected = max(allowed, key=lambda names: (len(names & found), -len(names)))
-    for name in sorted(expected - found):
+def _check_rank_dirs(folders: set[str], allowed: list[set[str]], topology: Topology) -> Iterator[Finding]:
+    """Compare the rank directories with the most similar of the sets that the sizes allow."""
+    expected = max(allowed, key=lambda names: (len(names & folders), -len(names)))
+    for name in sorted(expected - folders):
         yield RANK_MISSING.finding(
-            f"the training arguments say {topology}, but the directory of this rank is not there",
+            f"the training arguments state {topology}, but the directory of this rank is missing",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",
-            found=f"{len(expected & found)} of them",
+            found=f"{len(expected & folders)} of them",
         )
-    for name in sorted(found - set().union(*allowed)):
+    for name in sorted(folders - set().union(*allowed)):
         yield RANK_EXTRA.finding(
-            f"the training arguments say {topology}, in which there is no such rank",
+            f"the training arguments state {topology}, which has no such rank",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",
-            found=f"{len(found)}",
+            found=f"{len(folders)}",
         )
 
 
-def _optimizers(subject: Subject, folders: list[str]) -> Iterator[Finding]:
-    """All ranks have a distributed optimizer's file, or none."""
-    lacking = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
-    if len(lacking) == len(folders):
+def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+    """Check that either all ranks or none have a file of the distributed optimizer."""
+    incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
+    if len(incomplete) == len(folders):
         return
-    for folder in lacking:
+    for folder in incomplete:
         yield MISSING.finding(
-            "other ranks have a file of the distributed optimizer, this one has none",
+            "the distributed optimizer file of this rank is missing; other ranks have one",
             file=f"{folder}/{OPTIM_FILE}",
             rank=folder,
             expected=OPTIM_FILE,
@@ -127,29 +133,32 @@ def _optimizers(subject: Subject, folders: list[str]) -> Iterator[Finding]:
         )
 
 
-def deepspeed(subject: Subject) -> Iterator[Finding]:
-    """Files of data-parallel ranks."""
+def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
+    """Check that the files of all data-parallel ranks exist."""
     if subject.catalog is not None:
         return
-    optim = _series(subject, _OPTIM)
-    models = _series(subject, _ZERO_MODEL)
-    n_ranks = _stated_ranks(subject, list(optim.values()))
-    for files, what in ((optim, "optimizer"), (models, "model")):
+    optim = _files_by_rank(subject, _OPTIM)
+    models = _files_by_rank(subject, _ZERO_MODEL)
+    n_ranks = _count_ranks(subject, list(optim.values()))
+    for files, kind in ((optim, "optimizer"), (models, "model")):
         if files:
-            yield from _gaps(files, what, n_ranks=n_ranks if what == "optimizer" or n_ranks is None else len(optim))
+            yield from _missing_ranks(
+                files, kind, n_ranks=n_ranks if kind == "optimizer" or n_ranks is None else len(optim)
+            )
     if optim and not models and not any(map(_MODEL.match, subject.files)):
         name = "mp_rank_00_model_states.pt"
         yield MISSING.finding(
-            "the model file is not there, which names the parameters", file=name, expected=name, found="no such file"
+            "the model file, which names the parameters, is missing", file=name, expected=name, found="no such file"
         )
 
 
-def _series(subject: Subject, pattern: re.Pattern[str]) -> dict[int, str]:
-    return {int(found[2]): name for name in subject.files if (found := pattern.match(name))}
+def _files_by_rank(subject: Subject, pattern: re.Pattern[str]) -> dict[int, str]:
+    """Return rank → file name, for the files whose names match."""
+    return {int(match[2]): name for name in subject.files if (match := pattern.match(name))}
 
 
-def _stated_ranks(subject: Subject, files: list[str]) -> int | None:
-    """How many data-parallel ranks there are by most of the optimizer's files."""
+def _count_ranks(subject: Subject, files: list[str]) -> int | None:
+    """Return the number of data-parallel ranks that most of the first optimizer files state."""
     votes: Counter[int] = Counter()
     for name in files[:3]:
         try:
@@ -159,13 +168,14 @@ def _stated_ranks(subject: Subject, files: list[str]) -> int | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _gaps(files: Mapping[int, str], what: str, *, n_ranks: int | None) -> Iterator[Finding]:
+def _missing_ranks(files: Mapping[int, str], kind: str, *, n_ranks: int | None) -> Iterator[Finding]:
+    """Report the ranks without a file of one kind."""
     total = min(max(n_ranks or 0, max(files) + 1), _MOST_RANKS)
     like = next(iter(files.values()))
     for rank in range(total):
         if rank not in files:
             yield RANK_MISSING.finding(
-                f"the {what} file of data-parallel rank {rank} is not there",
+                f"the {kind} file of data-parallel rank {rank} is missing",
                 file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like),
                 rank=str(rank),
                 expected=f"files of {total} ranks",
@@ -173,34 +183,42 @@ def _gaps(files: Mapping[int, str], what: str, *, n_ranks: int | None) -> Iterat
             )
 
 
-def universal(subject: Subject) -> Iterator[Finding]:
-    """A universal checkpoint: its model and optimizer files, and what every parameter's directory has."""
-    models = _series(subject, _ZERO_MODEL)
+def check_universal_files(subject: Subject) -> Iterator[Finding]:
+    """Check the files of a universal checkpoint, in each parameter's directory as well."""
+    models = _files_by_rank(subject, _ZERO_MODEL)
     if models:
-        yield from _gaps(models, "model", n_ranks=None)
+        yield from _missing_ranks(models, "model", n_ranks=None)
     elif not any(map(_MODEL.match, subject.files)):
-        yield _lacks("mp_rank_00_model_states.pt", "no file says what the model's state is", found="no model file")
+        yield _missing_file(
+            "mp_rank_00_model_states.pt", "the file with the model's state is missing", found="no model file"
+        )
     if "zero/optimizer_state.pt" not in subject.files:
-        yield _lacks("zero/optimizer_state.pt", "the optimizer's groups are not there", found="no such file")
-    held: dict[str, set[str]] = {
+        yield _missing_file(
+            "zero/optimizer_state.pt", "the file with the optimizer's groups is missing", found="no such file"
+        )
+    # Compare the files in each parameter's directory with those that it should have.
+    contents: dict[str, set[str]] = {
         name: set() for name in subject.tree.folders if name.startswith("zero/") and name.count("/") == 1
     }
     for path in subject.files:
         folder, _, name = path.rpartition("/")
-        if folder in held and name.endswith(".pt"):
-            held[folder].add(name)
-    for folder, name in lacking_files(held):
+        if folder in contents and name.endswith(".pt"):
+            contents[folder].add(name)
+    for folder, name in lacking_files(contents):
         key = folder.removeprefix("zero/")
-        found = ", ".join(sorted(held[folder])) or "nothing"
-        yield _lacks(f"{folder}/{name}", "the parameter's directory lacks the file", found=found, key=key)
+        present = ", ".join(sorted(contents[folder])) or "nothing"
+        yield _missing_file(
+            f"{folder}/{name}", "a file is missing from the parameter's directory", found=present, key=key
+        )
 
 
-def _lacks(file: str, message: str, *, found: str, key: str | None = None) -> Finding:
+def _missing_file(file: str, message: str, *, found: str, key: str | None = None) -> Finding:
+    """Return the finding for a missing file of a universal checkpoint."""
     return MISSING.finding(message, file=file, key=key, expected=file.rpartition("/")[2], found=found)
 
 
 CHECKS = (
-    Check(megatron, formats=("megatron",)),
-    Check(deepspeed, formats=("deepspeed",)),
-    Check(universal, formats=("deepspeed_universal",)),
+    Check(check_megatron_ranks, formats=("megatron",)),
+    Check(check_deepspeed_ranks, formats=("deepspeed",)),
+    Check(check_universal_files, formats=("deepspeed_universal",)),
 )

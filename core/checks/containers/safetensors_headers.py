@@ -1,8 +1,9 @@
-"""CK103, CK130–CK135: safetensors files, each by itself.
+"""CK103, CK130–CK135: safetensors files, each on its own.
 
-A header says everything about its file: its length, the names, and that the tensors follow each other without hole or
-overlap up to the file's end. Where the checkpoint's metadata could be read, all of this holds for the files that count,
-and only with headers the others are opened as well; where not, every file is.
+A header describes its file completely: its length, the tensor names, and that the tensors follow
+each other without gap or overlap up to the end of the file. If the checkpoint's metadata could be
+read, the headers of its own files are known to be valid; other files are opened from the headers
+level on. Otherwise every file is opened.
 
 Source: ``core.formats.safetensors.header``.
 """
@@ -10,13 +11,15 @@ Source: ``core.formats.safetensors.header``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from core.checks.check import Check
 from core.checks.file_codes import ST_HEADER
 from core.checks.finding import Finding
 from core.checks.level import Level
-from core.checks.problems import findings_of, problems_of
+from core.checks.problems import collect_problems, findings_of
 from core.checks.subject import Subject
+from core.errors import Report
 from core.files.store import ReadStore
 from core.formats.safetensors.files import INDEX_SUFFIX, files_of
 from core.formats.safetensors.header import read_header
@@ -26,40 +29,35 @@ CODES = ()
 _SUFFIX = ".safetensors"
 
 
-def headers(subject: Subject) -> Iterator[Finding]:
-    """CK130–CK135, for every file that is called so."""
+def check_headers(subject: Subject) -> Iterator[Finding]:
+    """Check the header of every safetensors file that was not read for the metadata.
+
+    Codes: CK130–CK135.
+    """
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
-    is_read = subject.catalog is not None and _is_safetensors(subject)
-    whole = set(_read_files(subject)) if is_read else set()
+    is_safetensors = subject.format is not None and subject.format.name == "safetensors"
+    valid = set(_read_files(subject)) if is_safetensors and subject.catalog is not None else set()
     for name, size in subject.files.items():
-        if (
-            size == 0
-            or name in whole
-            or not (name.endswith(_SUFFIX) or (name == subject.store.entry and _is_safetensors(subject)))
-        ):
+        is_candidate = name.endswith(_SUFFIX) or (is_safetensors and name == subject.store.entry)
+        if size == 0 or name in valid or not is_candidate:
             continue
         if any(finding.file == name for finding in subject.findings):
-            continue  # a pointer or a page, not the file
-        yield from header(subject.store, name)
+            continue  # a pointer or an error page instead of the file
+        problems = collect_problems(partial(_read_header, subject.store, name))
+        yield from findings_of(problems, default=ST_HEADER, file=name)
+
+
+def _read_header(store: ReadStore, name: str, report: Report) -> None:
+    read_header(store, name, report=report)
 
 
 def _read_files(subject: Subject) -> Sequence[str]:
-    """Return the files whose headers were read for the catalog, so that nothing is wrong with them."""
+    """Return the files whose headers were read for the catalog, and are therefore valid."""
     entry = subject.store.entry
     if entry is not None and not entry.endswith(INDEX_SUFFIX):
         return (entry,)
     return files_of(subject.store).names
 
 
-def header(store: ReadStore, name: str) -> Iterator[Finding]:
-    """What is wrong with one file."""
-    problems = problems_of(lambda report: read_header(store, name, report=report))
-    yield from findings_of(problems, default=ST_HEADER, file=name)
-
-
-def _is_safetensors(subject: Subject) -> bool:
-    return subject.format is not None and subject.format.name == "safetensors"
-
-
-CHECKS = (Check(headers),)
+CHECKS = (Check(check_headers),)

@@ -1,9 +1,9 @@
-"""CK103, CK111, CK120–CK129: files of ``torch.save``, each by itself.
+"""CK103, CK111, CK120–CK129: files written by ``torch.save``, each on its own.
 
-At the lowest level one file of those that are called alike and have one size is opened, above it every one: its zip
-directory, the local header and the descriptor behind each record, the byte order, and the CRC of the pickle and of the
-other small records. Where the checkpoint's metadata could not be read, the pickles are parsed as well, one by one, so
-that every damaged file is found and not the first.
+The lowest level opens one file of each group with similar names and one size, higher levels every
+file: its zip directory, the local header and the descriptor of each record, the byte order, and the
+CRCs of the pickle and of other small records. If the checkpoint's metadata could not be read, the
+pickles are parsed one by one as well, so that every damaged file is found and not just the first.
 
 Source: ``core.formats.torch.zip.container``.
 """
@@ -17,7 +17,7 @@ from core.checks.check import Check
 from core.checks.file_codes import MALFORMED, NOT_ITS_KIND, ZIP_DESCRIPTOR
 from core.checks.finding import Finding
 from core.checks.level import Level
-from core.checks.problems import finding_of, findings_of, problems_of
+from core.checks.problems import collect_problems, finding_of, findings_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, Report
 from core.files.store import ReadStore
@@ -36,24 +36,27 @@ _SMALL_BYTES = 1 << 20
 
 
 def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
-    """The files of ``torch.save`` that are to be opened at the subject's level; empty ones are left out.
+    """Yield the names of the files of ``torch.save`` to open at the subject's level.
+
+    Empty ones are skipped.
 
     Args:
-        or_others: also what is only called like one, and may be a pickle that torch would run.
+        or_others: include files that only have such a name and may be pickles that torch would run.
     """
-    seen: set[tuple[str, int]] = set()
+    opened: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
         if size == 0 or not (_ALWAYS.search(name) or _PERHAPS.search(name) or name == subject.store.entry):
             continue
-        alike = (_NUMBERS.sub("0", name), size)
-        if subject.level == Level.METADATA and alike in seen:
+        group = (_NUMBERS.sub("0", name), size)
+        if subject.level == Level.METADATA and group in opened:
             continue
-        seen.add(alike)
+        opened.add(group)
         if or_others or _is_torch(subject, name, size):
             yield name
 
 
 def _is_torch(subject: Subject, name: str, size: int) -> bool:
+    """Return whether a file is one of ``torch.save``, by its name or its first bytes."""
     if _ALWAYS.search(name) or _BIN.search(name):
         return True
     try:
@@ -62,13 +65,14 @@ def _is_torch(subject: Subject, name: str, size: int) -> bool:
         return True
 
 
-def zips(subject: Subject) -> Iterator[Finding]:
-    """CK120–CK129, and what else is wrong with a file of ``torch.save``."""
+def check_torch_files(subject: Subject) -> Iterator[Finding]:
+    """Check every file of ``torch.save`` (CK120–CK129 and other damage)."""
     for name in torch_files(subject):
-        yield from _file(subject, name)
+        yield from _check_file(subject, name)
 
 
-def _file(subject: Subject, name: str) -> Iterator[Finding]:
+def _check_file(subject: Subject, name: str) -> Iterator[Finding]:
+    """Check one file of ``torch.save``."""
     store, size = subject.store, subject.files[name]
     try:
         kind = stream_kind(store, name, 0, size)
@@ -78,36 +82,43 @@ def _file(subject: Subject, name: str) -> Iterator[Finding]:
     if kind is None:
         if not any(finding.file == name for finding in subject.findings):
             yield NOT_ITS_KIND.finding(
-                "neither a zip nor a stream of torch.save",
+                "neither a zip file nor a pickle stream of torch.save",
                 file=name,
                 expected="a torch file",
-                found=f"{size} bytes that begin {store.read(name, 0, min(size, 8)).hex(' ')}",
+                found=f"{size} bytes beginning with {store.read(name, 0, min(size, 8)).hex(' ')}",
             )
         return
+    # Check the zip container; where that finds nothing, parse the pickle if no one else has.
     problems: list[CheckpointingException] = []
     archives: list[Archive] = []
     if kind == "zip":
-        problems = problems_of(lambda report: archives.append(_zip(store, name, report, level=subject.level)))
+        problems = collect_problems(
+            lambda report: archives.append(_check_zip(store, name, report, level=subject.level))
+        )
         yield from findings_of(problems, default=MALFORMED, file=name)
     if not problems and (subject.catalog is None or kind == "legacy"):
-        yield from findings_of(problems_of(lambda report: parse(store, name)), default=MALFORMED, file=name)
+        yield from findings_of(collect_problems(lambda report: parse(store, name)), default=MALFORMED, file=name)
     if archives and not problems and subject.level >= Level.HEADERS:
         names = subject.tensor_names
-        yield from descriptors(store, archives[0], keys_of=lambda record: names.at(name, *record.span))
+        yield from check_descriptors(store, archives[0], keys_of=lambda record: names.at(name, *record.span))
 
 
-def _zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
-    archive, is_whole = opened(store, name, report)
-    if is_whole and "constants.pkl" not in archive.records:
+def _check_zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
+    """Read a zip's directory, report what is wrong with it and its small records, and return it."""
+    archive, is_complete = open_archive(store, name, report)
+    if is_complete and "constants.pkl" not in archive.records:
         check_kind(archive)
     check_records(store, archive, report, reads=level >= Level.HEADERS)
     return archive
 
 
-def opened(
+def open_archive(
     store: ReadStore, name: str, report: Report, *, start: int = 0, n_bytes: int | None = None
 ) -> tuple[Archive, bool]:
-    """A zip's directory, and whether no record is left out because of what was reported."""
+    """Read a zip's directory.
+
+    Return it and whether all records were read without a reported problem.
+    """
     problems: list[CheckpointingException] = []
     archive = read_archive(store, name, start=start, n_bytes=n_bytes, report=problems.append)
     for problem in problems:
@@ -116,7 +127,7 @@ def opened(
 
 
 def check_records(store: ReadStore, archive: Archive, report: Report, *, reads: bool) -> None:
-    """Reports what is wrong with the byte order, and with ``reads`` the small records whose CRC is another."""
+    """Report an invalid byte order and, if ``reads``, small records whose CRC does not match."""
     try:
         is_big_endian(store, archive)
     except CheckpointingException as err:
@@ -129,34 +140,40 @@ def check_records(store: ReadStore, archive: Archive, report: Report, *, reads: 
 
 
 def _small(archive: Archive) -> Iterator[Record]:
-    """The records that are no storages."""
+    """Yield the records that are not tensor storages."""
     for name, record in archive.records.items():
         if not name.startswith("data/") and name != "byteorder" and record.n_bytes <= _SMALL_BYTES:
             yield record
 
 
-def descriptors(store: ReadStore, archive: Archive, *, keys_of: Callable[[Record], Sequence[str]]) -> Iterator[Finding]:
-    """CK126: what stands behind each record says what the directory says."""
+def check_descriptors(
+    store: ReadStore, archive: Archive, *, keys_of: Callable[[Record], Sequence[str]]
+) -> Iterator[Finding]:
+    """Check that the data descriptor behind each record matches the directory (CK126)."""
     end = archive.directory
     spans = [(record.span[1], min(DESCRIPTOR64.size, end - record.span[1])) for record in archive.records.values()]
-    behind = store.read_spans(archive.file, spans)
-    for (name, record), data in zip(archive.records.items(), behind, strict=True):
-        stated = _stated(data, record)
-        if stated is not None:
+    descriptors = store.read_spans(archive.file, spans)
+    for (name, record), data in zip(archive.records.items(), descriptors, strict=True):
+        different = _differing_descriptor(data, record)
+        if different is not None:
             yield ZIP_DESCRIPTOR.finding(
-                f"the descriptor behind the record {name!r} differs from the directory",
+                f"the data descriptor of the record {name!r} does not match the directory",
                 file=archive.file,
                 keys=keys_of(record),
                 span=(record.span[1], record.span[1] + len(data)),
                 expected=f"CRC {record.crc:08x}, {record.n_bytes} bytes",
-                found=f"CRC {stated[0]:08x}, {stated[1]} bytes",
+                found=f"CRC {different[0]:08x}, {different[1]} bytes",
             )
 
 
-def _stated(data: bytes, record: Record) -> tuple[int, int] | None:
-    """(CRC, bytes) of a descriptor that differs from its record; None if there is none, or it does not differ."""
+def _differing_descriptor(data: bytes, record: Record) -> tuple[int, int] | None:
+    """Return (CRC, bytes) of a data descriptor that differs from its record.
+
+    Returns:
+        None if it matches or is missing.
+    """
     stored = record.span[1] - record.span[0]
-    found = None
+    different = None
     for layout in (DESCRIPTOR64, DESCRIPTOR32):
         if len(data) < layout.size:
             continue
@@ -165,9 +182,9 @@ def _stated(data: bytes, record: Record) -> tuple[int, int] | None:
             return None
         if (crc, packed, n_bytes) == (record.crc, stored, record.n_bytes):
             return None
-        if packed == stored or found is None:
-            found = (crc, n_bytes)
-    return found
+        if packed == stored or different is None:
+            different = (crc, n_bytes)
+    return different
 
 
-CHECKS = (Check(zips),)
+CHECKS = (Check(check_torch_files),)

@@ -1,10 +1,11 @@
-"""CK140–CK148: zarr arrays in directories: their metadata, their chunks, their shards.
+"""CK140–CK148, CK162: zarr arrays stored as directories, with their metadata, chunks and shards.
 
-Where the checkpoint's metadata could be read, every array has its chunks, each of the right length; where not, every
-array is looked at by itself. With headers, the index of every shard is read. Chunks that are not stored because they
-equal the fill value are counted in a note (``core.formats.zarr.fill``).
+If the checkpoint's metadata could be read, every array's chunks are checked for presence and size;
+if not, every array is examined on its own. From the headers level on, the index of every shard is
+read. Chunks that are not stored because they equal the fill value are counted in a note
+(``core.formats.zarr.fill``).
 
-Source: ``core.formats.zarr.metadata2``, ``zarr_v3``, ``zarr_chunks``, ``zarr_shards``.
+Source: ``core.formats.zarr.metadata2``, ``metadata3``, ``chunks``, ``shards``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from core.checks.check import Check
 from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO, ZARR_UNSTORED
 from core.checks.finding import Finding
 from core.checks.level import Level
-from core.checks.problems import finding_of, problems_of
+from core.checks.problems import collect_problems, finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.json_object import read_small_file
@@ -40,28 +41,30 @@ CODES = ()
 
 _MAX_METADATA_BYTES = 256 << 20
 _MOST_NAMED = 100
-Parsed = Callable[[ReadStore, str, str], ZarrArray | None]
-"""(store, metadata file, key) → the array; None if it is a group."""
+ParseArray = Callable[[ReadStore, str, str], ZarrArray | None]
+"""(store, metadata file, tensor name) → the array; None if it is a group."""
 
 
-def _v2(store: ReadStore, file: str, key: str) -> ZarrArray | None:
+def _parse_v2(store: ReadStore, file: str, key: str) -> ZarrArray | None:
+    """Parse the metadata of a zarr 2 array."""
     return parse_zarray(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file, key=key)
 
 
-def _v3(store: ReadStore, file: str, key: str) -> ZarrArray | None:
+def _parse_v3(store: ReadStore, file: str, key: str) -> ZarrArray | None:
+    """Parse the metadata of a zarr 3 array; None for a group."""
     kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file)
     return parse_array(metadata, file=file, key=key) if kind == "array" else None
 
 
-_VERSIONS: dict[str, tuple[str, Parsed, Callable[[ReadStore], bool]]] = {
-    "zarr": (ARRAY_FILE, _v2, zarr.stores_every_chunk),
-    "zarr3": (METADATA_FILE, _v3, zarr3.stores_every_chunk),
+_VERSIONS: dict[str, tuple[str, ParseArray, Callable[[ReadStore], bool]]] = {
+    "zarr": (ARRAY_FILE, _parse_v2, zarr.stores_every_chunk),
+    "zarr3": (METADATA_FILE, _parse_v3, zarr3.stores_every_chunk),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """An array's directory, its metadata file, its files and its metadata."""
+    """The directory of one array, its files with their sizes, and its metadata."""
 
     path: str
     file: str
@@ -70,26 +73,26 @@ class _Folder:
     array: ZarrArray
 
 
-def arrays(subject: Subject) -> Iterator[Finding]:
-    """CK140–CK146."""
+def check_arrays(subject: Subject) -> Iterator[Finding]:
+    """Check the metadata and the chunks of every array (CK140–CK146)."""
     assert subject.format is not None
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
-    marker, parsed, stores_every_chunk = _VERSIONS[subject.format.name]
+    marker, parse, stores_every_chunk = _VERSIONS[subject.format.name]
     lost = cache(partial(lost_files, subject.store))
     try:
         fills = not stores_every_chunk(subject.store)
-        for found in _folders(subject, marker, parsed):
-            if isinstance(found, Finding):
-                yield found
+        for folder in _folders(subject, marker, parse):
+            if isinstance(folder, Finding):
+                yield folder
             else:
-                yield from _chunks(subject, found, fills=fills, lost=lost)
-    except CheckpointingException as err:  # of the walk itself
+                yield from _check_chunks(subject, folder, fills=fills, lost=lost)
+    except CheckpointingException as err:  # raised while walking the directories
         yield finding_of(err, default=ZARR_METADATA)
 
 
-def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder | Finding]:
-    """The arrays, and what is wrong with directories that are none."""
+def _folders(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Folder | Finding]:
+    """Yield the directories of arrays, and findings about those that should be arrays."""
     store = subject.store
     groups: set[str] = set()
     bare: list[str] = []
@@ -100,9 +103,9 @@ def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder 
             return False
         file, key = _joined(folder, marker), folder or ROOT_KEY
         try:
-            array = parsed(store, file, key)
+            array = parse(store, file, key)
         except CheckpointingException as err:
-            if err.rule == PICKLED and subject.catalog is not None:  # CK601 says it
+            if err.rule == PICKLED and subject.catalog is not None:  # CK601 reports it
                 return True
             pending.append(finding_of(err, default=ZARR_METADATA, file=file, key=key))
             return True
@@ -112,29 +115,30 @@ def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder 
         pending.append(_Folder(folder, file, key, listing, array))
         return True
 
-    for folder, listing, found in folders_of(store, is_array=is_array):
+    # ``folders_of`` calls ``is_array`` for each folder, which queues what it learns in ``pending``.
+    for folder, listing, is_array_folder in folders_of(store, is_array=is_array):
         yield from pending
         pending.clear()
-        if found or folder in groups or folder.startswith(tuple(bare)):
+        if is_array_folder or folder in groups or folder.startswith(tuple(bare)):
             continue
-        for finding in _no_array(subject, folder, listing, marker):
+        for finding in _bare_folder(subject, folder, listing, marker):
             bare.append(_joined(folder, ""))
             yield finding
 
 
-def _no_array(subject: Subject, folder: str, listing: Mapping[str, int], marker: str) -> Iterator[Finding]:
-    """What a directory without metadata is, if it was an array's."""
+def _bare_folder(subject: Subject, folder: str, listing: Mapping[str, int], marker: str) -> Iterator[Finding]:
+    """Report a directory without metadata that looks like an array's."""
     chunk = next(filter(is_like_a_chunk, listing), None)
     prefix = f"{folder}/" if folder else ""
     if chunk is None and f"{prefix}c" in subject.tree.folders:
         chunk = "c/…"
     if chunk is not None:
         yield ZARR_METADATA.finding(
-            f"{marker} is missing beside the chunk {chunk}",
+            f"{marker} is missing, but the chunk {chunk} exists",
             file=_joined(folder, marker),
             key=folder or None,
             expected=marker,
-            found="chunks without it",
+            found="chunks without metadata",
         )
     elif folder and not any(path.startswith(prefix) for path in (*subject.files, *subject.tree.folders)):
         yield ZARR_METADATA.finding(
@@ -142,16 +146,18 @@ def _no_array(subject: Subject, folder: str, listing: Mapping[str, int], marker:
         )
 
 
-def _chunks(subject: Subject, folder: _Folder, *, fills: bool, lost: Callable[[], Sequence[str]]) -> Iterator[Finding]:
-    """CK141–CK146, of one array.
+def _check_chunks(
+    subject: Subject, folder: _Folder, *, fills: bool, lost: Callable[[], Sequence[str]]
+) -> Iterator[Finding]:
+    """Check the chunks of one array (CK141–CK146).
 
     Args:
-        fills: chunks may be absent where the array has a fill value.
-        lost: files that are known to have been there.
+        fills: chunks may be absent if the array has a fill value.
+        lost: returns the names of files that are known to have existed.
     """
     array, store = folder.array, subject.store
     chunks: list[Chunks] = []
-    problems = problems_of(
+    problems = collect_problems(
         lambda report: chunks.append(
             folder_chunks(
                 store,
@@ -165,11 +171,12 @@ def _chunks(subject: Subject, folder: _Folder, *, fills: bool, lost: Callable[[]
             )
         )
     )
+    # If chunks are missing or surplus, they may all be present under another naming scheme.
     is_misplaced = any(err.rule in ("zarr.missing", "zarr.beyond") for err in problems)
-    other = _other_names(subject, folder) if is_misplaced else None
+    other = _matching_names(subject, folder) if is_misplaced else None
     if other is not None:
         yield ZARR_SEPARATOR.finding(
-            "the chunks are there, but under names of another kind than the metadata say",
+            "the chunks exist, but their names do not follow the metadata",
             file=folder.file,
             key=folder.key,
             expected=f"names like {array.names.name(_last(array))}",
@@ -177,31 +184,39 @@ def _chunks(subject: Subject, folder: _Folder, *, fills: bool, lost: Callable[[]
         )
         return
     for err in problems:
-        yield finding_of(err, default=ZARR_METADATA, expected=_expected(array), found=_found(subject, err))
+        yield finding_of(err, default=ZARR_METADATA, expected=_chunks_text(array), found=_size_text(subject, err))
+    # Chunks of a sharded array have chunks inside.
     if array.sharding is not None and not problems:
-        for err in problems_of(
+        for err in collect_problems(
             lambda report: fragments_of_chunks(store, folder.key, array, chunks[0], file=folder.file, report=report)
         ):
             yield finding_of(err, default=ZARR_METADATA)
 
 
-def _expected(array: ZarrArray) -> str:
+def _chunks_text(array: ZarrArray) -> str:
+    """Describe the chunks that an array should have."""
     if array.sharding is None and array.coding.is_plain:
         return f"{array.grid.n_chunks} chunks of {array.coding.n_bytes} bytes"
     return f"{array.grid.n_chunks} chunks"
 
 
-def _found(subject: Subject, err: CheckpointingException) -> str | None:
+def _size_text(subject: Subject, err: CheckpointingException) -> str | None:
+    """Describe the size of the file that an error names."""
     size = None if err.file is None else subject.files.get(err.file)
     return "no such file" if size is None else f"{size} bytes"
 
 
 def _last(array: ZarrArray) -> tuple[int, ...]:
+    """Return the grid index of the last chunk."""
     return tuple(max(count - 1, 0) for count in array.grid.counts)
 
 
-def _other_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
-    """The kind of names under which every chunk is there, if the metadata say another one and none is there by that."""
+def _matching_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
+    """Return another naming scheme under which every chunk exists.
+
+    Returns:
+        None if some follow the stated one.
+    """
     array, grid = folder.array, folder.array.grid
     names = subject.tree.below(folder.path)
     if any(array.names.index(name) is not None for name in names):
@@ -209,15 +224,17 @@ def _other_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
     for separator in ("/", "."):
         for has_prefix in (True, False):
             other = ChunkNames(array.names.rank, separator, has_prefix)
-            found = (other.index(name) for name in names)
-            numbers = {grid.number_of(index) for index in found if index is not None}
+            indexes = (other.index(name) for name in names)
+            numbers = {grid.number_of(index) for index in indexes if index is not None}
             if other != array.names and len(numbers - {None}) == grid.n_chunks:
                 return other
     return None
 
 
-def absent_chunks(subject: Subject) -> Iterator[Finding]:
-    """CK148: chunks that are not stored; errors where the user refuses them. Inside shards only with headers."""
+def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
+    """Report chunks that are not stored (CK148), as errors if the user rejects them; inside shards
+    only from the headers level on.
+    """
     if subject.catalog is None:
         return
     for tensor in unstored(subject.catalog, reads_shards=subject.level >= Level.HEADERS):
@@ -226,18 +243,18 @@ def absent_chunks(subject: Subject) -> Iterator[Finding]:
             continue
         yield ZARR_UNSTORED.finding(
             f"{tensor.n_chunks} {'chunk reads' if tensor.n_chunks == 1 else 'chunks read'} as the fill value "
-            f"({tensor.n_bytes} bytes)",
+            f"({tensor.n_bytes:,} bytes)",
             file=tensor.chunk_file,
             key=tensor.key,
         )
 
 
-def objects(subject: Subject) -> Iterator[Finding]:
-    """CK162: where some shards of a ShardedObject are there, all of its grid are."""
+def check_object_shards(subject: Subject) -> Iterator[Finding]:
+    """Check that a ShardedObject with some shards has all of its grid (CK162)."""
     for grid in shard_grids(path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")):
         for key in islice(grid.absent_keys(), _MOST_NAMED):
             yield OBJECT_SHARD.finding(
-                "other shards of the object are there, this one is not",
+                "this shard of the object is missing; others exist",
                 file=f"{key}.pt",
                 key=key,
                 expected=f"{prod(grid.shape)} shards",
@@ -245,13 +262,13 @@ def objects(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def two_versions(subject: Subject) -> Iterator[Finding]:
-    """CK147: an array has the metadata of one version."""
+def find_two_versions(subject: Subject) -> Iterator[Finding]:
+    """Report directories with the metadata of both zarr versions (CK147)."""
     for name in subject.files:
         folder, _, last = name.rpartition("/")
         if last == ARRAY_FILE and _joined(folder, METADATA_FILE) in subject.files:
             yield ZARR_TWO.finding(
-                f"{ARRAY_FILE} and {METADATA_FILE} describe one directory; readers take either",
+                f"{ARRAY_FILE} and {METADATA_FILE} describe the same directory; readers may use either",
                 file=name,
                 key=folder or None,
                 expected="one of them",
@@ -260,12 +277,13 @@ def two_versions(subject: Subject) -> Iterator[Finding]:
 
 
 def _joined(folder: str, name: str) -> str:
+    """Return the path of a file in a folder; "" is the checkpoint's own folder."""
     return f"{folder}/{name}" if folder else name
 
 
 CHECKS = (
-    Check(arrays, formats=("zarr", "zarr3")),
-    Check(absent_chunks, formats=("zarr", "zarr3", "orbax")),
-    Check(objects, formats=("zarr",)),
-    Check(two_versions, formats=("zarr", "zarr3")),
+    Check(check_arrays, formats=("zarr", "zarr3")),
+    Check(report_absent_chunks, formats=("zarr", "zarr3", "orbax")),
+    Check(check_object_shards, formats=("zarr",)),
+    Check(find_two_versions, formats=("zarr", "zarr3")),
 )

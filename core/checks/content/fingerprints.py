@@ -1,7 +1,8 @@
-"""CK820–CK824: the tensors are those of a manifest, or of another checkpoint, in any format and layout (--against).
+"""CK820–CK824: the tensors match those of a manifest or another checkpoint (``--against``).
 
-They are compared by fingerprint (``core.fingerprint.definition``), which is made of every byte of the checkpoint that
-is examined; of the other one, where it has a manifest with fingerprints, no data are read.
+They are compared by fingerprint (``core.fingerprint.definition``), which covers every byte of the
+examined checkpoint. The other checkpoint's data are read only if it has no manifest with
+fingerprints.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from core.team.protocol import Figures, is_lead
 _DEFAULT_THREADS = 2
 _OTHER = "see what differs: ckpt diff A B"
 
-UNREAD = Code("CK820", Severity.ERROR, "a tensor has no fingerprint", "mend what else is reported of it")
+UNREAD = Code("CK820", Severity.ERROR, "a tensor has no fingerprint", "fix the other findings about it first")
 MISSING = Code("CK821", Severity.ERROR, "a tensor of the other checkpoint is missing", _OTHER)
-EXTRA = Code("CK822", Severity.WARNING, "a tensor that the other checkpoint does not have", _OTHER)
-OTHER_KIND = Code("CK823", Severity.ERROR, "a tensor has another dtype or shape", _OTHER)
-DIFFERENT = Code("CK824", Severity.ERROR, "a tensor holds other values", _OTHER)
+EXTRA = Code("CK822", Severity.WARNING, "a tensor that is not in the other checkpoint", _OTHER)
+OTHER_KIND = Code("CK823", Severity.ERROR, "a tensor differs in dtype or shape", _OTHER)
+DIFFERENT = Code("CK824", Severity.ERROR, "a tensor differs in its values", _OTHER)
 
 CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
 
 
 def watch(subject: Subject) -> Watch:
-    """The elements of all tensors, if there is something to compare with."""
+    """Request the elements of all tensors if there is something to compare with."""
     form = subject.canonical
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
@@ -48,10 +49,12 @@ def watch(subject: Subject) -> Watch:
 
 
 def read_together(subject: Subject) -> tuple[Figures, ...]:
-    """Makes the fingerprints that the scan does not make with all ranks of a team, before the check asks for them.
+    """Compute the fingerprints that the scan does not, on all ranks of a team.
+
+    The check uses them later.
 
     Returns:
-        What the workers did, at the lead.
+        The work of each rank, on the lead.
 
     Raises:
         WorkerError: a rank failed.
@@ -60,18 +63,21 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     if subject.against is None:
         return ()
     try:
-        form = require_agreement(team, lambda: _form(subject), lambda found: found is None, subject=str(subject.path))
-        fed = _fed(subject)
+        form = require_agreement(
+            team, lambda: _canonical_form(subject), lambda canonical: canonical is None, subject=str(subject.path)
+        )
+        scanned = _scanned_fingerprints(subject)
     except WorkerError:
         raise
     except CheckpointingException:
-        return ()  # on all ranks alike, and the check says it
+        return ()  # all ranks fail the same way, and the check reports it
     if form is None:
         return ()
+    # Only the lead runs the check; the others can free the memory of the scan.
     if not is_lead(team):
-        _let_go(subject)
-    keys = [key for key in form.catalog.tensors if key in subject.against.fingerprints and key not in fed]
-    made = readable_fingerprints(
+        _release_observers(subject)
+    keys = [key for key in form.catalog.tensors if key in subject.against.fingerprints and key not in scanned]
+    result = readable_fingerprints(
         form.catalog,
         subject.store,
         keys,
@@ -80,123 +86,145 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
         team=team,
         device=subject.device,
     )
-    subject.shared = made.fingerprints
-    return made.figures
+    subject.shared = result.fingerprints
+    return result.figures
 
 
-def against(subject: Subject) -> Iterator[Finding]:
-    """Every tensor has the dtype, the shape and the fingerprint that it should have."""
+def compare_with_reference(subject: Subject) -> Iterator[Finding]:
+    """Check that every tensor has the expected dtype, shape and fingerprint."""
     if subject.against is None:
         return
     try:
-        form = _form(subject)
+        form = _canonical_form(subject)
     except CheckpointingException as err:
         form = None
         yield UNREAD.finding(f"nothing can be compared: {err.message}", file=err.file, key=err.key)
     if form is None:
         return
-    wanted = subject.against.fingerprints
-    common = [key for key in form.catalog.tensors if key in wanted]
-    if wanted and not common:
+    expected = subject.against.fingerprints
+    # Without a common name, every tensor would be missing or surplus; the likely reason is one finding.
+    common = [key for key in form.catalog.tensors if key in expected]
+    if expected and not common:
         yield MISSING.finding(
-            f"no tensor has a name in common with {subject.against.label}",
-            expected=next(iter(wanted)),
+            f"no tensor names in common with {subject.against.label}",
+            expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="names of Megatron and of Hugging Face differ: convert one of them, or use ckpt diff",
+            hint="names of Megatron and Hugging Face differ: convert one of the checkpoints, or use ckpt diff",
         )
         return
-    yield from _names(subject, form)
-    found, unread = _found(subject, form, common)
-    subject.n_compared = len(found)
-    yield from unread
+    # Names first, then the fingerprints of the tensors that both have.
+    yield from _compare_names(subject, form)
+    fingerprints, problems = _collect_fingerprints(subject, form, common)
+    subject.n_compared = len(fingerprints)
+    yield from problems
     for key in common:
-        if key in found:
-            yield from _compared(key, wanted[key], found[key], subject.against.label)
+        if key in fingerprints:
+            yield from _compare_fingerprints(key, expected[key], fingerprints[key], subject.against.label)
 
 
-def _form(subject: Subject) -> Canonical | None:
-    """The canonical form of all files: at the lowest level the subject's is of a sample."""
+def _canonical_form(subject: Subject) -> Canonical | None:
+    """Return the canonical form of all files.
+
+    At the lowest level the subject's covers only a sample.
+    """
     if subject.level == Level.METADATA and subject.format is not None and subject.format.sample is not None:
         return canonical_of(subject.format.read(subject.store), subject.store, rules=subject.rules)
     return subject.canonical
 
 
-def _names(subject: Subject, form: Canonical) -> Iterator[Finding]:
+def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
+    """Report tensors that only one of the checkpoints has."""
     assert subject.against is not None
-    tensors, wanted = form.catalog.tensors, subject.against.fingerprints
-    for key, other in wanted.items():
+    tensors, expected = form.catalog.tensors, subject.against.fingerprints
+    for key, other in expected.items():
         if key not in tensors:
-            yield MISSING.finding(f"{subject.against.label} has it", key=key, expected=_kind(other), found="nothing")
+            yield MISSING.finding(
+                f"the tensor is only in {subject.against.label}", key=key, expected=_type_text(other), found="nothing"
+            )
     for key, meta in tensors.items():
-        if key not in wanted:
-            kind = _kind(Fingerprint(meta.dtype, meta.shape, ""))
-            yield EXTRA.finding(f"{subject.against.label} does not have it", key=key, expected="nothing", found=kind)
+        if key not in expected:
+            kind = _type_text(Fingerprint(meta.dtype, meta.shape, ""))
+            yield EXTRA.finding(
+                f"the tensor is not in {subject.against.label}", key=key, expected="nothing", found=kind
+            )
 
 
-def _found(subject: Subject, form: Canonical, keys: list[str]) -> tuple[dict[str, Fingerprint], list[Finding]]:
-    """Fingerprints of tensors, and what is wrong with those that have none."""
-    found = _fed(subject)
-    _let_go(subject)
-    rest = [key for key in keys if key not in found]
+def _collect_fingerprints(
+    subject: Subject, form: Canonical, keys: list[str]
+) -> tuple[dict[str, Fingerprint], list[Finding]]:
+    """Return the fingerprints of tensors, and findings about those that have none."""
+    fingerprints = _scanned_fingerprints(subject)
+    _release_observers(subject)
+    missing = [key for key in keys if key not in fingerprints]
     try:
-        return found | _read(subject, form, rest), []
+        return fingerprints | _read_missing(subject, form, missing), []
     except CheckpointingException:
         problems = []
-    for key in rest:  # one by one, so that the others are compared all the same
+    for key in missing:  # one by one, so that a damaged tensor does not hide the others
         try:
-            found |= _read(subject, form, [key])
+            fingerprints |= _read_missing(subject, form, [key])
         except CheckpointingException as err:
             problems.append(UNREAD.finding(err.message, file=err.file, key=key, rank=err.rank, span=err.span))
-    return found, problems
+    return fingerprints, problems
 
 
-def _fed(subject: Subject) -> dict[str, Fingerprint]:
-    """The fingerprints that the scan has made."""
-    found: dict[str, Fingerprint] = {}
+def _scanned_fingerprints(subject: Subject) -> dict[str, Fingerprint]:
+    """Return the fingerprints that the scan computed."""
+    fingerprints: dict[str, Fingerprint] = {}
     for observer in _observers(subject):
-        found |= observer.feeds.fingerprints()
-    return found
+        fingerprints |= observer.feeds.fingerprints()
+    return fingerprints
 
 
-def _let_go(subject: Subject) -> None:
-    """Frees what the observers of the scan hold."""
+def _release_observers(subject: Subject) -> None:
+    """Free the memory that the observers of the scan hold."""
     for observer in _observers(subject):
         observer.resources.close()
 
 
 def _observers(subject: Subject) -> list[ArrayFeeds]:
+    """Return the observers of the scan that compute fingerprints; [] without a scan."""
     if subject.level != Level.DEEP:
         return []
-    observers = subject.deep.watches["content.fingerprints"].observers
+    observers = subject.byte_scan.watches["content.fingerprints"].observers
     return [observer for observer in observers if isinstance(observer, ArrayFeeds)]
 
 
-def _read(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
-    """Fingerprints of tensors, read now if a team has not made them before."""
+def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
+    """Return fingerprints of tensors; those that the team did not compute are read now."""
     threads = subject.threads or _DEFAULT_THREADS
-    found = {key: subject.shared[key] for key in keys if key in subject.shared}
-    rest = [key for key in keys if key not in found]
-    if rest:
-        found |= read_fingerprints(
-            form.catalog, subject.store, rest, threads=threads, memory_bytes=subject.memory_bytes, device=subject.device
+    fingerprints = {key: subject.shared[key] for key in keys if key in subject.shared}
+    missing = [key for key in keys if key not in fingerprints]
+    if missing:
+        fingerprints |= read_fingerprints(
+            form.catalog,
+            subject.store,
+            missing,
+            threads=threads,
+            memory_bytes=subject.memory_bytes,
+            device=subject.device,
         )
-    return found
+    return fingerprints
 
 
-def _compared(key: str, wanted: Fingerprint, found: Fingerprint, label: str) -> Iterator[Finding]:
-    if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
-        yield OTHER_KIND.finding(f"in {label} it is another", key=key, expected=_kind(wanted), found=_kind(found))
-    elif wanted.text != found.text:
+def _compare_fingerprints(key: str, expected: Fingerprint, actual: Fingerprint, label: str) -> Iterator[Finding]:
+    """Report a tensor whose dtype, shape or fingerprint differs."""
+    if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
+        yield OTHER_KIND.finding(
+            f"dtype or shape differs from {label}", key=key, expected=_type_text(expected), found=_type_text(actual)
+        )
+    elif expected.text != actual.text:
         yield DIFFERENT.finding(
-            f"its fingerprint is not that of {label}",
+            f"the fingerprint differs from {label}",
             key=key,
-            expected=f"{wanted.text[:16]}…",
-            found=f"{found.text[:16]}…",
+            expected=f"{expected.text[:16]}…",
+            found=f"{actual.text[:16]}…",
         )
 
 
-def _kind(one: Fingerprint) -> str:
-    return f"{one.dtype} of shape {list(one.shape)}"
+def _type_text(fingerprint: Fingerprint) -> str:
+    """Return dtype and shape of a tensor as text."""
+    return f"{fingerprint.dtype} of shape {list(fingerprint.shape)}"
 
 
-CHECKS = (Check(against),)
+CHECKS = (Check(compare_with_reference),)

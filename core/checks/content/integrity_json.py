@@ -1,9 +1,9 @@
-"""CK810–CK813: Megatron's ``integrity.json``, which ``--verify-integrity`` has it write last::
+"""CK810–CK813: Megatron's ``integrity.json``, which ``--verify-integrity`` makes it write last::
 
     {"algorithm": "sha256", "files": {"__0_0.distcp": "9f86d081…", "metadata.json": "…"}}
 
-It lists the files that lie directly in the checkpoint's directory, without sizes. Names that lead elsewhere are not
-followed.
+It lists the files directly in the checkpoint's directory, without sizes. Names that lead elsewhere
+are not followed.
 
 Source: Megatron-LM ``megatron/core/dist_checkpointing/_ranks/integrity.py`` (core 0.17 and later).
 """
@@ -27,113 +27,124 @@ _ALGORITHM = "sha256"
 _AGAIN = "copy the checkpoint again; Megatron refuses to load it with --verify-integrity"
 
 BROKEN = Code("CK810", Severity.ERROR, "integrity.json cannot be read", _AGAIN)
-MISSING = Code("CK811", Severity.ERROR, "a file that integrity.json lists is missing", _AGAIN)
-CONTENT = Code("CK812", Severity.ERROR, "a file's SHA-256 is not that of integrity.json", _AGAIN, Level.DEEP)
+MISSING = Code("CK811", Severity.ERROR, "a file listed in integrity.json is missing", _AGAIN)
+CONTENT = Code("CK812", Severity.ERROR, "SHA-256 does not match integrity.json", _AGAIN, Level.DEEP)
 UNLISTED = Code(
     "CK813",
     Severity.NOTE,
-    "integrity.json does not list a file with tensors",
-    "the file was added after the save, or integrity.json is that of another save",
+    "a file with tensors is not listed in integrity.json",
+    "the file was added after the save, or integrity.json belongs to another save",
 )
 
 CODES = (BROKEN, MISSING, CONTENT, UNLISTED)
 
 
 class _Hashes:
-    """SHA-256 of files, see ``core.scan.observer.FileObserver``."""
+    """Computes the SHA-256 of files during the scan; a ``core.scan.observer.FileObserver``."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, check_listed_files: frozenset[str]) -> None:
+        self._names = check_listed_files
         self._open: dict[str, hashlib._Hash] = {}
         self._lock = Lock()
-        self.found: dict[str, str] = {}
+        self.sums: dict[str, str] = {}
 
     def reads(self, file: str, n_bytes: int) -> bool:
-        """See ``core.scan.observer.FileObserver``."""
+        """Return whether the file is one of those to hash."""
         return file in self._names
 
     def feed_file(self, file: str, offset: int, data: memoryview) -> None:
-        """See ``core.scan.observer.FileObserver``."""
+        """Add the next bytes of a file to its hash."""
         with self._lock:
             state = self._open.setdefault(file, hashlib.sha256())
         state.update(data)
 
     def finish_file(self, file: str) -> None:
-        """See ``core.scan.observer.FileObserver``."""
+        """Store the hash of a file, which has been read to its end."""
         with self._lock:
             state = self._open.pop(file, None) or hashlib.sha256()
-            self.found[file] = state.hexdigest()
+            self.sums[file] = state.hexdigest()
 
     def state(self) -> dict[str, str]:
-        """See ``core.scan.observer.FileObserver``."""
-        return self.found
+        """Return the hashes of this rank, to be merged on the lead."""
+        return self.sums
 
     def merge(self, state: dict[str, str]) -> None:
-        """See ``core.scan.observer.FileObserver``."""
-        self.found |= state
+        """Add the hashes of another rank."""
+        self.sums |= state
 
 
 def watch(subject: Subject) -> Watch:
-    """The SHA-256 of the files that are listed."""
+    """Request the SHA-256 of the listed files."""
     names = sha256_names(subject)
     return Watch(file_observers=(_Hashes(names),)) if names else Watch()
 
 
 def sha256_names(subject: Subject) -> frozenset[str]:
-    """The files whose SHA-256 is stated."""
-    listed = _listed(subject)
+    """Return the existing files whose SHA-256 is listed."""
+    listed = _read_listed(subject)
     return frozenset(name for name in listed if name in subject.files) if isinstance(listed, Mapping) else frozenset()
 
 
-def _listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | None:
-    """File name → SHA-256, or why they cannot be read; None if there is no such file."""
+def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | None:
+    """Return file name → SHA-256, or the error if that cannot be read.
+
+    Returns:
+        None without ``integrity.json``.
+    """
     if subject.store.entry is not None or INTEGRITY not in subject.files:
         return None
     try:
-        found = read_json_object(subject.store, INTEGRITY)
-        files, algorithm = found.get("files"), found.get("algorithm", _ALGORITHM)
+        content = read_json_object(subject.store, INTEGRITY)
+        files, algorithm = content.get("files"), content.get("algorithm", _ALGORITHM)
         if algorithm != _ALGORITHM:
             raise CorruptError(f"algorithm {algorithm!r} is not {_ALGORITHM}", file=INTEGRITY)
-        if not isinstance(files, dict) or not all(isinstance(one, str) for one in files.values()):
-            raise CorruptError("it holds no names with their sums", file=INTEGRITY)
+        if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+            raise CorruptError("no file names with checksums", file=INTEGRITY)
     except CheckpointingException as err:
         return err
     return files
 
 
-def names(subject: Subject) -> Iterator[Finding]:
-    """Every file that is listed is there."""
-    listed = _listed(subject)
+def check_listed_files(subject: Subject) -> Iterator[Finding]:
+    """Check that listed files exist and files with tensors are listed (CK811, CK813)."""
+    listed = _read_listed(subject)
     if listed is None:
         return
     if isinstance(listed, CheckpointingException):
         yield BROKEN.finding(listed.message, file=INTEGRITY)
         return
     for name in listed:
-        if name in subject.files or subject.is_explained(name):
+        if name in subject.files or subject.is_covered_by_finding(name):
             continue
-        message = "it leads out of the checkpoint" if "/" in name else "integrity.json lists it"
-        yield MISSING.finding(message, file=name, expected="a file", found="nothing")
+        message = (
+            "the name leads out of the checkpoint"
+            if "/" in name
+            else "the file is missing, but integrity.json lists it"
+        )
+        yield MISSING.finding(message, file=name, expected="a file", found="no such file")
     for name in subject.files:
         if name.endswith(".distcp") and "/" not in name and name not in listed:
-            yield UNLISTED.finding("integrity.json does not list it", file=name)
+            yield UNLISTED.finding("integrity.json does not list the file", file=name)
 
 
-def contents(subject: Subject) -> Iterator[Finding]:
-    """Every file that is listed has its SHA-256."""
-    listed = _listed(subject)
+def check_hashes(subject: Subject) -> Iterator[Finding]:
+    """Check that every listed file has the stated SHA-256 (CK812)."""
+    listed = _read_listed(subject)
     if not isinstance(listed, Mapping):
         return
-    observers = subject.deep.watches["content.integrity_json"].file_observers
-    found = {name: one for each in observers if isinstance(each, _Hashes) for name, one in each.found.items()}
+    observers = subject.byte_scan.watches["content.integrity_json"].file_observers
+    actual: dict[str, str] = {}
+    for observer in observers:
+        if isinstance(observer, _Hashes):
+            actual |= observer.sums
     for name, expected in listed.items():
-        if name in found and found[name] != expected.lower():
+        if name in actual and actual[name] != expected.lower():
             yield CONTENT.finding(
-                "it was changed or damaged since the save",
+                "the file was changed or damaged since the save",
                 file=name,
                 expected=f"SHA-256 {expected[:64]}",
-                found=found[name],
+                found=actual[name],
             )
 
 
-CHECKS = (Check(names), Check(contents, Level.DEEP))
+CHECKS = (Check(check_listed_files), Check(check_hashes, Level.DEEP))

@@ -1,6 +1,7 @@
-"""CK801–CK806: the checkpoint is what its manifest says (``core.manifest.file``).
+"""CK801–CK806: the checkpoint against its manifest (``core.manifest.file``).
 
-Names and sizes without reading data; CRCs and digests of files and arrays at the deepest level.
+Names and sizes are checked without reading data; CRCs and digests of files and arrays at the
+deepest level.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException
-from core.manifest.file import Manifest, ManifestArray
+from core.manifest.file import FileSum, Manifest, ManifestArray
 from core.manifest.fingerprint_feeds import is_dense_in_file
 from core.manifest.lookup import is_manifest
 from core.scan.sums import Sum
@@ -23,19 +24,22 @@ from core.scan.sums import Sum
 _AGAIN = "copy the checkpoint again, or write a new manifest if it was changed on purpose: ckpt manifest --force"
 
 BROKEN = Code("CK801", Severity.ERROR, "the manifest cannot be read", "write a new one: ckpt manifest --force")
-MISSING = Code("CK802", Severity.ERROR, "a file that the manifest lists is missing", _AGAIN)
-SIZE = Code("CK803", Severity.ERROR, "a file has another size than its manifest says", _AGAIN)
+MISSING = Code("CK802", Severity.ERROR, "a file listed in the manifest is missing", _AGAIN)
+SIZE = Code("CK803", Severity.ERROR, "file size does not match the manifest", _AGAIN)
 EXTRA = Code(
-    "CK804", Severity.NOTE, "a file that the manifest does not list", "remove it, or write a new manifest if it belongs"
+    "CK804",
+    Severity.NOTE,
+    "a file not listed in the manifest",
+    "remove it, or write a new manifest if it belongs to the checkpoint",
 )
-CONTENT = Code("CK805", Severity.ERROR, "a file's bytes are not those of the manifest", _AGAIN, Level.DEEP)
-ARRAY = Code("CK806", Severity.ERROR, "an array's bytes are not those of the manifest", _AGAIN, Level.DEEP)
+CONTENT = Code("CK805", Severity.ERROR, "file content does not match the manifest", _AGAIN, Level.DEEP)
+ARRAY = Code("CK806", Severity.ERROR, "array content does not match the manifest", _AGAIN, Level.DEEP)
 
 CODES = (BROKEN, MISSING, SIZE, EXTRA, CONTENT, ARRAY)
 
 
 def watch(subject: Subject) -> Watch:
-    """Digests, if there are some to compare with."""
+    """Request digests if there is a manifest to compare with."""
     return Watch(digests=_manifest(subject) is not None)
 
 
@@ -43,89 +47,108 @@ def _manifest(subject: Subject) -> Manifest | None:
     return None if subject.recorded is None else subject.recorded.manifest
 
 
-def files(subject: Subject) -> Iterator[Finding]:
-    """Every file is there, and has its size."""
-    known = subject.recorded
-    if known is None:
+def check_files(subject: Subject) -> Iterator[Finding]:
+    """Check that every listed file exists and has the stated size, and that no others exist.
+
+    Codes: CK801–CK804.
+    """
+    record = subject.recorded
+    if record is None:
         return
-    if known.failure is not None:
-        yield BROKEN.finding(known.failure.message, file=known.name, hint=known.failure.hint)
+    if record.failure is not None:
+        yield BROKEN.finding(record.failure.message, file=record.name, hint=record.failure.hint)
         return
-    assert known.manifest is not None
-    listed = {one.path for one in known.manifest.files}
-    for one in known.manifest.files:
-        size = subject.files.get(one.path)
-        if subject.is_explained(one.path):
-            continue
-        if size is None:
-            found = "something that is no file" if one.path in subject.tree.irregular else "nothing"
-            yield MISSING.finding(f"{known.name} lists it", file=one.path, expected=f"{one.n_bytes} bytes", found=found)
-        elif size != one.n_bytes:
-            yield SIZE.finding(
-                f"{known.name} says otherwise", file=one.path, expected=f"{one.n_bytes} bytes", found=f"{size} bytes"
-            )
+    assert record.manifest is not None
+    for file in record.manifest.files:
+        if not subject.is_covered_by_finding(file.path):
+            yield from _check_file(subject, file, record.name)
+    listed = {file.path for file in record.manifest.files}
     for name in subject.files:
-        if name not in listed and not is_manifest(name) and not subject.is_explained(name):
-            yield EXTRA.finding(f"{known.name} does not list it", file=name)
+        if name not in listed and not is_manifest(name) and not subject.is_covered_by_finding(name):
+            yield EXTRA.finding(f"{record.name} does not list the file", file=name)
 
 
-def contents(subject: Subject) -> Iterator[Finding]:
-    """Every file and every array has its CRC and its digest."""
+def _check_file(subject: Subject, file: FileSum, manifest_name: str) -> Iterator[Finding]:
+    """Check that one listed file exists and has the stated size."""
+    size = subject.files.get(file.path)
+    if size is None:
+        is_other = file.path in subject.tree.irregular
+        yield MISSING.finding(
+            f"{manifest_name} lists the file, but it is missing",
+            file=file.path,
+            expected=f"{file.n_bytes} bytes",
+            found="not a regular file" if is_other else "no such file",
+        )
+    elif size != file.n_bytes:
+        yield SIZE.finding(
+            f"the size differs from {manifest_name}",
+            file=file.path,
+            expected=f"{file.n_bytes} bytes",
+            found=f"{size} bytes",
+        )
+
+
+def check_contents(subject: Subject) -> Iterator[Finding]:
+    """Compare the CRC and digest of every file and every array with the manifest (CK805, CK806)."""
     manifest = _manifest(subject)
     if manifest is None:
         return
     digests = manifest.digest == ALGORITHM
-    places = _scanned_arrays(subject)
+    sums = _scanned_arrays(subject)
     arrays: dict[str, list[ManifestArray]] = {}
     for array in manifest.arrays:
         arrays.setdefault(array.file, []).append(array)
     for file in manifest.files:
-        known = subject.deep.scanned.files.get(file.path)
-        if known is None or known.n_bytes != file.n_bytes:
-            continue  # said before
-        wrong = list(_wrong_arrays(subject, arrays.get(file.path, ()), places, digests=digests))
+        actual = subject.byte_scan.scanned.files.get(file.path)
+        if actual is None or actual.n_bytes != file.n_bytes:
+            continue  # reported by ``check_files``
+        # A damaged array is reported in place of its file.
+        wrong = list(_wrong_arrays(subject, arrays.get(file.path, ()), sums, digests=digests))
         yield from wrong
-        said = _difference(file.crc, file.digest if digests else None, known)
-        if said is not None and not wrong:
-            yield CONTENT.finding("it was changed or damaged", file=file.path, expected=said[0], found=said[1])
+        difference = _first_difference(file.crc, file.digest if digests else None, actual)
+        if difference is not None and not wrong:
+            yield CONTENT.finding(
+                "the file was changed or damaged", file=file.path, expected=difference[0], found=difference[1]
+            )
 
 
-def _difference(crc: int | None, digest: str | None, found: Sum) -> tuple[str, str] | None:
-    """(expected, found) of the first sum that disagrees."""
-    if crc is not None and found.crc is not None and crc != found.crc:
-        return f"CRC-32 {crc:08x}", f"{found.crc:08x}"
-    if digest is not None and found.digest is not None and digest != found.digest:
-        return f"{ALGORITHM} {digest}", found.digest
+def _first_difference(crc: int | None, digest: str | None, actual: Sum) -> tuple[str, str] | None:
+    """Return (expected, found) of the first checksum that differs; None if none does."""
+    if crc is not None and actual.crc is not None and crc != actual.crc:
+        return f"CRC-32 {crc:08x}", f"{actual.crc:08x}"
+    if digest is not None and actual.digest is not None and digest != actual.digest:
+        return f"{ALGORITHM} {digest}", actual.digest
     return None
 
 
-Places = dict[tuple[str, int, int], Sum]
-"""(file, byte address, bytes) → the sums of the array there."""
+SumsByRange = dict[tuple[str, int, int], Sum]
+"""(file, byte offset, size in bytes) → checksums of the array there."""
 
 
-def _scanned_arrays(subject: Subject) -> Places:
-    """The sums of the arrays that lie dense in their files."""
-    found: Places = {}
+def _scanned_arrays(subject: Subject) -> SumsByRange:
+    """Return the checksums of the arrays that lie contiguously in their files."""
+    sums: SumsByRange = {}
     catalog = subject.catalog
     if catalog is None:
-        return found
+        return sums
     for fragment in catalog.all_fragments():
         array = fragment.array
-        known = None if array is None else subject.deep.scanned.arrays.get(array.name)
-        if array is None or known is None:
+        actual = None if array is None else subject.byte_scan.scanned.arrays.get(array.name)
+        if array is None or actual is None:
             continue
         try:
             extent = catalog.bind(subject.store, array).extent
         except CheckpointingException:
             continue
         if extent.encoding is None and is_dense_in_file(array):
-            found[extent.file, extent.offset, known.n_bytes] = known
-    return found
+            sums[extent.file, extent.offset, actual.n_bytes] = actual
+    return sums
 
 
 def _wrong_arrays(
-    subject: Subject, arrays: list[ManifestArray] | tuple[ManifestArray, ...], places: Places, *, digests: bool
+    subject: Subject, arrays: list[ManifestArray] | tuple[ManifestArray, ...], sums: SumsByRange, *, digests: bool
 ) -> Iterator[Finding]:
+    """Report the arrays of one file whose checksums differ from the manifest (CK806)."""
     for array in arrays:
         try:
             n_bytes = itemsize(array.dtype)
@@ -134,21 +157,25 @@ def _wrong_arrays(
             continue
         for extent in array.shape:
             n_bytes *= extent
-        known = places.get((array.file, array.offset, n_bytes)) or _sum_of_range(subject, array, n_bytes)
-        said = None if known is None else _difference(array.crc, array.digest if digests else None, known)
-        if said is not None:
+        actual = sums.get((array.file, array.offset, n_bytes)) or _sum_of_range(subject, array, n_bytes)
+        difference = None if actual is None else _first_difference(array.crc, array.digest if digests else None, actual)
+        if difference is not None:
             yield ARRAY.finding(
-                "it was changed or damaged",
+                "the array was changed or damaged",
                 file=array.file,
                 key=array.key,
                 span=(array.offset, array.offset + n_bytes),
-                expected=said[0],
-                found=said[1],
+                expected=difference[0],
+                found=difference[1],
             )
 
 
 def _sum_of_range(subject: Subject, array: ManifestArray, n_bytes: int) -> Sum | None:
-    """The sums of bytes that are no array of the checkpoint as it is read; None if they cannot be read."""
+    """Return the checksums of bytes that are not an array of the checkpoint.
+
+    Returns:
+        None if they cannot be read.
+    """
     if array.offset < 0 or n_bytes < 0 or array.offset + n_bytes > subject.files.get(array.file, 0):
         return None
     run = RunSum(0, n_bytes, crc=True, digest=True)
@@ -163,4 +190,4 @@ def _sum_of_range(subject: Subject, array: ManifestArray, n_bytes: int) -> Sum |
     return Sum(n_bytes, run.crc, digest_of_blocks(run.blocks).hex())
 
 
-CHECKS = (Check(files), Check(contents, Level.DEEP))
+CHECKS = (Check(check_files), Check(check_contents, Level.DEEP))

@@ -1,8 +1,9 @@
-"""CK607: files that lie beside the weights, and that Python would unpickle or NumPy would load.
+"""CK607: other files next to the weights that Python would unpickle or NumPy would load.
 
-Arrays of objects of NumPy, joblib's files and compressed pickles are looked into as far as Python's standard library
-goes (``core.formats.torch.other_pickles``), whatever they are called; what they call is found by
-``core.checks.metadata.unsafe``. Files that hold the checkpoint itself are for other checks.
+NumPy's object arrays, joblib files and compressed pickles are inspected as far as Python's standard
+library allows (``core.formats.torch.other_pickles``), whatever their names;
+``core.checks.metadata.unsafe`` judges what they call. Files that hold the checkpoint itself are for
+other checks.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 
-NOT_LOOKED_INTO = Code(
+NOT_INSPECTED = Code(
     "CK607",
     Severity.NOTE,
-    "a pickle that is not looked into",
+    "a pickle that was not inspected",
     "load the file only if you know and trust who wrote it",
     Level.DEEP,
 )
 
-CODES = (NOT_LOOKED_INTO,)
+CODES = (NOT_INSPECTED,)
 
 
-def not_looked_into(subject: Subject) -> Iterator[Finding]:
-    """CK607: what holds a pickle, or may hold one, and is too large or packed in a way that is not handled."""
-    for (file, key), looked in subject.other_pickles.items():
-        for reason in looked.unread[:1]:
-            others = len(looked.unread) - 1
-            message = f"not looked into: {reason[:200]}" + (f"; {others} other parts are not either" if others else "")
-            yield NOT_LOOKED_INTO.finding(message, file=file, key=key)
+def report_uninspected(subject: Subject) -> Iterator[Finding]:
+    """Report files with a pickle that is too large, or packed in an unsupported way (CK607)."""
+    for (file, key), content in subject.other_pickles.items():
+        for reason in content.unread[:1]:
+            n_more = len(content.unread) - 1
+            message = f"not inspected: {reason[:200]}" + (f"; nor were {n_more} other parts" if n_more else "")
+            yield NOT_INSPECTED.finding(message, file=file, key=key)
 
 
-CHECKS = (Check(not_looked_into, Level.DEEP),)
+CHECKS = (Check(report_uninspected, Level.DEEP),)

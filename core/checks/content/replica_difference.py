@@ -1,4 +1,4 @@
-"""Where two copies of a box differ, and by how much: both are read again, band by band."""
+"""Find where two replicas of a box differ, and by how much, by reading both again band by band."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BAND_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two copies differ.
+    """How two replicas differ.
 
     Args:
         n_different: elements of which any bit differs.
-        index: of the first one, in the tensor.
-        first, other: its bytes in the two copies, as they lie in the file, in hexadecimal digits.
+        index: index of the first such element, in the tensor.
+        first, other: bytes of that element in the two replicas, in hexadecimal digits.
     """
 
     n_different: int
@@ -39,41 +39,39 @@ class Difference:
 
 
 def first_difference(
-    store: ReadStore, catalog: Catalog, one: Fragment, other: Fragment, *, device: Device | None = None
+    store: ReadStore, catalog: Catalog, first: Fragment, other: Fragment, *, device: Device | None = None
 ) -> Difference | None:
-    """How two fragments with one box differ; None if they are equal bit for bit.
+    """Compare two fragments with the same box; return None if they are equal bit for bit.
 
     Args:
-        device: on which they may be compared.
+        device: accelerator that may compare them; None for the CPU.
 
     Raises:
         CheckpointingException: one of them cannot be read.
     """
     import numpy as np
 
-    meta = catalog.meta(one.key)
+    meta = catalog.meta(first.key)
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
-    able = choose_device(device, [COMPARE], threads=1)
-    sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (one, other)]
+    compare_device = choose_device(device, [COMPARE], threads=1)
+    sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (first, other)]
     n_different = 0
-    found: tuple[Shape, bytes, bytes] | None = None
-    for start, shape in split_into_bands(one.box.shape, max(1, _BAND_BYTES // size)):
-        band = Box(tuple(a + b for a, b in zip(one.box.offset, start, strict=True)), shape)
-        first, second = (source.read(decoded, band) for source in sources)
-        if first == second:
+    index: Shape | None = None
+    elements = ("", "")
+    for start, shape in split_into_bands(first.box.shape, max(1, _BAND_BYTES // size)):
+        band = Box(tuple(a + b for a, b in zip(first.box.offset, start, strict=True)), shape)
+        contents = [source.read(decoded, band) for source in sources]
+        if contents[0] == contents[1]:
             continue
-        differs = count_differing(able, memoryview(first), memoryview(second), size)
+        differs = count_differing(compare_device, memoryview(contents[0]), memoryview(contents[1]), size)
         n_different += differs.n
-        if found is None:
+        if index is None:
+            # Keep where the first difference is, and both elements.
             at = differs.first
             assert at is not None
-            index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
-            found = (
-                tuple(a + b for a, b in zip(band.offset, index, strict=True)),
-                bytes(first[at * size : (at + 1) * size]),
-                bytes(second[at * size : (at + 1) * size]),
-            )
-    if found is None:
-        return None
-    return Difference(n_different, found[0], found[1].hex(), found[2].hex())
+            in_band = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
+            index = tuple(a + b for a, b in zip(band.offset, in_band, strict=True))
+            span = slice(at * size, (at + 1) * size)
+            elements = (bytes(contents[0][span]).hex(), bytes(contents[1][span]).hex())
+    return None if index is None else Difference(n_different, index, *elements)

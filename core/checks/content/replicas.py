@@ -1,10 +1,10 @@
-"""CK720–CK729: copies that must be equal: the same box of a tensor on several ranks, and tied tensors.
+"""CK720, CK721: replicas that must be equal: boxes stored by several ranks, and tied tensors.
 
-Ranks that hold the same box hold the same bytes, or one of them diverged or was damaged. Arrays are compared by their
-digests, which the scan makes; only where these differ, or where a copy is a part of an array, are the boxes themselves
-read and compared.
+If ranks that hold the same box hold different bytes, one of them diverged or was damaged. Arrays
+are compared by their digests, which the scan computes; the boxes themselves are read and compared
+only if the digests differ, or if a replica is part of an array.
 
-Source: docs/facts/reshard.md 3; the layout's rules say who holds what
+Source: docs/facts/reshard.md 3; the layout rules determine the ranks that hold a tensor
 (``core.megatron.reshard.from_ranks``).
 """
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 DIFFERENT = Code(
     "CK720",
     Severity.ERROR,
-    "copies that must be equal differ",
+    "replicas differ",
     "use an older checkpoint; or convert with --on-replica-mismatch first, which takes the first copy",
     Level.DEEP,
 )
 UNCOMPARED = Code(
     "CK721",
     Severity.ERROR,
-    "copies cannot be compared",
-    "see what keeps their files from being read",
+    "replicas cannot be compared",
+    "find out why their files cannot be read",
     Level.DEEP,
 )
 
@@ -47,8 +47,8 @@ CODES = (DIFFERENT, UNCOMPARED)
 
 
 @dataclass(frozen=True, slots=True)
-class _Copies:
-    """Fragments of one tensor with one box, each of another array."""
+class _Replicas:
+    """The fragments of one tensor with the same box, in different arrays."""
 
     key: str
     box: Box
@@ -56,17 +56,20 @@ class _Copies:
 
     @property
     def are_alike(self) -> bool:
-        """Whether every fragment lies in its array as the others do, so that equal arrays mean equal copies."""
+        """All fragments lie at the same place of equally shaped arrays, so equal arrays mean equal
+        replicas.
+        """
         return len({(piece.at, piece.array.shape) for piece in self.fragments if piece.array is not None}) == 1
 
 
 def watch(subject: Subject) -> Watch:
-    """The digests of arrays that have copies."""
-    names = (piece.array.name for copies in _all_copies(subject) for piece in copies.fragments if piece.array)
+    """Request the digests of arrays that have replicas."""
+    names = (piece.array.name for replicas in _all_replicas(subject) for piece in replicas.fragments if piece.array)
     return Watch(digests_of=frozenset(names))
 
 
-def _all_copies(subject: Subject) -> Iterator[_Copies]:
+def _all_replicas(subject: Subject) -> Iterator[_Replicas]:
+    """Yield every group of replicas, if the layout is known."""
     canonical = subject.canonical
     if canonical is None or not canonical.is_global:
         return
@@ -78,72 +81,74 @@ def _all_copies(subject: Subject) -> Iterator[_Copies]:
                 groups.setdefault(piece.box, {})[piece.array.name] = piece
         for box, pieces in groups.items():
             if len(pieces) > 1:
-                yield _Copies(key, box, tuple(pieces.values()))
+                yield _Replicas(key, box, tuple(pieces.values()))
 
 
-def copies_are_equal(subject: Subject) -> Iterator[Finding]:
-    """Every copy that differs from what most of its kind hold."""
+def check_replicas(subject: Subject) -> Iterator[Finding]:
+    """Report every replica that differs from the majority of its group (CK720, CK721)."""
     canonical = subject.canonical
     if canonical is None:
         return
-    sums = subject.deep.scanned.arrays
-    for copies in _all_copies(subject):
-        if copies.are_alike and len(_digests(copies, sums).values()) == len(copies.fragments):
-            digests = _digests(copies, sums)
-            if len(set(digests.values())) == 1:
-                continue
-        else:
-            digests = {}
-        yield from _compared(subject, canonical.catalog, copies, digests)
+    sums = subject.byte_scan.scanned.arrays
+    for replicas in _all_replicas(subject):
+        digests = _digests(replicas, sums) if replicas.are_alike else {}
+        if len(digests) < len(replicas.fragments):
+            digests = {}  # not all are comparable by digest, so all boxes are read
+        elif len(set(digests.values())) == 1:
+            continue
+        yield from _compare_replicas(subject, canonical.catalog, replicas, digests)
 
 
-CHECKS = (Check(copies_are_equal, Level.DEEP),)
+CHECKS = (Check(check_replicas, Level.DEEP),)
 
 
-def _digests(copies: _Copies, sums: Mapping[str, Sum]) -> dict[int, str]:
-    """Number of a fragment → digest of its array, where it could be read."""
-    found: dict[int, str] = {}
-    for number, piece in enumerate(copies.fragments):
-        made = None if piece.array is None else sums.get(piece.array.name)
-        if made is not None and made.digest is not None:
-            found[number] = made.digest
-    return found
+def _digests(replicas: _Replicas, sums: Mapping[str, Sum]) -> dict[int, str]:
+    """Return number of a fragment → digest of its array, where it could be read."""
+    digests: dict[int, str] = {}
+    for number, piece in enumerate(replicas.fragments):
+        total = None if piece.array is None else sums.get(piece.array.name)
+        if total is not None and total.digest is not None:
+            digests[number] = total.digest
+    return digests
 
 
-def _compared(subject: Subject, catalog: Catalog, copies: _Copies, digests: Mapping[int, str]) -> Iterator[Finding]:
-    """The copies that differ from the first of those that agree most."""
+def _compare_replicas(
+    subject: Subject, catalog: Catalog, replicas: _Replicas, digests: Mapping[int, str]
+) -> Iterator[Finding]:
+    """Compare the replicas with the first of those that most agree with."""
+    # The most frequent digest wins; without digests the first replica.
     usual = Counter(digests.values()).most_common(1)
     first = next((n for n, digest in digests.items() if digest == usual[0][0]), 0) if usual else 0
-    primary = copies.fragments[first]
-    for number, piece in enumerate(copies.fragments):
+    primary = replicas.fragments[first]
+    for number, piece in enumerate(replicas.fragments):
         if number == first or (digests and digests.get(number) == digests.get(first)):
             continue
         try:
-            found = first_difference(subject.store, catalog, primary, piece, device=subject.device)
+            difference = first_difference(subject.store, catalog, primary, piece, device=subject.device)
         except CheckpointingException as err:
-            if not _is_said(subject, err.file or _file(piece)):
-                yield UNCOMPARED.finding(err.message, key=copies.key, file=err.file or _file(piece), rank=_rank(piece))
+            if not subject.is_covered_by_finding(err.file or _file(piece)):
+                yield UNCOMPARED.finding(
+                    err.message, key=replicas.key, file=err.file or _file(piece), rank=_rank(piece)
+                )
             continue
-        if found is not None:
+        if difference is not None:
             yield DIFFERENT.finding(
-                f"{found.n_different} of {copies.box.n_elements} elements differ from the copy in {_file(primary)}, "
-                f"the first at index {found.index}",
+                f"{difference.n_different} of {replicas.box.n_elements} elements differ from the replica "
+                f"in {_file(primary)}, the first at index {difference.index}",
                 file=_file(piece),
-                key=copies.key,
+                key=replicas.key,
                 rank=_rank(piece),
-                expected=f"{found.first} as in {_rank(primary) or _file(primary)}",
-                found=found.other,
+                expected=f"{difference.first} as in {_rank(primary) or _file(primary)}",
+                found=difference.other,
             )
 
 
-def _is_said(subject: Subject, file: str | None) -> bool:
-    return any(finding.severity == Severity.ERROR and finding.file == file for finding in subject.findings)
-
-
 def _file(piece: Fragment) -> str | None:
+    """Return the file of a fragment."""
     return None if piece.array is None else piece.array.extent.file
 
 
 def _rank(piece: Fragment) -> str | None:
+    """Return the rank directory of a fragment."""
     file = _file(piece)
     return None if file is None else file.rpartition("/")[0] or None

@@ -1,11 +1,12 @@
-"""CK710–CK719: numbers that no trained model holds: NaN, infinities, absurd ones, and weights that are all the same.
+"""CK710–CK715: numbers that no trained model holds: NaN, infinities, huge or constant values.
 
-What is usual is left alone: norms that are all 1 and biases that are all 0 at the start (only tensors with two axes of
-more than one element are looked at), second matrices of LoRA adapters, which begin as zeros, masks that hold −inf, and
-the best value so far of a callback (Lightning's ModelCheckpoint), which begins as infinity.
-Moments of an optimizer are zero for parameters without a gradient, which is one note for all of them.
+Usual cases are not reported: norms that are all 1 and biases that are all 0 at the start (only
+tensors with two axes of more than one element are checked for that), second matrices of LoRA
+adapters, which begin as zeros, masks that hold −inf, and the best value so far of a callback
+(Lightning's ModelCheckpoint), which begins as infinity. Moments of an optimizer are zero for
+parameters without a gradient; one note covers all of them.
 
-Counts are those of the global tensor where the layout is known: replicas count once.
+Counts are those of the global tensor if the layout is known: replicas count once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ZERO = Code(
 CONSTANT = Code(
     "CK713",
     Severity.NOTE,
-    "a weight matrix holds one value only",
+    "a weight matrix holds a single value",
     "compare it with another checkpoint",
     Level.DEEP,
 )
@@ -62,20 +63,20 @@ ZERO_STATES = Code(
     "CK714",
     Severity.NOTE,
     "optimizer states of matrices are all zeros",
-    "usual for parameters that are frozen or had no gradient yet",
+    "normal for parameters that are frozen or have had no gradient yet",
     Level.DEEP,
 )
 HUGE = Code(
     "CK715",
     Severity.NOTE,
-    "numbers beyond 2^100",
-    "compare the tensor with another checkpoint: a flipped bit of an exponent looks so",
+    "values beyond 2^100",
+    "compare the tensor with another checkpoint: a flipped exponent bit looks like this",
     Level.DEEP,
 )
 
 CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
 _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
-"""Code, field of ``ValueFacts``, in words."""
+"""(code, field of ``Facts``, description)."""
 
 _STATE = re.compile(r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)")
 _BEGINS_AS_ZEROS = re.compile(r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias")
@@ -84,17 +85,17 @@ _CALLBACK = re.compile(r"(^|\.)callbacks\.")
 
 
 def watch(subject: Subject) -> Watch:
-    """The values of all floating-point arrays."""
+    """Request the values of all floating-point arrays."""
     return Watch(observers=(ValueObserver(subject.device),))
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor and what is known of its numbers.
+    """A tensor and the facts about its numbers.
 
     Args:
-        meta: of the tensor.
-        is_padding: it may hold padding only: what a rank file holds and no global tensor needs.
+        meta: name, dtype and shape.
+        is_padding: the tensor of a rank file that no global tensor needs; it may hold only padding.
         parts: (fragment, facts) of its arrays, each box once.
     """
 
@@ -103,78 +104,85 @@ class _Tensor:
     parts: list[tuple[Fragment, ValueFacts]] = field(default_factory=list)
 
 
-def values(subject: Subject) -> Iterator[Finding]:
-    """NaN, infinities, zeros and constants."""
+def check_values(subject: Subject) -> Iterator[Finding]:
+    """Report NaN, infinities, huge values, and matrices that hold a single value (CK710–CK715)."""
     if subject.salvaged.catalog is None:
         return
-    (observer,) = subject.deep.watches["content.values"].observers
+    (observer,) = subject.byte_scan.watches["content.values"].observers
     assert isinstance(observer, ValueObserver)
     zero_states: list[str] = []
     for tensor in _tensors(subject, observer.facts):
-        yield from _counted(subject, tensor)
-        value = None if tensor.is_padding else _only_value(tensor)
-        if value is None or not _is_matrix(tensor.meta.shape):
+        yield from _check_numbers(subject, tensor)
+        value = None if tensor.is_padding or not _is_matrix(tensor.meta.shape) else _only_value(tensor)
+        if value is None:
             continue
-        key = tensor.meta.key
+        # Zero may have a sign bit.
         is_zero = value in (0, 1 << (8 * KINDS[tensor.meta.dtype].n_bytes - 1))
-        if _STATE.search(key):
-            zero_states += [key] if is_zero else []
-        elif is_zero and not _BEGINS_AS_ZEROS.search(key):
-            yield ZERO.finding(
-                f"all {tensor.meta.n_elements} elements are zero", key=key, file=_file(tensor.parts[0][0].array)
-            )
-        elif not is_zero:
-            yield CONSTANT.finding(
-                f"all {tensor.meta.n_elements} elements have the bits {value:#x}",
-                key=key,
-                file=_file(tensor.parts[0][0].array),
-            )
+        if not _STATE.search(tensor.meta.key):
+            yield from _constant_weight(tensor, value, is_zero=is_zero)
+        elif is_zero:
+            zero_states.append(tensor.meta.key)
     if zero_states:
         yield ZERO_STATES.finding(f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states)
 
 
-CHECKS = (Check(values, level=Level.DEEP),)
+def _constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[Finding]:
+    """Report a weight matrix that holds a single value, unless such weights begin as zeros.
+
+    Args:
+        value: the bits of every element.
+    """
+    key, n_elements = tensor.meta.key, tensor.meta.n_elements
+    file = _file(tensor.parts[0][0].array)
+    if not is_zero:
+        yield CONSTANT.finding(f"all {n_elements} elements have the bits {value:#x}", key=key, file=file)
+    elif not _BEGINS_AS_ZEROS.search(key):
+        yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
+
+
+CHECKS = (Check(check_values, level=Level.DEEP),)
 
 
 def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor]:
-    """Every tensor with what was found of its arrays, under the name that says most.
+    """Yield every tensor with the facts about its arrays, under its most meaningful name.
 
-    Global names are used for rank files whose layout is known, stored ones otherwise.
+    That is the global name for rank files with a known layout, else the stored name.
     """
     catalog = subject.salvaged.catalog
     assert catalog is not None
-    left = dict(facts)
+    unassigned = dict(facts)
     canonical = subject.canonical
     is_joined = canonical is not None and canonical.has_layout and catalog.is_rank_local
     if canonical is not None and is_joined:
-        yield from _tensors_of(canonical.catalog, facts, left)
-    for tensor in _tensors_of(catalog, dict(left), left):
+        yield from _tensors_of(canonical.catalog, facts, unassigned)
+    for tensor in _tensors_of(catalog, dict(unassigned), unassigned):
         tensor.is_padding = is_joined
         yield tensor
 
 
-def _tensors_of(catalog: Catalog, facts: dict[str, ValueFacts], left: dict[str, ValueFacts]) -> Iterator[_Tensor]:
-    """The tensors of a catalog whose arrays have facts; those arrays are taken out of ``left``."""
+def _tensors_of(catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]) -> Iterator[_Tensor]:
+    """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
     for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
         if meta.dtype not in KINDS:
             continue
-        found = _Tensor(meta)
+        tensor = _Tensor(meta)
         boxes: set[Box] = set()
         for fragment in catalog.fragments(meta.key):
             if fragment.array is None or fragment.array.name not in facts:
                 continue
-            left.pop(fragment.array.name, None)
+            unassigned.pop(fragment.array.name, None)
             if fragment.box not in boxes or not facts[fragment.array.name].is_usual:
                 boxes.add(fragment.box)
-                found.parts.append((fragment, facts[fragment.array.name]))
-        if found.parts:
-            yield found
+                tensor.parts.append((fragment, facts[fragment.array.name]))
+        if tensor.parts:
+            yield tensor
 
 
-def _counted(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
-    """What is to say about single numbers."""
+def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
+    """Report NaN, infinities and huge values in one tensor."""
     key = tensor.meta.key
-    for code, name, what in _COUNTS:
+    for code, name, description in _COUNTS:
+        # Add up the counts of all arrays, each once, and find the first such element.
         total = 0
         first: tuple[Shape, Fragment, int] | None = None
         counted: set[str] = set()
@@ -188,23 +196,25 @@ def _counted(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
             index = _index(fragment, count.first)
             if first is None or index < first[0]:
                 first = index, fragment, count.first
-        if first is not None:
-            array = first[1].array
-            named = _named_in(subject, array, first[2]) if tensor.is_padding else None
-            where = f"{key}: " if named not in (None, key) else ""
-            yield code.finding(
-                f"{where}{total} of {tensor.meta.n_elements} elements are {what}, the first at index {first[0]}",
-                key=named or key,
-                file=_file(array),
-                rank=_rank(array),
-                expected="finite numbers" if code is not HUGE else "numbers of a usual size",
-                found=f"{total} {what}",
-                severity=_severity(code, tensor),
-            )
+        if first is None:
+            continue
+        # In a flat buffer of many tensors, name the one that the element belongs to.
+        array = first[1].array
+        owner = _tensor_at(subject, array, first[2]) if tensor.is_padding else None
+        prefix = f"{key}: " if owner not in (None, key) else ""
+        yield code.finding(
+            f"{prefix}{total} of {tensor.meta.n_elements} elements are {description}, the first at index {first[0]}",
+            key=owner or key,
+            file=_file(array),
+            rank=_rank(array),
+            expected="finite numbers" if code is not HUGE else "numbers of a usual size",
+            found=f"{total} {description}",
+            severity=_severity(code, tensor),
+        )
 
 
-def _named_in(subject: Subject, array: StoredArray | None, number: int) -> str | None:
-    """Return the tensor that an element of an array belongs to, where the array is a flat buffer of many."""
+def _tensor_at(subject: Subject, array: StoredArray | None, number: int) -> str | None:
+    """Return the tensor that an element of a flat buffer belongs to; None for other arrays."""
     if array is None:
         return None
     extent = array.extent
@@ -215,6 +225,7 @@ def _named_in(subject: Subject, array: StoredArray | None, number: int) -> str |
 
 
 def _severity(code: Code, tensor: _Tensor) -> Severity:
+    """Return how serious unusual numbers are in a tensor, going by its name."""
     if code is INFINITE and _CALLBACK.search(tensor.meta.key) and tensor.meta.shape == ():
         return Severity.NOTE
     if code is NAN or not _MASK.search(tensor.meta.key):
@@ -224,7 +235,7 @@ def _severity(code: Code, tensor: _Tensor) -> Severity:
 
 
 def _index(fragment: Fragment, at: int) -> Shape:
-    """Index in the tensor of an element of the fragment's array, as far as the fragment goes."""
+    """Return the index in the tensor of element ``at`` of a fragment's array."""
     assert fragment.array is not None
     local: list[int] = []
     for extent in reversed(fragment.array.shape):
@@ -237,19 +248,22 @@ def _index(fragment: Fragment, at: int) -> Shape:
 
 
 def _only_value(tensor: _Tensor) -> int | None:
-    """The value that all elements have; None if they differ, or are not all known."""
-    found = {facts.value if facts.is_read else None for _, facts in tensor.parts}
-    return found.pop() if len(found) == 1 else None
+    """Return the bits that all elements have; None if they differ or are not all known."""
+    distinct = {facts.value if facts.is_read else None for _, facts in tensor.parts}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether at least two axes have more than one element."""
     return sum(n > 1 for n in shape) >= 2
 
 
 def _file(array: StoredArray | None) -> str | None:
+    """Return the file of an array."""
     return None if array is None else array.extent.file
 
 
 def _rank(array: StoredArray | None) -> str | None:
+    """Return the rank directory of an array of a rank file."""
     file = _file(array)
     return file.rpartition("/")[0] or None if file is not None and array is not None and array.coords else None

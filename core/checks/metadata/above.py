@@ -1,13 +1,14 @@
-"""All codes of files: what a trainer saves above DeepSpeed's directory, which belongs to the same save.
+"""All codes of files: those that a trainer saves above DeepSpeed's directory.
 
 ::
 
     checkpoint-2/
     ├── global_step2/          the checkpoint under examination
-    ├── model.safetensors      looked at here, with all other files that lie right beside it
+    ├── model.safetensors      examined by this module, with all other files directly in this folder
     └── scheduler.pt  rng_state.pth …
 
-Source: transformers 5.23 ``trainer.py`` (``_save_checkpoint``), accelerate 1.15 ``accelerator.py`` (``save_state``).
+Source: transformers 5.23 ``trainer.py`` (``_save_checkpoint``), accelerate 1.15 ``accelerator.py``
+(``save_state``).
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ CODES = ()
 
 
 def files_above(subject: Subject) -> Iterator[Finding]:
-    """Examine the files right above the checkpoint at the level of the subject; folders there are other matters."""
+    """Examine the files directly above the checkpoint at the subject's level.
+
+    Folders are skipped.
+    """
     if not subject.passed:
         return
+    # The files of that folder are a subject of their own.
     store = LocalStore(subject.passed[-1])
     above = Subject(
         path=store.root,
@@ -56,6 +61,7 @@ def files_above(subject: Subject) -> Iterator[Finding]:
                     above.findings.append(finding_of(err, default=MALFORMED))
     finally:
         store.close()
+    # Findings name files relative to the checkpoint.
     for finding in above.findings:
         file = None if finding.file is None else os.path.relpath(store.root / finding.file, subject.path)
         yield replace(finding, file=file)

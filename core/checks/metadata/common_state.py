@@ -1,15 +1,17 @@
-"""CK501–CK506: what stands beside the model: arguments, iteration, version, random states, and ``metadata.json``.
+"""CK501–CK506: arguments, iteration, version, random states, and ``metadata.json``.
 
-Rank files repeat it, so ranks can disagree. torch_dist and zarr have it once, and random states as a grid of objects
-``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, which Megatron asks for exactly if it runs with the sizes of the arguments.
+Every rank file repeats this state, so ranks can disagree. torch_dist and zarr store it once, and
+random states as a grid of objects ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, which Megatron loads
+only if it runs with the sizes of the arguments.
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``, ``load_checkpoint``; tests/golden.
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``,
+``load_checkpoint``; tests/golden.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import product
 from math import prod
 
@@ -26,24 +28,24 @@ from core.megatron.model.args import topology_of
 from core.opening.open import ITERATION_DIR
 from core.pickle.inert import as_mapping
 
-_MIXED = "the rank directories are not of one step, or one is damaged: use an older checkpoint"
+_MIXED = "the rank directories come from different steps, or one is damaged: use an older checkpoint"
 NO_ARGS = Code(
-    "CK501", Severity.WARNING, "no training arguments", "its layout is not known: keep the arguments of the run at hand"
+    "CK501", Severity.WARNING, "no training arguments", "its layout is unknown: keep the arguments of the run at hand"
 )
 NUMBER = Code(
     "CK502",
     Severity.WARNING,
-    "the directory's name says another iteration",
+    "the iteration does not match the directory name",
     "rename the directory, or find the right one",
 )
-RANKS = Code("CK503", Severity.ERROR, "ranks disagree about the state of the run", _MIXED)
-VERSION_ODD = Code("CK504", Severity.WARNING, "an odd checkpoint_version", "use software that knows this version")
+RANKS = Code("CK503", Severity.ERROR, "ranks disagree on the state of the run", _MIXED)
+VERSION_ODD = Code("CK504", Severity.WARNING, "unknown checkpoint_version", "use software that knows this version")
 RANDOM = Code("CK505", Severity.WARNING, "random states are incomplete", "start Megatron with --no-load-rng")
 BACKEND = Code(
     "CK506",
     Severity.ERROR,
-    "metadata.json names an unknown backend, or not the one there",
-    "write the right backend into it",
+    "metadata.json names an unknown backend, or the wrong one",
+    "correct the backend in metadata.json",
 )
 
 CODES = (NO_ARGS, NUMBER, RANKS, VERSION_ODD, RANDOM, BACKEND)
@@ -51,76 +53,76 @@ CODES = (NO_ARGS, NUMBER, RANKS, VERSION_ODD, RANDOM, BACKEND)
 _NEWEST = 3.0
 _MOST_RANKS = 1 << 16
 _MARKS = {"torch_dist": ".metadata", "zarr": ".zarray"}
-"""Backend → the name of a file that it always writes."""
+"""Backend → name of a file that it always writes."""
 
 
-def arguments(subject: Subject) -> Iterator[Finding]:
-    """Megatron's names without Megatron's arguments."""
+def check_arguments(subject: Subject) -> Iterator[Finding]:
+    """Report a Megatron model without training arguments (CK501)."""
     catalog, format = subject.salvaged.catalog, subject.format
     if catalog is None or format is None or not (format.is_mcore or format.name == "megatron"):
         return
+    # Rank files keep the model's names behind a prefix that ends with ":model.".
     names = (key.partition(":model.")[2] or key for key in catalog.tensors)
-    beginnings = subject.rules.main_stacks
-    has_model = any(name.startswith(beginnings) for name in names)
+    has_model = any(name.startswith(subject.rules.main_stacks) for name in names)
     if not has_model or any(err.rule == "dcp.common" for err in subject.salvaged.problems):
         return
     ranks = _roots(catalog)
-    lacking = [folder for folder, root in ranks.items() if "args" not in root]
-    if lacking or (not ranks and catalog.args is None):
+    incomplete = [folder for folder, root in ranks.items() if "args" not in root]
+    if incomplete or (not ranks and catalog.args is None):
         yield NO_ARGS.finding(
             "the checkpoint holds no training arguments",
-            rank=lacking[0] if lacking else None,
+            rank=incomplete[0] if incomplete else None,
             key="args",
             expected="args",
             found="no such entry",
         )
 
 
-def numbered(subject: Subject) -> Iterator[Finding]:
-    """The iteration inside against the directory's name."""
-    named, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
+def check_iteration(subject: Subject) -> Iterator[Finding]:
+    """Compare the iteration stored in the checkpoint with the name of its directory (CK502)."""
+    match, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
     if catalog is None:
         return
     stated = [iteration_of(root) for root in _roots(catalog).values()]
-    found = _usual(list(stated)) if stated else catalog.iteration
-    if named is not None and isinstance(found, int) and found != int(named[1]):
+    iteration = _most_frequent(list(stated)) if stated else catalog.iteration
+    if match is not None and isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
-            f"the checkpoint is of iteration {found}, by its content",
+            f"the checkpoint holds iteration {iteration}, the directory name says {int(match[1])}",
             key="iteration",
-            expected=f"iteration {int(named[1])} ({subject.path.name})",
-            found=f"iteration {found}",
+            expected=f"iteration {int(match[1])} ({subject.path.name})",
+            found=f"iteration {iteration}",
         )
 
 
-def agreeing(subject: Subject) -> Iterator[Finding]:
-    """Iteration, version and scheduler of all ranks."""
+def check_agreement(subject: Subject) -> Iterator[Finding]:
+    """Compare iteration, version and scheduler state of all ranks (CK503)."""
     catalog = subject.salvaged.catalog
     ranks = {} if catalog is None else _roots(catalog)
     for name in OF_THE_RUN:
         values = [root.get(name) for root in ranks.values()]
         if all(value is values[0] or same(value, values[0]) for value in values[1:]):
             continue
-        usual = _usual(values)
+        expected = _most_frequent(values)
         for folder, root in ranks.items():
-            if not same(root.get(name), usual):
+            if not same(root.get(name), expected):
                 yield RANKS.finding(
-                    f"{name} is not that of most other ranks",
+                    f"{name} differs from most other ranks",
                     key=name,
                     rank=folder,
-                    expected=_text(usual),
-                    found=_text(root.get(name)) if name in root else "no such entry",
+                    expected=_value_text(expected),
+                    found=_value_text(root.get(name)) if name in root else "no such entry",
                 )
 
 
 def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
-    """Rank directory → the content of its file."""
+    """Return rank directory → content of its model file."""
     facts = catalog.facet(RankFacts)
     ranks = () if facts is None else facts.ranks.values()
     return {folder: as_mapping(root) or {} for folder, root in ranks}
 
 
-def _usual(values: list[object]) -> object:
-    """The value that most ranks have."""
+def _most_frequent(values: list[object]) -> object:
+    """Return the most frequent of some values, which need not be hashable."""
     groups: list[list[object]] = []
     for value in values:
         group = next((group for group in groups if same(group[0], value)), None)
@@ -131,130 +133,150 @@ def _usual(values: list[object]) -> object:
     return max(groups, key=len)[0]
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
+    """Return a value as short text; of containers, only the type."""
     return repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
 
 
-def versioned(subject: Subject) -> Iterator[Finding]:
-    """``checkpoint_version`` is a number that is known."""
+def check_version(subject: Subject) -> Iterator[Finding]:
+    """Check that ``checkpoint_version`` is a number that Megatron writes (CK504)."""
     catalog = subject.salvaged.catalog
     if catalog is None:
         return
-    found = next(iter(_roots(catalog).values()), catalog.common or {}).get("checkpoint_version")
-    if found is None:
+    version = next(iter(_roots(catalog).values()), catalog.common or {}).get("checkpoint_version")
+    if version is None:
         return
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if not is_number or not 0 <= float(str(found)) <= _NEWEST:
+    is_number = isinstance(version, (int, float)) and not isinstance(version, bool)
+    if not is_number or not 0 <= float(str(version)) <= _NEWEST:
         yield VERSION_ODD.finding(
-            "checkpoint_version is none that Megatron writes",
+            "Megatron writes no such checkpoint_version",
             key="checkpoint_version",
             expected=f"a number up to {_NEWEST}",
-            found=_text(found),
+            found=_value_text(version),
             severity=None if is_number else Severity.ERROR,
         )
 
 
-def random(subject: Subject) -> Iterator[Finding]:
-    """Every rank has its random states, or none has."""
+def check_random_states(subject: Subject) -> Iterator[Finding]:
+    """Check that either all ranks or none have random states (CK505)."""
     catalog = subject.salvaged.catalog
     if catalog is None:
         return
     ranks = _roots(catalog)
     if ranks:
-        lacking = [folder for folder, root in ranks.items() if RNG not in root]
-        for folder in lacking if len(lacking) < len(ranks) else ():
+        incomplete = [folder for folder, root in ranks.items() if RNG not in root]
+        for folder in incomplete if len(incomplete) < len(ranks) else ():
             yield RANDOM.finding(
-                "other ranks have random states, this one has none",
+                "the random states of this rank are missing; other ranks have some",
                 key=RNG,
                 rank=folder,
                 expected=RNG,
                 found="no such entry",
             )
         return
-    yield from _grid(catalog)
+    yield from _check_random_grid(catalog)
 
 
-def _grid(catalog: Catalog) -> Iterator[Finding]:
-    """The grid of random states in torch_dist and zarr is complete, and that of the arguments."""
-    shards = [found for key in catalog.objects if key.startswith(f"{RNG}/") and (found := sharded_object(key))]
+def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
+    """Check that the grid of random states is complete, and of the size of the arguments."""
+    shards = [shard for key in catalog.objects if key.startswith(f"{RNG}/") and (shard := sharded_object(key))]
     if not shards:
         return
-    shape, _ = Counter(found[2] for found in shards).most_common(1)[0]
-    held = {found[1] for found in shards if found[2] == shape}
-    if len(held) < len(shards):
-        other = next(found[2] for found in shards if found[2] != shape)
+    # Take the grid size that most shards state; others belong to another run.
+    shape, _ = Counter(shape for _, _, shape in shards).most_common(1)[0]
+    present = {offset for _, offset, other in shards if other == shape}
+    if len(present) < len(shards):
+        other = next(other for _, _, other in shards if other != shape)
         yield RANDOM.finding(
-            "random states of runs of two sizes", key=RNG, expected=f"a grid {shape}", found=f"also {other}"
+            "random states come from runs of two sizes", key=RNG, expected=f"a grid {shape}", found=f"also {other}"
         )
-    lost = [at for at in product(*map(range, shape)) if at not in held] if prod(shape) <= _MOST_RANKS else []
-    for at in lost:
-        key = f"{RNG}/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, shape))}"
-        yield RANDOM.finding(
-            "the random states of a rank are not there",
-            key=key,
-            expected=f"a grid {shape}",
-            found=f"{len(held)} of them",
-        )
+    yield from _missing_random_states(shape, present)
+    # Megatron asks for a grid of the parallel sizes in the arguments.
     try:
         run = topology_of(catalog.args)
     except CheckpointingException:
         return
     if len(shape) >= 2 and shape[:2] != (run.pp, run.tp):
         yield RANDOM.finding(
-            "random states of another run: Megatron would ask for others",
+            "the grid of random states does not match the arguments; Megatron would ask for another one",
             key=RNG,
             expected=f"a grid {(run.pp, run.tp)} (PP, TP of the arguments)",
             found=f"a grid {shape}",
         )
 
 
-def backend(subject: Subject) -> Iterator[Finding]:
-    """What ``metadata.json`` says lies in the directory, lies there."""
+def _missing_random_states(shape: tuple[int, ...], present: Set[tuple[int, ...]]) -> Iterator[Finding]:
+    """Report the ranks of a grid without random states; nothing for absurdly large grids."""
+    if prod(shape) > _MOST_RANKS:
+        return
+    for offset in product(*map(range, shape)):
+        if offset not in present:
+            yield RANDOM.finding(
+                "the random states of a rank are missing",
+                key=f"{RNG}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}",
+                expected=f"a grid {shape}",
+                found=f"{len(present)} of them",
+            )
+
+
+def check_backend(subject: Subject) -> Iterator[Finding]:
+    """Compare the backend that ``metadata.json`` names with the files in the directory (CK506)."""
     if CONFIG not in subject.files or subject.store.entry is not None:
         return
     try:
         config = config_of(subject.store)
     except CheckpointingException:
-        return  # found where trackers and such files are looked at
-    catalog = subject.salvaged.catalog
-    is_megatron = subject.format is not None and (
-        subject.format.is_mcore or (catalog is not None and COMMON_OBJECT in catalog.objects)
-    )
-    found = config.get(BACKEND_KEY)
-    stated = found if isinstance(found, str) else None
-    if stated not in BACKENDS and (BACKEND_KEY in config or is_megatron):
+        return  # reported by the checks of trackers (CK516)
+    value = config.get(BACKEND_KEY)
+    backend = value if isinstance(value, str) else None
+    if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
+        yield _unknown_backend(config)
+    if backend not in _MARKS:
+        return
+    # Each backend always writes one file by which it can be recognised.
+    names = {file.rpartition("/")[2] for file in subject.files}
+    present = {name for name, mark in _MARKS.items() if mark in names}
+    if present and backend not in present:
         yield BACKEND.finding(
-            "metadata.json names a backend that is not known"
-            if BACKEND_KEY in config
-            else "metadata.json names no backend",
+            "the tensors were written by another backend",
             file=CONFIG,
             key=BACKEND_KEY,
-            expected=" or ".join(BACKENDS),
-            found=f"{found!r:.60}" if BACKEND_KEY in config else "no such entry",
-            hint="write the name of the backend that saved the files into it, or use an older checkpoint",
-        )
-    there = {name for name, mark in _MARKS.items() if any(file.rpartition("/")[2] == mark for file in subject.files)}
-    if stated in _MARKS and there and stated not in there:
-        yield BACKEND.finding(
-            "tensors of another backend lie there",
-            file=CONFIG,
-            key=BACKEND_KEY,
-            expected=f"{stated} ({_MARKS[stated]})",
-            found=", ".join(f"{name} ({_MARKS[name]})" for name in sorted(there)),
+            expected=f"{backend} ({_MARKS[backend]})",
+            found=", ".join(f"{name} ({_MARKS[name]})" for name in sorted(present)),
         )
     version = config.get("sharded_backend_version", VERSION)
-    if stated in _MARKS and version != VERSION:
+    if version != VERSION:
         yield BACKEND.finding(
-            "a version of the backend that is not known",
+            "unknown version of the backend",
             file=CONFIG,
             key="sharded_backend_version",
             expected=VERSION,
-            found=_text(version),
+            found=_value_text(version),
             hint="use software that knows this version",
         )
 
 
+def _is_megatron_core(subject: Subject) -> bool:
+    """Return whether the directory is a checkpoint of Megatron-core."""
+    catalog = subject.salvaged.catalog
+    has_common_state = catalog is not None and COMMON_OBJECT in catalog.objects
+    return subject.format is not None and (subject.format.is_mcore or has_common_state)
+
+
+def _unknown_backend(config: Mapping[str, object]) -> Finding:
+    """Return the finding for a missing or unknown backend in ``metadata.json``."""
+    has_key = BACKEND_KEY in config
+    return BACKEND.finding(
+        "metadata.json names an unknown backend" if has_key else "metadata.json names no backend",
+        file=CONFIG,
+        key=BACKEND_KEY,
+        expected=" or ".join(BACKENDS),
+        found=f"{config[BACKEND_KEY]!r:.60}" if has_key else "no such entry",
+        hint="set it to the backend that saved the files, or use an older checkpoint",
+    )
+
+
 CHECKS = (
-    *(Check(arguments), Check(numbered), Check(agreeing, formats=("megatron",))),
-    *(Check(versioned), Check(random), Check(backend)),
+    *(Check(check_arguments), Check(check_iteration), Check(check_agreement, formats=("megatron",))),
+    *(Check(check_version), Check(check_random_states), Check(check_backend)),
 )

@@ -1,11 +1,11 @@
-"""CK20x: do the chunks of every tensor tile it, and has each its item in a file?
+"""CK20x: the chunks of every tensor tile it, and each chunk is stored in a file.
 
-Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's ranks say they have.
-Where ``.metadata`` cannot be read as it is, what of it makes sense is looked at, so that damage to one tensor does not
-hide that to another.
+Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's
+ranks state. If ``.metadata`` cannot be read as a whole, its valid part is checked, so that damage
+to one tensor does not hide damage to another.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``, which checks less:
-that chunks lie within their tensor, do not overlap, and have its size in all.
+Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``,
+which checks less: that chunks lie within their tensor, do not overlap, and add up to its size.
 """
 
 from __future__ import annotations
@@ -23,65 +23,75 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsafeError
 
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
-GAP = Code("CK201", Severity.ERROR, "a part of a tensor is in no chunk", _AGAIN)
+GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
 OVERLAP = Code("CK202", Severity.ERROR, "chunks of a tensor overlap", _AGAIN)
 BOUNDS = Code("CK203", Severity.ERROR, "a chunk lies outside its tensor", _AGAIN)
-TWICE = Code("CK204", Severity.WARNING, "a chunk is listed twice", "save the model again; readers take either copy")
-NO_ITEM = Code("CK205", Severity.ERROR, "no file holds a chunk or an object", _AGAIN)
-ENTRY = Code("CK206", Severity.ERROR, "an entry of the metadata makes no sense", _AGAIN)
+TWICE = Code("CK204", Severity.WARNING, "a chunk is listed twice", "save the model again; readers may use either copy")
+NO_ITEM = Code("CK205", Severity.ERROR, "a chunk or an object is not stored in any file", _AGAIN)
+ENTRY = Code("CK206", Severity.ERROR, "invalid metadata entry", _AGAIN)
 
 CODES = (GAP, OVERLAP, BOUNDS, TWICE, NO_ITEM, ENTRY)
 
 _BY_RULE = {"dcp.out_of_bounds": BOUNDS, "dcp.no_item": NO_ITEM, "dcp.entries": ENTRY, "dcp.items": ENTRY}
 _LISTS_CHUNKS = ("dcp", "torch_dist")
-"""Formats whose metadata lists chunks one by one, each once; in others, equal boxes are copies."""
+"""Formats whose metadata lists each chunk once; in others, equal boxes are replicas."""
 
 
-def sensible(subject: Subject) -> Iterator[Finding]:
-    """What had to be left out of the metadata."""
+def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
+    """Report the entries that had to be left out of the metadata."""
     for err in subject.salvaged.problems:
         code = _BY_RULE.get(err.rule or "")
-        if code is not None and not isinstance(err, UnsafeError):  # a name that leads outside is said once, of the file
+        if code is not None and not isinstance(err, UnsafeError):  # names that lead outside are reported by file
             yield code.finding(err.message, file=err.file, key=err.key, span=err.span)
 
 
-def tiled(subject: Subject) -> Iterator[Finding]:
-    """Gaps, overlaps and chunks that are listed twice, of every tensor."""
+def check_tiling(subject: Subject) -> Iterator[Finding]:
+    """Check that the chunks of every tensor cover it exactly once (CK201–CK204)."""
     catalog = subject.salvaged.catalog
     if catalog is None or subject.format is None or catalog.is_rank_local:
-        return  # every tensor of a rank is one array
-    known = {err.key for err in subject.salvaged.problems}
+        return  # each tensor of a rank file is a single array
+    reported = {err.key for err in subject.salvaged.problems}
     lists_chunks = subject.format.name in _LISTS_CHUNKS
     for key, meta in catalog.tensors.items():
-        if key in known:
-            continue  # has a finding already: chunks that were left out would only look like gaps
+        if key in reported:
+            continue  # already reported: chunks that were left out would look like gaps
         try:
             fragments = catalog.fragments(key)
         except CheckpointingException as err:  # the index of a zarr shard
-            if not subject.is_explained(err.file):
+            if not subject.is_covered_by_finding(err.file):
                 yield finding_of(err, default=ENTRY, key=key)
             continue
         if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
             continue
-        yield from _of_tensor(meta, fragments, lists_chunks=lists_chunks)
+        yield from _check_chunks(meta, fragments, lists_chunks=lists_chunks)
 
 
-def _of_tensor(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool) -> Iterator[Finding]:
-    """The findings of one tensor."""
+def _check_chunks(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool) -> Iterator[Finding]:
+    """Check the chunks of one tensor."""
     region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
-    boxes = list(counts)
-    for box in (box for box in boxes if not (box.rank == region.rank and region.contains(box))):
+    # Chunks outside the tensor are reported and then ignored.
+    outside = [box for box in counts if box.rank != region.rank or not region.contains(box)]
+    for box in outside:
         yield BOUNDS.finding(
-            f"a chunk of shape {box.shape} at {box.offset} does not lie in the tensor",
+            f"a chunk of shape {box.shape} at {box.offset} lies outside the tensor",
             file=_file_of(fragments, box),
             key=meta.key,
             expected=f"within {meta.shape}",
             found=f"{box.offset} to {box.end}",
         )
         counts.pop(box)
-    inside = list(counts)
-    for box, n in counts.items() if lists_chunks else ():
+    if lists_chunks:
+        yield from _repeated_chunks(meta, fragments, counts)
+    # Finding the place of a gap or an overlap costs more than proving that there is none.
+    boxes = list(counts)
+    if not is_tiled(region, boxes):
+        yield from _gap_and_overlap(meta, fragments, boxes)
+
+
+def _repeated_chunks(meta: TensorMeta, fragments: Sequence[Fragment], counts: Counter[Box]) -> Iterator[Finding]:
+    """Report chunks that are listed more than once."""
+    for box, n in counts.items():
         if n > 1:
             yield TWICE.finding(
                 f"the chunk of shape {box.shape} at {box.offset} is listed {n} times",
@@ -90,37 +100,41 @@ def _of_tensor(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks:
                 expected="once",
                 found=f"{n} times",
             )
-    if is_tiled(region, inside):
-        return
-    pair = first_overlap(inside)
+
+
+def _gap_and_overlap(meta: TensorMeta, fragments: Sequence[Fragment], boxes: Sequence[Box]) -> Iterator[Finding]:
+    """Report the first overlap and the first gap of chunks that do not tile their tensor."""
+    region = full_box(meta.shape)
+    pair = first_overlap(boxes)
     if pair is not None:
-        one, other = (inside[number] for number in pair)
-        common = one.intersect(other)
+        first, second = (boxes[number] for number in pair)
+        common = first.intersect(second)
         assert common is not None
         yield OVERLAP.finding(
-            f"the chunks at {one.offset} and {other.offset} have {common.n_elements} elements in common",
-            file=_file_of(fragments, other),
+            f"the chunks at {first.offset} and {second.offset} have {common.n_elements} elements in common",
+            file=_file_of(fragments, second),
             key=meta.key,
             expected="each element in one chunk",
-            found=f"shapes {one.shape} and {other.shape}",
+            found=f"shapes {first.shape} and {second.shape}",
         )
-    hole = first_hole(region, inside)
+    hole = first_hole(region, boxes)
     if hole is not None:
-        n_held = sum(box.n_elements for box in inside)
-        missing = f"{region.n_elements - n_held} elements are" if pair is None else "elements are"
+        n_covered = sum(box.n_elements for box in boxes)
+        missing = f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
         yield GAP.finding(
-            f"{missing} in no chunk, the first of them at {hole.offset}",
+            f"{missing} not covered by any chunk, the first at {hole.offset}",
             key=meta.key,
             expected=f"{region.n_elements} elements (shape {meta.shape})",
-            found=f"{n_held} elements in {len(inside)} chunks",
+            found=f"{n_covered} elements in {len(boxes)} chunks",
         )
 
 
 def _file_of(fragments: Sequence[Fragment], box: Box) -> str | None:
+    """Return the file that holds a chunk."""
     for fragment in fragments:
         if fragment.box == box and fragment.array is not None:
             return fragment.array.extent.file
     return None
 
 
-CHECKS = (Check(sensible), Check(tiled))
+CHECKS = (Check(report_invalid_entries), Check(check_tiling))

@@ -1,9 +1,10 @@
-"""CK30x to CK31x: do the rank files, or the global tensors, make the model that the training arguments describe?
+"""CK30x, CK31x: the tensors form the model that the training arguments describe.
 
-Looked at are checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch files of such models.
-What follows from a rank that is missing, or from metadata that cannot be read, is not said again.
+These checks cover checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch
+files of such models. Consequences of a missing rank or of unreadable metadata are not reported
+again.
 
-Source: ``core.megatron.reshard.problems``, and what that cites.
+Source: ``core.megatron.reshard.problems``, and the sources cited there.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
 from core.megatron.reshard.problems import Understood
 
-_MIXED = "the rank directories are not of one checkpoint, or one is damaged: use an older checkpoint"
+_MIXED = "the rank directories come from different checkpoints, or one is damaged: use an older checkpoint"
 _LOST = "use an older checkpoint: this one is incomplete"
-ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree about the training arguments", _MIXED)
-NOT_SAVED = Code("CK302", Severity.ERROR, "shards that no rank has saved", "save again with a newer Megatron-LM")
-NAMES = Code("CK303", Severity.ERROR, "ranks of a stage hold different tensors", _MIXED)
-LAYERS = Code("CK304", Severity.ERROR, "layers are missing, or there are too many", _LOST)
-DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree about a tensor's dtype or shape", _MIXED)
-TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or of another shape", _LOST)
+ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree on the training arguments", _MIXED)
+NOT_SAVED = Code("CK302", Severity.ERROR, "shards that no rank saved", "save again with a newer Megatron-LM")
+NAMES = Code("CK303", Severity.ERROR, "ranks of a pipeline stage hold different tensors", _MIXED)
+LAYERS = Code("CK304", Severity.ERROR, "missing or surplus layers", _LOST)
+DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of a tensor", _MIXED)
+TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or has a different shape", _LOST)
 CHUNKS = Code("CK307", Severity.ERROR, "a rank's model is missing or malformed", _LOST)
-ENTRY = Code("CK308", Severity.ERROR, "an entry of the model makes no sense", _LOST)
+ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
 TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
-EXPERTS = Code("CK313", Severity.ERROR, "experts are missing, or there are too many", _LOST)
+EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)
 SHAPE = Code(
-    "CK314", Severity.ERROR, "a shape contradicts the arguments", "use the arguments of this checkpoint, not of another"
+    "CK314",
+    Severity.ERROR,
+    "a shape does not match the training arguments",
+    "use the arguments of this checkpoint, not of another",
 )
 UNKNOWN = Code(
-    "CK315", Severity.NOTE, "a tensor whose layout is not known", "name its layout with --rules FILE, to reshard it"
+    "CK315", Severity.NOTE, "a tensor with an unknown layout", "to reshard it, describe its layout with --rules FILE"
 )
-VOCABULARY = Code(
-    "CK316", Severity.WARNING, "padding rows of the vocabulary are odd", "pass --vocab-size when you convert"
-)
-ARGS = Code("CK318", Severity.ERROR, "the training arguments make no sense", "use an older checkpoint")
-NOT_HANDLED = Code("CK319", Severity.NOTE, "a layout that is not handled", "convert it with the layout that it has")
+VOCABULARY = Code("CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting")
+ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
+NOT_HANDLED = Code("CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout")
 
 CODES = (
     *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY),
@@ -63,39 +65,40 @@ _BY_RULE = {
     "layout.args": ARGS,
 }
 _FOLLOWS = frozenset({NOT_SAVED, LAYERS, TIED, TENSOR, EXPERTS})
-"""What a missing rank, or an entry that cannot be read, looks like as well."""
+"""Codes that a missing rank or an unreadable entry would also cause."""
 _CAUSES = frozenset({"ranks.folders", "ranks.files", "dcp.entries", "dcp.no_item", "dcp.items"})
 
 
-def agreeing(subject: Subject) -> Iterator[Finding]:
-    """Arguments that differ among ranks."""
+def report_argument_differences(subject: Subject) -> Iterator[Finding]:
+    """Report training arguments that differ between ranks (CK301)."""
     for err in subject.salvaged.problems:
         if err.rule == "ranks.arguments":
             yield _finding(ARGUMENTS, err)
 
 
-def fitting(subject: Subject) -> Iterator[Finding]:
-    """Everything that ``core.megatron.reshard.problems`` finds."""
+def check_model_layout(subject: Subject) -> Iterator[Finding]:
+    """Report everything that ``core.megatron.reshard.problems`` finds in the model."""
     is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
-    is_whole = subject.format is not None and (subject.format.is_mcore or subject.format.partition == "ranks")
-    seen: set[tuple[object, ...]] = set()
+    has_full_model = subject.format is not None and (subject.format.is_mcore or subject.format.partition == "ranks")
+    reported: set[tuple[object, ...]] = set()
     for err in subject.model.problems:
         code = _BY_RULE.get(err.rule or "", ENTRY)
         if is_incomplete and code in _FOLLOWS:
             continue
-        where = (code.code, err.key, err.rank, err.message if code is not NAMES else _listed_in(err))
-        if where not in seen:
-            seen.add(where)
-            yield _finding(code, err, severity=None if is_whole or code not in _FOLLOWS else Severity.NOTE)
+        # Many ranks report the same problem; formats other than Megatron's own may hold part of a model on purpose.
+        identity = (code.code, err.key, err.rank, err.message if code is not NAMES else _listed_in(err))
+        if identity not in reported:
+            reported.add(identity)
+            yield _finding(code, err, severity=None if has_full_model or code not in _FOLLOWS else Severity.NOTE)
 
 
 def _listed_in(err: CheckpointingException) -> str:
-    """The names that a rank lacks, whichever other rank has them."""
+    """Return the part of a message that names what a rank lacks, without the rank that has it."""
     return err.message.partition(" is in ")[0]
 
 
 def _finding(code: Code, err: CheckpointingException, *, severity: Severity | None = None) -> Finding:
-    """An error as a finding; other formats than Megatron's own may hold a part of a model, which is worth a note."""
+    """Return an error as a finding."""
     if isinstance(err, UnknownTensorError):
         code = UNKNOWN
     elif isinstance(err, UnsupportedError):
@@ -104,16 +107,17 @@ def _finding(code: Code, err: CheckpointingException, *, severity: Severity | No
     return code.finding(err.message, file=err.file, key=err.key, rank=err.rank, hint=hint, severity=severity)
 
 
-def padded(subject: Subject) -> Iterator[Finding]:
-    """Compares the rows of the vocabulary with what the arguments say of it."""
+def check_vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Compare the rows of vocabulary tensors with the sizes in the arguments (CK316)."""
     model = subject.model.understood
     if model is None:
         return
     fields = fields_of(subject.model.args)
     stated, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
     has_free_rows = subject.format is None or subject.format.partition != "ranks"
+    # Each tensor has at most one problem: too few rows, another number than stated, or odd padding.
     for name, rows in _vocabulary(subject, model):
-        is_explained = n_rows is None or explains(model.facts, n_rows, rows)
+        is_plausible = n_rows is None or explains(model.facts, n_rows, rows)
         if n_rows is not None and rows < n_rows:
             yield VOCABULARY.finding(
                 "the tensor has fewer rows than the vocabulary",
@@ -122,16 +126,16 @@ def padded(subject: Subject) -> Iterator[Finding]:
                 found=f"{rows} rows",
                 severity=Severity.ERROR,
             )
-        elif stated not in (None, rows) and not (has_free_rows and is_explained):
+        elif stated not in (None, rows) and not (has_free_rows and is_plausible):
             yield VOCABULARY.finding(
-                "the tensor has not the rows that the arguments say",
+                "the number of rows does not match the training arguments",
                 key=name,
                 expected=f"{stated} rows (padded_vocab_size)",
                 found=f"{rows} rows",
             )
-        elif stated is None and not is_explained:
+        elif stated is None and not is_plausible:
             yield VOCABULARY.finding(
-                f"no tensor parallel size pads {n_rows} rows to as many",
+                f"no tensor parallel size pads {n_rows} rows to {rows}",
                 key=name,
                 expected=f"a multiple of {model.facts.divisible_by}, next to {n_rows} (vocab_size)",
                 found=f"{rows} rows",
@@ -139,12 +143,12 @@ def padded(subject: Subject) -> Iterator[Finding]:
 
 
 def _vocabulary(subject: Subject, model: Understood) -> Iterator[tuple[str, int]]:
-    """(name, rows) of the tensors with a row for each word."""
+    """Yield (name, rows) of the tensors with one row per token."""
     for name, shape in model.shapes.items():
-        held = model.held.get(name)
-        rule = subject.rules.rule_of(name) if held is None else held.rule
+        tensor = model.held.get(name)
+        rule = subject.rules.rule_of(name) if tensor is None else tensor.rule
         if rule.kind == "vocab" and shape:
             yield name, shape[0]
 
 
-CHECKS = (Check(agreeing, formats=("megatron",)), Check(fitting), Check(padded))
+CHECKS = (Check(report_argument_differences, formats=("megatron",)), Check(check_model_layout), Check(check_vocabulary))

@@ -1,14 +1,15 @@
-"""CK40x: does the optimizer of a Megatron checkpoint belong to its parameters?
+"""CK40x: the optimizer of a Megatron checkpoint belongs to its parameters.
 
-Rank files number the parameters or lay them out in flat buffers, without names: which is whose follows from their
-order, and is proven by the values (``core.megatron.reshard.rank_optimizer``). From the headers on, masters are compared
-with weights, on a few elements of each.
+Rank files number the parameters or lay them out in flat buffers, without names: which state belongs
+to which parameter follows from their order and is proven by the values
+(``core.megatron.reshard.rank_optimizer``). From the headers level on, a few elements of each master
+weight are compared with the weight.
 
-Masters that do not round to their weights are a warning only: weights that were averaged, edited or made of float8
-parameters look like that, and Megatron makes the weights anew from the masters.
+Master weights that do not round to their weights are only a warning: averaged or edited weights and
+those from float8 parameters look like that, and Megatron recomputes the weights from the masters.
 
-Source: what ``core.megatron.reshard.rank_optimizer``, ``core.megatron.optimizer.sharded.read`` and
-``core.megatron.optimizer.proof`` cite.
+Source: the sources cited by ``core.megatron.reshard.rank_optimizer``,
+``core.megatron.optimizer.sharded.read`` and ``core.megatron.optimizer.proof``.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.reshard.reshard import unshard
 
 _WITHOUT = "use an older checkpoint, or start with a fresh optimizer (convert with --no-optim)"
-_MIXED = "the rank directories are not of one step, or one is damaged: use an older checkpoint"
-NUMBERS = Code("CK401", Severity.ERROR, "numbers of parameters contradict the states", _WITHOUT)
-GROUPS = Code("CK402", Severity.ERROR, "the optimizer's groups do not fit the parameters", _WITHOUT)
-SHAPE = Code("CK403", Severity.ERROR, "a state has not its parameter's shape", _WITHOUT)
-STATES = Code("CK404", Severity.ERROR, "a parameter lacks states that others have", _WITHOUT)
-SETTINGS = Code("CK405", Severity.ERROR, "ranks disagree about the optimizer's settings", _MIXED)
-STEP = Code("CK406", Severity.ERROR, "the optimizer's steps disagree", _MIXED)
+_MIXED = "the rank directories come from different steps, or one is damaged: use an older checkpoint"
+NUMBERS = Code("CK401", Severity.ERROR, "parameter numbers do not match the optimizer states", _WITHOUT)
+GROUPS = Code("CK402", Severity.ERROR, "optimizer groups do not match the parameters", _WITHOUT)
+SHAPE = Code("CK403", Severity.ERROR, "the shape of a state does not match its parameter", _WITHOUT)
+STATES = Code("CK404", Severity.ERROR, "optimizer states of a parameter are missing", _WITHOUT)
+SETTINGS = Code("CK405", Severity.ERROR, "ranks disagree on the optimizer's settings", _MIXED)
+STEP = Code("CK406", Severity.ERROR, "the optimizer's step counts disagree", _MIXED)
 MASTERS = Code(
     "CK407",
     Severity.WARNING,
-    "a master does not round to its weight",
-    "weights or optimizer were changed after the last step; know which of them is right",
+    "a master weight does not round to its weight",
+    "weights or optimizer were changed after the last step; find out which is right",
     Level.HEADERS,
 )
-MISSING = Code("CK408", Severity.ERROR, "ranks lack the optimizer that others have", _WITHOUT)
-BUFFERS = Code("CK410", Severity.ERROR, "the optimizer's buffers make no sense", _WITHOUT)
+MISSING = Code("CK408", Severity.ERROR, "the optimizer is missing on some ranks", _WITHOUT)
+BUFFERS = Code("CK410", Severity.ERROR, "invalid optimizer buffers", _WITHOUT)
 NOT_HANDLED = Code(
-    "CK411", Severity.NOTE, "an optimizer that is not understood", "convert with --no-optim, or to no other layout"
+    "CK411", Severity.NOTE, "an unsupported optimizer", "convert with --no-optim, or without changing the layout"
 )
 
 CODES = (NUMBERS, GROUPS, SHAPE, STATES, SETTINGS, STEP, MASTERS, MISSING, BUFFERS, NOT_HANDLED)
@@ -66,77 +67,87 @@ _BY_RULE = {
     "optim.buffers": BUFFERS,
 }
 _MOST = 1 << 12
-"""Masters that are compared, evenly spread."""
+"""Maximum number of master weights to compare, evenly spread."""
 
 
-def of_ranks(subject: Subject) -> Iterator[Finding]:
-    """What is wrong with the optimizer of rank files, rank by rank."""
+def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
+    """Check the optimizer in rank files, rank by rank."""
     view = subject.model
     model, catalog = view.understood, view.catalog
     ranks = None if catalog is None else catalog.facet(RankFacts)
     if model is None or catalog is None or not model.files or ranks is None or ranks.optimizer_kind is None:
         return
-    if any(err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ") for err in view.problems):
-        return  # the optimizer would seem not to fit, as the parameters are not right themselves
-    if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
+    if not _can_judge_ranks(subject, model):
         return
-    if view.is_sample and catalog.facet(Topology) != model.facts.topology:
-        return  # with expert parallelism, some ranks do not stand for all of the optimizer
     has_data = subject.level >= Level.HEADERS
-    problems, states = _states(subject, catalog, model, proves=has_data)
-    strange: list[Finding] = []
+    problems, states = _read_states(subject, catalog, model, proves=has_data)
+    mismatches: list[Finding] = []
     if has_data and any(err.rule in ("optim.groups", "optim.buffers") for err in problems):
-        by_order, states = _states(subject, catalog, model, proves=False)
-        strange = list(_strange(subject, catalog, states))
-        if strange:  # by their order they fit, so that it is the values which do not
+        # The proof by values failed. If the states fit by their order, it is the values that are wrong, not the layout.
+        by_order, states = _read_states(subject, catalog, model, proves=False)
+        mismatches = list(_compare_masters(subject, catalog, states))
+        if mismatches:
             problems = by_order
     elif has_data:
-        strange = list(_strange(subject, catalog, states))
+        mismatches = list(_compare_masters(subject, catalog, states))
     for err in problems:
         yield from _finding(err, has_data=has_data)
     if ranks.optimizer_kind == "float16":
         yield from _untrained(states, {err.rank for err in problems})
-    yield from strange
+    yield from mismatches
 
 
-def _untrained(states: Sequence[ParamState], known: Container[str | None]) -> Iterator[Finding]:
-    """Parameters that have states on other ranks of their stage: frozen ones are frozen everywhere.
+def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
+    """Return whether parameters and rank files are complete enough to check the optimizer."""
+    view = subject.model
+    if any(err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ") for err in view.problems):
+        return False  # the parameters are wrong themselves, so the optimizer would seem not to match
+    if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
+        return False
+    # With expert parallelism, a sample of the ranks does not represent the whole optimizer.
+    return not view.is_sample or view.catalog is None or view.catalog.facet(Topology) == model.facts.topology
+
+
+def _untrained(states: Sequence[ParamState], excluded: Container[str | None]) -> Iterator[Finding]:
+    """Report parameters without states that have some on other ranks of their stage.
+
+    A frozen parameter has no states, but then on no rank.
 
     Args:
-        known: ranks of which something is wrong already.
+        excluded: ranks with problems of their own.
     """
     trained: dict[tuple[int, int], dict[str, set[str]]] = {}
     for state in states:
         ranks = trained.setdefault(state.param.chunk.where, {})
         ranks.setdefault(state.param.chunk.folder, set()).add(state.param.name)
     for ranks in trained.values():
-        every = set().union(*ranks.values())
+        all_names = set().union(*ranks.values())
         for folder, names in ranks.items():
-            for name in sorted(every - names) if folder not in known else ():
+            for name in sorted(all_names - names) if folder not in excluded else ():
                 yield STATES.finding(
-                    "other ranks have optimizer states of this parameter, this one has none",
+                    "this rank has no optimizer states of the parameter; other ranks do",
                     key=name,
                     rank=folder,
-                    expected=f"states of {len(every)} parameters",
+                    expected=f"states of {len(all_names)} parameters",
                     found=f"of {len(names)}",
                 )
 
 
-def _states(
+def _read_states(
     subject: Subject, catalog: Catalog, model: Understood, *, proves: bool
 ) -> tuple[list[CheckpointingException], Sequence[ParamState]]:
-    """(what is wrong, the states of all ranks)."""
+    """Return the problems of the optimizer, and the states of all ranks."""
     problems: list[CheckpointingException] = []
     store = subject.store if proves else None
     try:
-        found = read_states(catalog, model.files, model.facts, subject.rules, store=store, report=problems.append)
+        result = read_states(catalog, model.files, model.facts, subject.rules, store=store, report=problems.append)
     except CheckpointingException as err:
         return [*problems, err], ()
-    return problems, found.states
+    return problems, result.states
 
 
 def _finding(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:
-    """The finding of an error; where nothing was read, it may be that only data can tell."""
+    """Yield an error as a finding, unless only data can tell and none were read."""
     is_unknown = isinstance(err, UnsupportedError) and err.rule in (None, "optim.groups", "optim.buffers")
     if is_unknown and not has_data:
         return
@@ -144,25 +155,26 @@ def _finding(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding
     yield code.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span)
 
 
-def _strange(subject: Subject, catalog: Catalog, states: Sequence[ParamState]) -> Iterator[Finding]:
-    """Masters of rank files that do not round to their weights."""
+def _compare_masters(subject: Subject, catalog: Catalog, states: Sequence[ParamState]) -> Iterator[Finding]:
+    """Compare a sample of the master weights in rank files with the weights (CK407)."""
     masters = [state for state in states if state.state == MASTER]
     for state in masters[:: len(masters) // _MOST + 1]:
-        yield from _compared(
+        yield from _compare_master(
             subject, catalog, state.array, state.param.array, key=state.param.name, rank=state.param.chunk.folder
         )
 
 
-def _compared(
+def _compare_master(
     subject: Subject, catalog: Catalog, master: StoredArray, weight: StoredArray, *, key: str, rank: str | None = None
 ) -> Iterator[Finding]:
+    """Report a master weight that does not round to its weight."""
     try:
         if is_master(subject.store, master, weight, bind=catalog.bind):
             return
     except CheckpointingException:
-        return  # of a dtype that is not rounded to, or damaged, which is found elsewhere
+        return  # a dtype without rounding, or damaged data, which other checks report
     yield MASTERS.finding(
-        "the master in fp32 does not round to the weight, on a sample of both",
+        "the fp32 master does not round to the weight, in a sample of the elements",
         file=weight.extent.file,
         key=key,
         rank=rank,
@@ -171,26 +183,29 @@ def _compared(
     )
 
 
-def of_global(subject: Subject) -> Iterator[Finding]:
-    """What is wrong with the optimizer of torch_dist and zarr."""
+def check_global_optimizer(subject: Subject) -> Iterator[Finding]:
+    """Check the optimizer of torch_dist and zarr checkpoints."""
     view = subject.model
     catalog, model = view.catalog, view.understood
     if catalog is None or model is None or model.files or subject.catalog is None or view.problems:
         return
+    # Unsharding reads the whole optimizer state; its error is the finding.
     has_data = subject.level >= Level.HEADERS
     try:
-        whole = unshard(catalog, rules=subject.rules, store=subject.store if has_data else None)
+        unsharded = unshard(catalog, rules=subject.rules, store=subject.store if has_data else None)
     except CheckpointingException as err:
         if not any(finding.code.startswith("CK4") for finding in subject.findings):
-            yield from _of_whole(subject, catalog, err, has_data=has_data)
+            yield from _unreadable_optimizer(subject, catalog, err, has_data=has_data)
         return
-    pairs = list(pairs_of_masters(whole)) if has_data else []
+    pairs = list(pairs_of_masters(unsharded)) if has_data else []
     for key, weight, master in pairs[:: len(pairs) // _MOST + 1]:
-        yield from _compared(subject, whole, master, weight, key=key)
+        yield from _compare_master(subject, unsharded, master, weight, key=key)
 
 
-def _of_whole(subject: Subject, catalog: Catalog, err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:
-    """The finding of an optimizer that is not understood, unless the weights are not, either."""
+def _unreadable_optimizer(
+    subject: Subject, catalog: Catalog, err: CheckpointingException, *, has_data: bool
+) -> Iterator[Finding]:
+    """Report an optimizer that cannot be read, unless the weights cannot be read either."""
     try:
         unshard(catalog, rules=subject.rules, optim="drop")
     except CheckpointingException:
@@ -202,4 +217,7 @@ def _of_whole(subject: Subject, catalog: Catalog, err: CheckpointingException, *
     yield BUFFERS.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span)
 
 
-CHECKS = (Check(of_ranks, formats=("megatron",)), Check(of_global, formats=("torch_dist", "zarr")))
+CHECKS = (
+    Check(check_rank_optimizers, formats=("megatron",)),
+    Check(check_global_optimizer, formats=("torch_dist", "zarr")),
+)

@@ -1,16 +1,16 @@
-"""CK510–CK516: which iteration a tracker names, and whether a save was finished.
+"""CK510–CK516: which iteration a tracker file names, and whether a save was completed.
 
 ::
 
     root/
     ├── latest_checkpointed_iteration.txt     Megatron's: a number, or "release"
-    ├── latest, latest_universal              DeepSpeed's: a directory's name
+    ├── latest, latest_universal              DeepSpeed's: the name of a directory
     └── iter_0000010/
-        ├── metadata.json                     Megatron writes it last
-        └── .metadata                         PyTorch writes it last
+        ├── metadata.json                     written last by Megatron
+        └── .metadata                         written last by PyTorch
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` (``read_metadata``), DeepSpeed 0.19.8 ``runtime/engine.py``,
-torch 2.13 ``torch/distributed/checkpoint/filesystem.py`` (``finish``).
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` (``read_metadata``), DeepSpeed 0.19.8
+``runtime/engine.py``, torch 2.13 ``torch/distributed/checkpoint/filesystem.py`` (``finish``).
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ from core.formats.mcore.objects import COMMON_OBJECT
 from core.opening.open import ITERATION_DIR, RELEASE, TRACKER
 
 ABSENT = Code(
-    "CK510", Severity.ERROR, "the tracker names what is not there", "correct the tracker, or pass --iteration"
+    "CK510", Severity.ERROR, "the tracker names a missing checkpoint", "correct the tracker, or pass --iteration"
 )
-MALFORMED = Code("CK511", Severity.ERROR, "the tracker is malformed", "write the iteration's number into it")
+MALFORMED = Code("CK511", Severity.ERROR, "the tracker is malformed", "write the number of the iteration into it")
 UNFINISHED_NAMED = Code(
-    "CK512", Severity.ERROR, "the tracker names an unfinished checkpoint", "write the number of an older one into it"
+    "CK512",
+    Severity.ERROR,
+    "the tracker names an unfinished checkpoint",
+    "write the number of an older iteration into it",
 )
-NEWER = Code("CK513", Severity.NOTE, "there is a newer iteration than the tracker's", "pass --iteration to look at it")
+NEWER = Code("CK513", Severity.NOTE, "an iteration newer than the tracker's", "pass --iteration to check it")
 NO_TRACKER = Code(
     "CK514",
     Severity.WARNING,
     "iterations without a tracker",
-    "write the newest whole iteration's number into a tracker",
+    "write the number of the newest complete iteration into a tracker",
 )
-UNFINISHED = Code("CK515", Severity.ERROR, "the save was not finished", "use an older checkpoint")
+UNFINISHED = Code("CK515", Severity.ERROR, "the save was not completed", "use an older checkpoint")
 UNREADABLE = Code("CK516", Severity.ERROR, "metadata.json cannot be read", "copy the checkpoint again")
 
 CODES = (ABSENT, MALFORMED, UNFINISHED_NAMED, NEWER, NO_TRACKER, UNFINISHED, UNREADABLE)
@@ -58,86 +61,117 @@ _TRACKED = (
     (re.compile(r"global_step(\d+)$"), "latest", "DeepSpeed"),
     (re.compile(r"global_step(\d+)_universal$"), "latest_universal", "DeepSpeed"),
 )
-"""Directories of iterations, their tracker, and who begins anew without it."""
+"""Directory names of iterations, their tracker, and the software that starts over without it."""
 _MAX_BYTES = 256
 
 
-def unfinished(subject: Subject) -> Iterator[Finding]:
-    """CK515, CK516, CK101: what is written last is there, and so is the common state."""
+def check_completion(subject: Subject) -> Iterator[Finding]:
+    """Check that the files that are written last exist, and so does the common state.
+
+    Codes: CK101, CK515, CK516.
+    """
     files = subject.files
     if subject.store.entry is not None or subject.format is None:
         return
-    has_items = any("/" not in name and name.endswith(".distcp") for name in files)
-    has_ranks = any(map(RANK_METADATA.fullmatch, files))
+    # metadata.json may state the backend.
     backend = None
     if CONFIG in files and subject.format.name in ("torch_dist", "zarr"):
         try:
             backend = config_of(subject.store).get("sharded_backend")
         except CorruptError as err:
             yield finding_of(err, default=UNREADABLE, file=CONFIG)
-    is_dcp = subject.format.name in ("dcp", "torch_dist")
-    for name in metadata_files(subject.store) if is_dcp and not has_ranks else ():
-        if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
-            yield _last(name, "torch", found="unfinished, .metadata.tmp" if f"{name}.tmp" in files else "no such file")
+    if subject.format.name in ("dcp", "torch_dist"):
+        yield from _missing_metadata(subject, backend)
     if CONFIG not in files and _is_megatron(subject):
-        yield _last(CONFIG, "Megatron", found="no such file")
-    if backend is not None and subject.catalog is None and COMMON_FILE not in files:
-        if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
-            yield MISSING.finding(
-                "the common state is not there", file=COMMON_FILE, expected=COMMON_FILE, found="no such file"
-            )
+        yield _incomplete(CONFIG, "Megatron", found="no such file")
+    # Without the common state the checkpoint cannot be opened; torch_dist may keep it in .metadata instead.
+    if backend is None or subject.catalog is not None or COMMON_FILE in files:
+        return
+    if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
+        yield MISSING.finding(
+            "the common state is missing", file=COMMON_FILE, expected=COMMON_FILE, found="no such file"
+        )
+
+
+def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
+    """Report missing ``.metadata`` files in a directory that holds the data of a DCP save.
+
+    Args:
+        backend: backend that ``metadata.json`` names; None if unknown.
+    """
+    files = subject.files
+    if any(map(RANK_METADATA.fullmatch, files)):
+        return  # every rank wrote metadata of its own
+    has_items = any("/" not in name and name.endswith(".distcp") for name in files)
+    for name in metadata_files(subject.store):
+        if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
+            is_temporary = f"{name}.tmp" in files
+            yield _incomplete(name, "torch", found="unfinished, .metadata.tmp" if is_temporary else "no such file")
 
 
 def _is_megatron(subject: Subject) -> bool:
-    """Whether a directory without ``metadata.json`` was to become one of Megatron-core's checkpoints."""
+    """Return whether an incomplete directory was to become a Megatron-core checkpoint."""
     assert subject.format is not None
     if subject.format.name == "dcp":
         catalog = subject.salvaged.catalog
         return catalog is not None and COMMON_OBJECT in catalog.objects
-    if subject.format.name not in ("torch_dist", "zarr"):
-        return False
-    return COMMON_FILE in subject.files
+    return subject.format.name in ("torch_dist", "zarr") and COMMON_FILE in subject.files
 
 
-def _last(name: str, who: str, *, found: str) -> Finding:
-    return UNFINISHED.finding(
-        f"{name} is not there; {who} writes it last, so the save did not finish", file=name, expected=name, found=found
-    )
+def _incomplete(name: str, software: str, *, found: str) -> Finding:
+    """Return the finding for a missing file that the software writes last."""
+    message = f"{name} is missing; {software} writes it last, so the save was not completed"
+    return UNFINISHED.finding(message, file=name, expected=name, found=found)
 
 
-def trackers(subject: Subject) -> Iterator[Finding]:
-    """CK510–CK514, of the checkpoint's directory and of each that was descended through."""
+def check_trackers(subject: Subject) -> Iterator[Finding]:
+    """Check the trackers in the checkpoint's directory and in those above it, up to the root.
+
+    Codes: CK510–CK514.
+    """
     for root in (*subject.passed, subject.path):
         if not root.is_dir():
             continue
         store = LocalStore(root)
         try:
-            files = set(store.files())
-            folders = store.folders()
-            if TRACKER in files:
-                yield from _megatron(subject, store, folders)
-            for name in _DEEPSPEED:
-                if name in files:
-                    yield from _deepspeed(subject, store, name)
-            if root in subject.passed and TRACKER not in files and not files.intersection(_DEEPSPEED):
-                yield from _no_tracker(subject, store, folders)
+            yield from _check_root(subject, store, is_above=root in subject.passed)
         except CheckpointingException as err:
             yield finding_of(err, default=MALFORMED)
         finally:
             store.close()
 
 
-def _text(store: LocalStore, name: str) -> str:
+def _check_root(subject: Subject, store: LocalStore, *, is_above: bool) -> Iterator[Finding]:
+    """Check the trackers of one directory.
+
+    Args:
+        is_above: the directory lies above the checkpoint, so a tracker is expected.
+    """
+    files, folders = set(store.files()), store.folders()
+    if TRACKER in files:
+        yield from _check_megatron_tracker(subject, store, folders)
+    for name in _DEEPSPEED:
+        if name in files:
+            yield from _check_deepspeed_tracker(subject, store, name)
+    if is_above and TRACKER not in files and not files.intersection(_DEEPSPEED):
+        yield from _no_tracker(subject, store, folders)
+
+
+def _read_tracker(store: LocalStore, name: str) -> str:
+    """Return the text of a tracker file."""
     return store.read(name, 0, min(store.size(name), _MAX_BYTES)).decode("utf-8", "replace").strip()
 
 
 def _relative(subject: Subject, store: LocalStore, name: str) -> str:
+    """Return the path of a file relative to the checkpoint."""
     return os.path.relpath(store.root / name, subject.path if subject.path.is_dir() else subject.path.parent)
 
 
-def _megatron(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
-    text, file = _text(store, TRACKER), _relative(subject, store, TRACKER)
-    numbers = {int(found[1]): name for name in folders if (found := ITERATION_DIR.match(name))}
+def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
+    """Check Megatron's tracker: its text, the checkpoint that it names, and newer iterations."""
+    text, file = _read_tracker(store, TRACKER), _relative(subject, store, TRACKER)
+    numbers = {int(match[1]): name for name in folders if (match := ITERATION_DIR.match(name))}
+    # The text is "release" or the number of an iteration.
     if text == RELEASE:
         name = RELEASE
     elif text.isascii() and text.isdigit():
@@ -146,63 +180,70 @@ def _megatron(subject: Subject, store: LocalStore, folders: list[str]) -> Iterat
         yield MALFORMED.finding(
             "the tracker holds neither a number nor 'release'",
             file=file,
-            expected="an iteration's number",
+            expected="the number of an iteration",
             found=repr(text[:40]),
         )
         return
+    # The checkpoint that it names must exist, and should be the newest.
     if name not in folders:
-        yield _absent(name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration")
+        yield _missing_checkpoint(name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration")
         return
-    yield from _named(subject, name, file)
+    yield from _check_named_checkpoint(subject, name, file)
     newest = max(numbers, default=0)
     if text != RELEASE and newest > int(text):
         yield NEWER.finding(
-            "a newer iteration is there; its save may not have been finished, or the tracker was set back",
+            "a newer iteration exists; its save may not have been completed, or the tracker was set back",
             file=file,
             expected=f"iteration {newest}",
             found=f"iteration {int(text)}",
         )
 
 
-def _deepspeed(subject: Subject, store: LocalStore, tracker: str) -> Iterator[Finding]:
-    name, file = _text(store, tracker), _relative(subject, store, tracker)
+def _check_deepspeed_tracker(subject: Subject, store: LocalStore, tracker: str) -> Iterator[Finding]:
+    """Check one of DeepSpeed's trackers: its text and the checkpoint that it names."""
+    name, file = _read_tracker(store, tracker), _relative(subject, store, tracker)
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         yield MALFORMED.finding(
-            "the tracker holds no directory's name", file=file, expected="a name", found=repr(name[:40])
+            "the tracker does not hold the name of a directory",
+            file=file,
+            expected="a directory name",
+            found=repr(name[:40]),
         )
     elif not (store.root / name).is_dir():
-        yield _absent(name, file, found="no such directory")
+        yield _missing_checkpoint(name, file, found="no such directory")
     else:
-        yield from _named(subject, name, file)
+        yield from _check_named_checkpoint(subject, name, file)
 
 
-def _absent(name: str, file: str, *, found: str) -> Finding:
-    return ABSENT.finding(f"the tracker names {name}, which is not there", file=file, expected=name, found=found)
+def _missing_checkpoint(name: str, file: str, *, found: str) -> Finding:
+    """Return the finding for a tracker that names a missing checkpoint."""
+    return ABSENT.finding(f"the tracker names {name}, which does not exist", file=file, expected=name, found=found)
 
 
-def _named(subject: Subject, name: str, file: str) -> Iterator[Finding]:
-    """CK512, if the directory is the one under examination."""
+def _check_named_checkpoint(subject: Subject, name: str, file: str) -> Iterator[Finding]:
+    """Report a tracker that names the examined checkpoint although it is incomplete (CK512)."""
     if subject.path.name != name:
         return
     if subject.format is None or any(finding.code == UNFINISHED.code for finding in subject.findings):
         yield UNFINISHED_NAMED.finding(
-            f"the tracker names {name}, which is no whole checkpoint",
+            f"the tracker names {name}, which is not a complete checkpoint",
             file=file,
-            expected="a whole checkpoint",
-            found="an unfinished one" if subject.format is not None else "no checkpoint in a known format",
+            expected="a complete checkpoint",
+            found="an incomplete one" if subject.format is not None else "no checkpoint in a known format",
         )
 
 
 def _no_tracker(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
-    for pattern, tracker, who in _TRACKED:
-        found = [name for name in folders if pattern.match(name)]
-        if found:
+    """Report iterations without the tracker that their software looks for (CK514)."""
+    for pattern, tracker, software in _TRACKED:
+        iterations = [name for name in folders if pattern.match(name)]
+        if iterations:
             yield NO_TRACKER.finding(
-                f"there are {len(found)} iterations, but no {tracker}: {who} would begin anew",
+                f"there are {len(iterations)} iterations, but no {tracker}: {software} would start over",
                 file=_relative(subject, store, tracker),
                 expected=tracker,
                 found="no such file",
             )
 
 
-CHECKS = (Check(unfinished), Check(trackers))
+CHECKS = (Check(check_completion), Check(check_trackers))

@@ -1,19 +1,22 @@
-"""CK601–CK606: what other software would do with these files that nobody wants, by name; nothing is done here.
+"""CK601–CK606: pickles that would run code, executables, misleading links and names.
 
-Every pickle is read by the inert reader: those of ``.metadata``, of the files of ``torch.save``, of objects that have
-streams of their own, and of streams inside bytes; also what a pickle drops again counts. A pickle may call the harmless
-constructors of a list (``pickle/calls.toml``). Any other callable of a known package is an error, whatever it does;
-what belongs to a module that nobody knows is a warning.
+Nothing is executed here. Every pickle is read by the inert reader: ``.metadata``, the files of
+``torch.save``, objects with streams of their own, and streams inside bytes; values that a pickle
+discards count as well. A pickle may call the harmless constructors listed in ``pickle/calls.toml``.
+Any other callable of a known package is an error, whatever it does; a callable of an unknown module
+is a warning.
 
-At the lowest level, one of the files that are called alike and have one size is read, and some hundred objects.
+The lowest level reads one file of each group with similar names and one size, and a few hundred
+objects.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
+from core.catalog.catalog import Catalog
 from core.checks.check import Check, Code
 from core.checks.containers.torch_zips import torch_files
 from core.checks.finding import Finding, Severity
@@ -28,43 +31,47 @@ from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
 from core.pickle.uses import How, Use
 
-_OTHERS = "read it with software that builds no objects, and find out who wrote it"
+_DISTRUST = "inspect it only with software that builds no objects, and find out who wrote it"
 
-DANGEROUS = Code("CK601", Severity.ERROR, "a pickle calls or names code that nobody should run", _OTHERS)
+DANGEROUS = Code("CK601", Severity.ERROR, "a pickle calls or names dangerous code", _DISTRUST)
 UNKNOWN = Code(
     "CK602",
     Severity.WARNING,
-    "a pickle needs code of a module that is not known",
+    "a pickle needs code of an unknown module",
     "load it only if you know and trust that module",
 )
-PROGRAM = Code("CK603", Severity.WARNING, "a program lies among the weights", "remove it, if you did not put it there")
-LEADS_OUT = Code("CK604", Severity.NOTE, "a link leads out of the checkpoint", "copy the file itself along")
-ODD_NAME = Code("CK605", Severity.WARNING, "a file's name is no printable text", "rename it, or remove it")
+PROGRAM = Code("CK603", Severity.WARNING, "an executable among the weights", "remove it unless you put it there")
+LEADS_OUT = Code(
+    "CK604", Severity.NOTE, "a link leads out of the checkpoint", "when copying, copy the target file as well"
+)
+ODD_NAME = Code("CK605", Severity.WARNING, "a file name with unprintable characters", "rename it, or remove it")
 
-HOLLOW = Code("CK606", Severity.WARNING, "a large file is nearly all holes", "copy it again: it may not have ended")
+HOLLOW = Code(
+    "CK606", Severity.WARNING, "a large file is almost entirely holes", "copy it again: the copy may be incomplete"
+)
 
 CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME, HOLLOW)
 
 _MOST_OBJECTS = 256
-"""Streams of objects that are read at the lowest level."""
+"""Maximum number of object streams to read at the lowest level."""
 _MOST_SHOWN = 50
-"""Names, and places of a dangerous one, that are findings of their own."""
+"""Maximum number of names, and of places of each dangerous name, that get findings of their own."""
 _BARE_PICKLE = re.compile(r"(^|/)(\.metadata(\.tmp)?|[^/]*\.(pkl|pickle))$")
 _METADATA = ".metadata"
 _PROGRAM = re.compile(r"\.(so(\.\d+)*|dll|exe|dylib|pyd|sh|bash|bat|cmd|ps1|jar|pyc|vbs|scr|msi|com)$", re.IGNORECASE)
 _BLOBS = re.compile(r"(^|/)blobs/[0-9a-f]{40,64}$")
-"""Where the hub cache of Hugging Face keeps the files that its directories link to."""
+"""Paths in Hugging Face's hub cache that its directories link to."""
 
 Place = tuple[str, str | None]
-"""File, and the object in it."""
+"""(file, name of the object in it)."""
 
 
-def pickled_names(subject: Subject) -> Iterator[Finding]:
-    """CK601, CK602: dangerous names wherever they stand, those of unknown modules each once."""
+def check_pickles(subject: Subject) -> Iterator[Finding]:
+    """Report dangerous names (CK601) at every place, names of unknown modules (CK602) once."""
     dangerous: dict[Global, dict[Place, Use]] = {}
     foreign: dict[Global, list[Place]] = {}
-    for place, uses in _used(subject):
-        for use in sorted(uses, key=lambda use: _HOW[use.how]):  # the last one counts
+    for place, uses in _uses_by_place(subject):
+        for use in sorted(uses, key=lambda use: _HOW[use.how]):  # the worst use of a name comes last and is reported
             if judge(use) == "dangerous":
                 dangerous.setdefault(use.name, {})[place] = use
             elif is_foreign(use) and place not in foreign.setdefault(use.name, []):
@@ -73,110 +80,144 @@ def pickled_names(subject: Subject) -> Iterator[Finding]:
         for (file, key), use in list(dangerous[name].items())[:_MOST_SHOWN]:
             message = f"{str(name)[:200]} {_DONE[use.how]}"
             yield DANGEROUS.finding(message, file=file, key=key, found=str(name)[:200])
+    yield from _foreign_names(foreign)
+
+
+def _foreign_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
+    """Report names of unknown modules, each at its first place.
+
+    The last finding counts those left out.
+    """
     names = sorted(foreign, key=str)
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
-        (file, key), *others = foreign[name]
-        message = f"{str(name)[:200]} is needed" + (f", and at {len(others)} other places" if others else "")
+        (file, key), *more_places = foreign[name]
+        message = f"{str(name)[:200]} is needed" + (f", and at {len(more_places)} other places" if more_places else "")
         if number == _MOST_SHOWN < len(names):
             message += f"; so are {len(names) - number} other names of unknown modules"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 
 _DONE: dict[How, str] = {
-    "named": "is named, which would run code in software that unpickles it",
-    "bound": "gets arguments bound by functools.partial, and is none of the functions that are known to be harmless",
-    "made": "is instantiated, and is none of the classes that are known to be harmless",
-    "called": "is called, and is none of the functions that are known to be harmless",
-    "changed": "gets attributes or items, which changes it for the whole program that unpickles it",
-    "unread": "unpickles bytes that are refused or nested too deeply to be looked into",
+    "named": "is referenced, which would run code in software that unpickles it",
+    "bound": "gets arguments bound by functools.partial, and is not known to be harmless",
+    "made": "is instantiated, and is not a class known to be harmless",
+    "called": "is called, and is not a function known to be harmless",
+    "changed": "gets attributes or items set, which changes it for the whole program that unpickles it",
+    "unread": "unpickles bytes that are refused or nested too deeply to be inspected",
 }
 _HOW: dict[How, int] = {how: number for number, how in enumerate(_DONE)}
 
 
-def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
-    """What each stream does with names, and last what only the reader of the metadata saw."""
-    seen: set[Use] = set()
-    whole: set[str] = set()
-    """Files of which every pickle that the metadata are read from was looked at."""
+def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
+    """Yield the uses of names by place, those that only the metadata reader saw last."""
+    reported: set[Use] = set()
+    # 1. Streams that hold a pickle, one by one. Where the metadata reader kept its pickles, they are not read again.
+    fully_read: set[str] = set()
     for file, start, n_bytes, key in _streams(subject):
         try:
-            read = () if key is not None else subject.read_pickles(file)
-            uses = uses_of_stream(subject.store, file, start, n_bytes, read=read)
-            whole.update([file] if read else ())
-        except CheckpointingException:  # other checks say it
+            pickles = () if key is not None else subject.read_pickles(file)
+            uses = uses_of_stream(subject.store, file, start, n_bytes, read=pickles)
+            fully_read.update([file] if pickles else ())
+        except CheckpointingException:  # other checks report it
             continue
-        if subject.is_explained(file):
+        if subject.is_covered_by_finding(file):
             uses = {use for use in uses if use.how != "unread"}
-        seen |= uses
+        reported |= uses
         yield (file, key), uses
-    for place, looked in subject.other_pickles.items() if subject.level >= Level.DEEP else ():
-        seen |= looked.uses
-        yield place, {*looked.uses}
-    catalog = subject.catalog
-    if catalog is not None and not subject.has_read_only(whole):
-        common = catalog.common
-        objects = {item.key: item.value for item in catalog.objects.values()}
-        rest = uses_in([*objects.values(), common]) - seen  # walked as one: ranks share much
-        for key, value in objects.items() if rest else ():
-            yield (_file_of_array(subject, key), key), uses_in(value) - seen
-        if rest:
-            yield (subject.store.label, None), uses_in(common) - seen
-        seen |= rest
-    yield (_METADATA if _METADATA in subject.files else subject.store.label, None), with_nested(subject.uses) - seen
+
+    # 2. Files that are not part of the checkpoint.
+    for place, content in subject.other_pickles.items() if subject.level >= Level.DEEP else ():
+        reported |= content.uses
+        yield place, {*content.uses}
+
+    # 3. Objects of the metadata from files that have not been read above.
+    if subject.catalog is not None and not subject.has_read_only(fully_read):
+        for place, uses in _uses_in_objects(subject, subject.catalog, reported):
+            reported |= uses
+            yield place, uses
+
+    # 4. Everything else that reading the metadata came across.
+    place = (_METADATA if _METADATA in subject.files else subject.store.label, None)
+    yield place, with_nested(subject.uses) - reported
+
+
+def _uses_in_objects(subject: Subject, catalog: Catalog, reported: Set[Use]) -> list[tuple[Place, set[Use]]]:
+    """Return the uses of names in the objects of the metadata that have not been reported."""
+    common = catalog.common
+    objects = {item.key: item.value for item in catalog.objects.values()}
+    # Ranks share many objects: all are walked as one first, and one by one only if there is something to report.
+    if not uses_in([*objects.values(), common]) - reported:
+        return []
+    by_place: list[tuple[Place, set[Use]]] = [
+        ((_file_of_array(subject, key), key), uses_in(value) - reported) for key, value in objects.items()
+    ]
+    return [*by_place, ((subject.store.label, None), uses_in(common) - reported)]
 
 
 def _file_of_array(subject: Subject, key: str) -> str:
-    """Return the metadata file of a zarr array, and the checkpoint for any other object."""
+    """Return the metadata file of an object stored in a zarr array; for others, the checkpoint."""
     names = (f"{key}/{name}" for name in (ARRAY_FILE, METADATA_FILE))
     return next((name for name in names if name in subject.files), subject.store.label)
 
 
 def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
-    """(file, first byte, bytes, object) of whatever may hold a pickle."""
-    catalog = subject.catalog
+    """Yield (file, first byte, size in bytes, object name) of everything that may hold a pickle."""
     for name, size in subject.files.items():
         is_read = name == _METADATA and subject.salvaged.catalog is not None
-        if not is_read and _BARE_PICKLE.search(name) and 0 < size <= MAX_PICKLE_BYTES:
+        if not is_read and _is_bare_pickle(name, size) and size > 0:
             yield name, 0, size, None
     for name in torch_files(subject, or_others=True):
-        if not (_BARE_PICKLE.search(name) and subject.files[name] <= MAX_PICKLE_BYTES):  # those have been yielded
-            yield name, 0, subject.files[name], None
-    raw = [] if catalog is None else [item for item in catalog.objects.values() if item.raw_key is not None]
-    for item in raw if subject.level > Level.METADATA else raw[:_MOST_OBJECTS]:
-        assert catalog is not None and item.raw_key is not None
+        size = subject.files[name]
+        if not _is_bare_pickle(name, size):
+            yield name, 0, size, None
+    yield from _object_streams(subject)
+
+
+def _is_bare_pickle(name: str, size: int) -> bool:
+    """Return whether a file is a pickle by its name, and small enough to be read."""
+    return _BARE_PICKLE.search(name) is not None and size <= MAX_PICKLE_BYTES
+
+
+def _object_streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
+    """Yield (file, first byte, size in bytes, object name) of objects with streams of their own."""
+    catalog = subject.catalog
+    if catalog is None:
+        return
+    items = [(item.key, item.raw_key) for item in catalog.objects.values() if item.raw_key is not None]
+    for key, raw_key in items if subject.level > Level.METADATA else items[:_MOST_OBJECTS]:
         try:
-            stream = catalog.fragments(item.raw_key)[0].array
+            stream = catalog.fragments(raw_key)[0].array
         except CheckpointingException:
             continue
         if stream is not None and stream.extent.encoding is None:
-            yield stream.extent.file, stream.extent.offset, stream.n_bytes, item.key
+            yield stream.extent.file, stream.extent.offset, stream.n_bytes, key
 
 
-def files_beside(subject: Subject) -> Iterator[Finding]:
-    """CK603, CK605: programs, and names that play with a terminal."""
+def check_file_names(subject: Subject) -> Iterator[Finding]:
+    """Report executables (CK603) and names that could mislead on a terminal (CK605)."""
     for name in (*subject.files, *subject.tree.irregular):
         if _PROGRAM.search(name):
-            yield PROGRAM.finding("it would run on its own, and no checkpoint needs it", file=name)
+            yield PROGRAM.finding("the file is executable code, which no checkpoint needs", file=name)
         if not name.isprintable():
             yield ODD_NAME.finding(
-                "the name has control characters, direction marks or bytes that are no text", file=name
+                "the name has control characters, direction marks or bytes that are not text", file=name
             )
 
 
-def holes(subject: Subject) -> Iterator[Finding]:
-    """CK606: what ``--deep`` does not read, as there is nothing in it."""
+def report_sparse_files(subject: Subject) -> Iterator[Finding]:
+    """Report large sparse files, which ``--deep`` does not read (CK606)."""
     for name in sorted(subject.hollow):
         stored = os.stat(subject.store.path(name)).st_blocks << 9
         yield HOLLOW.finding(
-            "the disk holds next to none of its bytes; --deep does not read it",
+            "almost none of the file is stored on disk; --deep skips it",
             file=name,
             expected=f"{subject.files[name]} bytes",
-            found=f"{stored} bytes",
+            found=f"{stored} bytes on disk",
         )
 
 
-def links(subject: Subject) -> Iterator[Finding]:
-    """CK604: files that are links to elsewhere, save for those of a hub cache, which consists of them."""
+def check_links(subject: Subject) -> Iterator[Finding]:
+    """Report files that are links out of the checkpoint (CK604), except those into a hub cache."""
     root = os.path.realpath(subject.store.root)
     for name in subject.files:
         path = subject.store.root / name
@@ -187,4 +228,4 @@ def links(subject: Subject) -> Iterator[Finding]:
             yield LEADS_OUT.finding("the file is a link", file=name, found=target)
 
 
-CHECKS = (Check(pickled_names), Check(files_beside), Check(holes), Check(links))
+CHECKS = (Check(check_pickles), Check(check_file_names), Check(report_sparse_files), Check(check_links))

@@ -1,7 +1,7 @@
-"""Proves that tensors are those of the model that a ``config.json`` describes.
+"""Prove that tensors belong to the model that a ``config.json`` describes.
 
-Start at ``proof.check_model``, which conversions ask; ``comparison`` is what ``ckpt validate`` reports. ``expected``
-makes names and shapes of a known family, ``common_sizes`` checks what every configuration states, ``quantization``
-knows the methods.
+Start at ``proof.check_model``, which conversions call; ``comparison`` finds what ``ckpt validate``
+reports. ``expected`` derives names and shapes for a known family, ``common_sizes`` checks sizes
+that every configuration states, and ``quantization`` knows the quantization methods.
 Imports: arrays, catalog, changes, errors, hf.
 """

@@ -1,11 +1,11 @@
-"""What holds for the tensors of a model of any family: what is compared where there is no table of its names.
+"""Compare the tensors of a model of an unknown family with its configuration.
 
 * sizes that most configurations state (``core.hf.proof.common_sizes``);
-* layers and experts against their sisters (``core.hf.proof.sister_layers``);
-* an output layer, where the configuration says in words that it is not tied to the embedding;
+* layers and experts against each other (``core.hf.proof.sister_layers``);
+* an output layer, if the configuration states that it is not tied to the embedding;
 * quantized weights against ``quantization_config``.
 
-Names are not compared: which tensors a family has, nothing here knows.
+Names are not compared: the names of an unknown family are unknown.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from collections.abc import Iterator, Mapping
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
-from core.hf.proof.common_sizes import contradictions, embeddings_of
+from core.hf.proof.common_sizes import embeddings_of, find_size_problems
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import Scheme, is_sign, scheme_of
-from core.hf.proof.sister_layers import deviations
+from core.hf.proof.sister_layers import find_deviations
 
 _WITH_OUTPUT = ("ForCausalLM", "LMHeadModel")
 _OUTPUT = re.compile(r"(^|.*\.)(lm_head|output|embed_out|head|output_layer|output_projection)\..*")
 
 
-def problems_of(
+def find_problems(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, has_own_file: bool
 ) -> Iterator[Problem]:
-    """Yield what contradicts the configuration, or the other layers of the model.
+    """Yield the contradictions between tensors and configuration, and between layers of the model.
 
     Args:
-        tensors: the tensors of the checkpoint, by key.
-        config: the parsed ``config.json``; of other software, which names no ``model_type``, nothing is known.
-        has_own_file: a file beside it says how the weights are quantized.
+        tensors: tensors of the checkpoint, by name.
+        config: parsed ``config.json``; one without a ``model_type`` (of other software) is not
+            compared.
+        has_own_file: a separate file states how the weights are quantized.
     """
     if not isinstance(config.get("model_type"), str):
         return
     text = config.get("text_config")
     scheme = scheme_of(config) or (scheme_of(text) if isinstance(text, Mapping) else None)
     narrow = [meta for meta in tensors.values() if _is_narrow(meta)]
-    yield from contradictions(tensors, config)
-    yield from _of_output(tensors, config)
-    yield from _of_quantization(tensors, scheme, narrow, has_own_file=has_own_file)
-    yield from deviations(tensors, config, is_quantized=scheme is not None or has_own_file or bool(narrow))
+    yield from find_size_problems(tensors, config)
+    yield from _check_output_layer(tensors, config)
+    yield from _check_quantization(tensors, scheme, narrow, has_own_file=has_own_file)
+    yield from find_deviations(tensors, config, is_quantized=scheme is not None or has_own_file or bool(narrow))
 
 
-def _of_output(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem if embeddings are said not to be tied, and nothing else has the vocabulary's rows."""
+def _check_output_layer(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem if the configuration requires an output layer and there is none."""
     stated = config.get("architectures")
     architecture = str(stated[0]) if isinstance(stated, list) and stated else ""
     embeddings = embeddings_of(tensors)
@@ -59,7 +60,7 @@ def _of_output(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) 
     if not any(embedding.shape[0] in meta.shape for meta in tensors.values() if meta.key != embedding.key):
         yield Problem(
             kind="ties",
-            message="config.json says that the embeddings are not tied, but there is no output layer",
+            message="config.json states untied embeddings, but there is no output layer",
             key=embedding.key,
             expected="an output layer, or tie_word_embeddings",
             found="neither",
@@ -67,15 +68,15 @@ def _of_output(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) 
         )
 
 
-def _of_quantization(
+def _check_quantization(
     tensors: Mapping[str, TensorMeta], scheme: Scheme | None, narrow: list[TensorMeta], *, has_own_file: bool
 ) -> Iterator[Problem]:
-    """Yield a problem if the configuration and the tensors disagree about whether there are quantized weights."""
+    """Yield a problem if configuration and tensors disagree on whether weights are quantized."""
     signs = [key for key in tensors if is_sign(key)]
     if scheme is None and signs and narrow and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors of them), but config.json has no quantization_config",
+            message=f"quantized weights ({len(signs):,} tensors), but config.json has no quantization_config",
             key=signs[0],
             expected="quantization_config",
             found="none",
@@ -83,7 +84,7 @@ def _of_quantization(
     if scheme is not None and scheme.is_never_wide and not signs and not narrow:
         yield Problem(
             kind="quantization",
-            message=f"config.json says that the weights are quantized ({scheme.method}), but none is",
+            message=f"config.json states quantized weights ({scheme.method}), but there are none",
             expected=f"weights of {scheme.method}",
             found="weights that are not quantized",
         )

@@ -1,12 +1,16 @@
-"""Sizes that most configurations state: vocabulary, hidden size, layers, experts, heads, channels of an MLP.
+"""Check sizes that most configurations state: vocabulary, hidden size, layers, experts, heads.
 
-For families whose names are not known. Only what is certain counts: one embedding of tokens with fewer rows than the
-vocabulary (more are usual: audio, images, padding) or a width that the configuration names nowhere; one stack of layers
-of which there is another number than any that it states, or of which some in the middle are absent; experts of which
-there are as many in every layer, but not as many as it states anywhere; and matrices of the usual names (``q_proj``,
-``up_proj``) with a number of rows that follows from none of the heads and sizes that it states for any of its parts. A
-model with several stacks (encoder and decoder, vision and text) is not judged by its layers, and neither is one without
-a vocabulary.
+For families whose names are unknown. Only certain contradictions count:
+
+* a single token embedding with fewer rows than the vocabulary (more are usual: audio, images,
+  padding), or with a width that the configuration states nowhere;
+* a single stack of layers whose number of layers is stated nowhere, or with gaps in the numbering;
+* experts that are equally many in every layer, but in a number that is stated nowhere;
+* matrices with usual names (``q_proj``, ``up_proj``) with a number of rows that does not follow
+  from any of the stated heads and sizes.
+
+The layers of a model with several stacks (encoder and decoder, vision and text) or without a
+vocabulary are not checked.
 
 Source: names in transformers 5.23.0 ``models/*/modeling_*.py``, ``models/*/configuration_*.py``.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import TensorMeta
@@ -39,95 +44,96 @@ _PROJECTION = re.compile(
 )
 _INNER_PROJECTION = re.compile(r"(.*\.layers?)\.\d{1,6}\.(?:(?:mlp\.)?(fc1)|intermediate\.(dense))\.weight")
 _MOST_SIZES = 32
-"""Different sizes of one kind; of more, what follows from each with each is not compared."""
+"""Maximum number of different sizes of one kind; with more, their combinations are not compared."""
 _MOST_NAMED = 6
 _COUNTS_LAYERS = re.compile(r".*(layer|depth|block|mtp|nextn).*", re.IGNORECASE)
 
 
 def embeddings_of(tensors: Mapping[str, TensorMeta]) -> list[TensorMeta]:
-    """Return the embeddings of tokens."""
+    """Return the token embeddings."""
     return [meta for key, meta in tensors.items() if _EMBEDDING.fullmatch(key)]
 
 
-def contradictions(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what contradicts the sizes that the configuration of a model of transformers states.
+def find_size_problems(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield contradictions between tensors and the sizes stated in a configuration.
 
     Args:
-        tensors: the tensors of the checkpoint, by key.
-        config: the parsed ``config.json``.
+        tensors: tensors of the checkpoint, by name.
+        config: parsed ``config.json``.
     """
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
-    yield from _of_embedding(tensors, config, parts)
-    yield from _of_layers(tensors, config, parts)
-    yield from _of_experts(tensors, config)
-    if _stated(parts, _VOCABULARY) is not None:
-        yield from _of_projections(tensors, config)
+    yield from _check_embedding(tensors, config, parts)
+    yield from _check_layers(tensors, config, parts)
+    yield from _check_experts(tensors, config)
+    if _first_number(parts, _VOCABULARY) is not None:
+        yield from _check_projections(tensors, config)
 
 
-def _of_embedding(
+def _check_embedding(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], parts: tuple[Mapping[str, object], ...]
 ) -> Iterator[Problem]:
-    """Yield a problem if the one embedding has an extent that the configuration does not state anywhere."""
+    """Yield a problem if the only embedding has an extent that the configuration states nowhere."""
     embeddings = embeddings_of(tensors)
     if len(embeddings) != 1:
         return
     (meta,) = embeddings
-    rows, hidden = _stated(parts, _VOCABULARY), _stated(parts, _HIDDEN)
-    is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1  # packed ones have other extents
+    rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
+    is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1  # packed weights have other extents
     if rows is None or hidden is None or len(meta.shape) != 2 or not is_wide:
         return
-    numbers = {number for _, number in _numbers(config)}
+    numbers = {number for _, number in _all_numbers(config)}
     if (meta.shape[0] < rows and meta.shape[0] not in numbers) or meta.shape[1] not in numbers:
         yield Problem(
             kind="shape",
-            message=f"shape {meta.shape}, but config.json makes it {(rows, hidden)} (elements)",
+            message=f"shape {meta.shape}, but config.json implies {(rows, hidden)} (elements)",
             key=meta.key,
             expected=str((rows, hidden)),
             found=str(meta.shape),
         )
 
 
-def _of_layers(
+def _check_layers(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], parts: tuple[Mapping[str, object], ...]
 ) -> Iterator[Problem]:
-    """Yield a problem if the one stack has a number of layers that the configuration does not state anywhere."""
-    count = None if _stated(parts, _VOCABULARY) is None else _stated(parts, _LAYERS)
+    """Yield a problem if the only stack has a number of layers that is stated nowhere."""
+    count = None if _first_number(parts, _VOCABULARY) is None else _first_number(parts, _LAYERS)
     numbers_of: dict[str, set[int]] = {}
     for key in tensors:
         match = _LAYER.match(key)
         if match is not None:
             numbers_of.setdefault(match[1], set()).add(int(match[2]))
+    # With several stacks, the stated number may be that of any.
     if count is None or len(numbers_of) != 1:
         return
     ((stack, numbers),) = numbers_of.items()
+    # The number must be stated somewhere, and none may be missing below the last.
     last = max(numbers)
-    stated = {number for name, number in _numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
-    if last + 1 not in stated | {count + number for number in stated}:  # behind the others may lie those for drafts
+    stated = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
+    if last + 1 not in stated | {count + number for number in stated}:  # draft layers may follow the others
         yield Problem(
             kind="layers",
-            message=f"config.json says {count} layers, there are tensors of {last + 1}",
+            message=f"config.json states {count} layers, but there are tensors of {last + 1}",
             key=f"{stack}.{last}",
             expected=f"{count} layers",
             found=f"{last + 1}",
             is_lack=last + 1 < count,
         )
     elif len(numbers) < last + 1:
-        absent = next(number for number in range(last) if number not in numbers)
+        missing = next(number for number in range(last) if number not in numbers)
         yield Problem(
             kind="layers",
-            message=f"of {last + 1} layers, there are tensors of {len(numbers)}",
-            key=f"{stack}.{absent}",
+            message=f"only {len(numbers)} of {last + 1} layers have tensors",
+            key=f"{stack}.{missing}",
             expected=f"{last + 1} layers",
             found=f"{len(numbers)}",
             is_lack=True,
         )
 
 
-def _of_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem if all layers have as many experts and the configuration states another number, or for one layer
-    that lacks some that the others have.
-    """
+def _check_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield problems if the number of experts is stated nowhere, or a layer lacks some."""
+    # Count the experts of each layer, stored as single tensors or stacked in one.
     numbers_of: dict[str, set[int]] = {}
     n_stacked: dict[str, int] = {}
     for key, meta in tensors.items():
@@ -137,83 +143,138 @@ def _of_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, object])
             n_stacked[key] = meta.shape[0]
     count_of = {prefix: max(numbers) + 1 for prefix, numbers in numbers_of.items()}
     counts = Counter((*count_of.values(), *n_stacked.values()))
-    stated = [number for name, number in _numbers(config) if name in _EXPERTS]
+    stated = [number for name, number in _all_numbers(config) if name in _EXPERTS]
+    # If a single layer has fewer experts than the stated number, its last experts are missing.
     if len(counts) == 2 and min(counts) < max(counts) in stated and counts[min(counts)] == 1 < counts[max(counts)]:
-        count_of = {prefix: max(counts) for prefix in count_of}  # the last ones of one layer are absent
+        count_of = {prefix: max(counts) for prefix in count_of}
     for prefix, numbers in numbers_of.items():
-        if len(numbers) < count_of[prefix]:
+        n_experts = count_of[prefix]
+        if len(numbers) < n_experts:
             yield Problem(
                 kind="experts",
-                message=f"of {count_of[prefix]} experts, there are tensors of {len(numbers)}",
-                key=f"{prefix}.{next(number for number in range(count_of[prefix]) if number not in numbers)}",
-                expected=f"{count_of[prefix]} experts",
+                message=f"only {len(numbers)} of {n_experts} experts have tensors",
+                key=f"{prefix}.{next(number for number in range(n_experts) if number not in numbers)}",
+                expected=f"{n_experts} experts",
                 found=f"{len(numbers)}",
                 is_lack=True,
             )
-    others = {number for name, number in _numbers(config) if "expert" in name.lower()}
-    others |= {number + other for number in stated[:_MOST_SIZES] for other in others}  # shared ones may be among them
-    if stated and len(counts) == 1 and max(counts) not in others:
+    if stated and len(counts) == 1 and max(counts) not in _possible_expert_counts(config, stated):
+        last = next((f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None))
         yield Problem(
             kind="experts",
-            message=f"config.json says {stated[0]} experts, there are tensors of {max(counts)}",
-            key=next((f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None)),
+            message=f"config.json states {stated[0]} experts, but there are tensors of {max(counts)}",
+            key=last,
             expected=f"{stated[0]} experts",
             found=f"{max(counts)}",
             is_lack=max(counts) < stated[0],
         )
 
 
-def _of_projections(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem for matrices of a usual name if all layers have rows that follow from nothing that is stated.
+def _possible_expert_counts(config: Mapping[str, object], stated: list[int]) -> set[int]:
+    """Return every number of experts that a layer may have.
 
-    Layers with others than their sisters have kinds of which the configuration may say nothing.
+    Shared experts may be stored with the others.
     """
-    # what is stated
-    numbers = list(_numbers(config))
-    is_latent = any("lora_rank" in name for name, _ in numbers)  # heads have parts of several widths
-    heads = {number for name, number in numbers if _HEADS.fullmatch(name) and number > 0 and not is_latent}
-    groups = {number for name, number in numbers if _GROUPS.fullmatch(name)}
-    widths = set(_head_widths(config))
-    if max(len(heads), len(groups), len(widths)) > _MOST_SIZES:
-        return
-    rows_of_groups = {n * width for n in groups for width in widths if heads}
-    rows_of_mlp = {number for name, number in numbers if _INNER.fullmatch(name)}
-    # the matrices of each stack, by name
-    has_one_part = not any(isinstance(part, Mapping) and "model_type" in part for part in config.values())
-    metas_of: dict[tuple[str, str], list[TensorMeta]] = {}
-    for meta in tensors.values():
-        match = _PROJECTION.fullmatch(meta.key) or (has_one_part and _INNER_PROJECTION.fullmatch(meta.key)) or None
-        is_wide = len(meta.shape) == 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
-        if match is not None and is_wide:
-            metas_of.setdefault((match[1], match[2] or match[3]), []).append(meta)
-    # their rows
-    for (_, name), metas in metas_of.items():
-        first = metas[0]
+    numbers = {number for name, number in _all_numbers(config) if "expert" in name.lower()}
+    return numbers | {number + other for number in stated[:_MOST_SIZES] for other in numbers}
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionSizes:
+    """Every size of attention and MLP that a configuration states for any part of the model.
+
+    Args:
+        heads, groups: numbers of query heads, and of key heads.
+        widths: channels of a head.
+        inner: inner channels of an MLP.
+    """
+
+    heads: frozenset[int]
+    groups: frozenset[int]
+    widths: frozenset[int]
+    inner: frozenset[int]
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> _AttentionSizes:
+        """Collect the sizes of a configuration."""
+        numbers = list(_all_numbers(config))
+        # In latent attention, heads have parts of several widths, so nothing follows from the number of heads.
+        is_latent = any("lora_rank" in name for name, _ in numbers)
+        heads = {number for name, number in numbers if _HEADS.fullmatch(name) and number > 0 and not is_latent}
+        groups = {number for name, number in numbers if _GROUPS.fullmatch(name)}
+        inner = {number for name, number in numbers if _INNER.fullmatch(name)}
+        return cls(frozenset(heads), frozenset(groups), frozenset(_head_widths(config)), frozenset(inner))
+
+    def rows_of(self, name: str, *, may_be_gated: bool) -> set[int]:
+        """Return the numbers of rows that a projection may have; empty if nothing is stated.
+
+        Args:
+            name: last part of the module name, such as ``q_proj``.
+            may_be_gated: ``q_proj`` may hold a gate as well.
+        """
         if name == "q_proj":
-            output = tensors.get(first.key.replace("q_proj", "o_proj"))
-            is_plain = output is not None and output.shape[-1:] == first.shape[:1]  # otherwise there is a gate as well
-            stated = {n * width * times for n in heads for width in widths for times in ((1,) if is_plain else (1, 2))}
-        elif name == "qkv_proj":
-            stated = {(n + 2 * m) * width for n in heads for m in (*groups, n) for width in widths if groups}
-        elif name in ("k_proj", "v_proj"):
-            stated = rows_of_groups
-        else:
-            times = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(name, (1,))  # a gate may lie in the same matrix
-            stated = {number * n for number in rows_of_mlp for n in times}
-        if stated and {meta.shape[0] for meta in metas} == {first.shape[0]} and first.shape[0] not in stated:
-            some = [f"{number:,}" for number in sorted(stated)]
-            text = " or ".join([*some[:_MOST_NAMED], *(["…"] if some[_MOST_NAMED:] else [])])
+            rows = {n * width for n in self.heads for width in self.widths}
+            return rows | {2 * n for n in rows} if may_be_gated else rows
+        if name == "qkv_proj":
+            if not self.groups:
+                return set()
+            return {(n + 2 * m) * width for n in self.heads for m in (*self.groups, n) for width in self.widths}
+        if name in ("k_proj", "v_proj"):
+            return {n * width for n in self.groups for width in self.widths} if self.heads else set()
+        factors = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(name, (1,))  # a gate may lie in the same matrix
+        return {number * factor for number in self.inner for factor in factors}
+
+
+def _check_projections(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for projections whose number of rows follows from no stated size.
+
+    If layers differ from each other, there are kinds of layers of which the configuration may state
+    nothing.
+    """
+    sizes = _AttentionSizes.of(config)
+    if max(len(sizes.heads), len(sizes.groups), len(sizes.widths)) > _MOST_SIZES:
+        return
+    for name, metas in _projections(tensors, config):
+        first = metas[0]
+        # With a gate, q_proj has more rows than the output projection has columns.
+        output = tensors.get(first.key.replace("q_proj", "o_proj"))
+        may_be_gated = output is None or output.shape[-1:] != first.shape[:1]
+        stated = sizes.rows_of(name, may_be_gated=may_be_gated)
+        is_uniform = {meta.shape[0] for meta in metas} == {first.shape[0]}
+        if stated and is_uniform and first.shape[0] not in stated:
+            choices = [f"{number:,}" for number in sorted(stated)]
+            text = " or ".join([*choices[:_MOST_NAMED], *(["…"] if choices[_MOST_NAMED:] else [])])
             yield Problem(
                 kind="shape",
-                message=f"{first.shape[0]:,} rows in every layer, but config.json makes it {text}",
+                message=f"{first.shape[0]:,} rows in every layer, but config.json implies {text}",
                 key=first.key,
                 expected=f"{text} rows",
                 found=str(first.shape),
             )
 
 
+def _projections(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+) -> Iterator[tuple[str, list[TensorMeta]]]:
+    """Yield (last part of the module name, matrices of all layers) for each stack of layers."""
+    has_one_part = not any(isinstance(part, Mapping) and "model_type" in part for part in config.values())
+    metas_of: dict[tuple[str, str], list[TensorMeta]] = {}
+    for meta in tensors.values():
+        match = _PROJECTION.fullmatch(meta.key)
+        if match is None and has_one_part:
+            match = _INNER_PROJECTION.fullmatch(meta.key)
+        is_wide = len(meta.shape) == 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
+        if match is not None and is_wide:
+            metas_of.setdefault((match[1], match[2] or match[3]), []).append(meta)
+    for (_, name), metas in metas_of.items():
+        yield name, metas
+
+
 def _head_widths(config: Mapping[str, object]) -> Iterator[int]:
-    """Yield the widths of heads of all parts of a model; without a ``head_dim``, one follows from others."""
+    """Yield the head widths in all parts of a configuration.
+
+    Without ``head_dim`` they follow from other sizes.
+    """
     numbers = [(name, value) for name, value in config.items() if type(value) is int and value > 0]
     yield from (value for name, value in numbers if _HEAD_WIDTH.fullmatch(name))
     if config.get("head_dim") is None:
@@ -224,20 +285,20 @@ def _head_widths(config: Mapping[str, object]) -> Iterator[int]:
             yield from _head_widths(part)
 
 
-def _stated(parts: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
-    """Return the first positive number that is stated under one of the names."""
+def _first_number(parts: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
+    """Return the first positive number stated under one of the names."""
     values = (part.get(name) for part in parts for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield every integer of a configuration, at any depth, and the name it stands under."""
+def _all_numbers(value: object, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield (name, number) for every integer of a configuration, at any depth."""
     if type(value) is int:
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _numbers(item, str(key))
+            yield from _all_numbers(item, str(key))
     elif isinstance(value, list):
-        yield name, len(value)  # a list says something of each layer
+        yield name, len(value)  # a list often has an entry for each layer
         for item in value:
-            yield from _numbers(item, name)
+            yield from _all_numbers(item, name)

@@ -1,17 +1,19 @@
-"""Where the tensors of a checkpoint differ from those of the model that a ``config.json`` describes.
+"""Compare the tensors of a checkpoint with the model that a ``config.json`` describes.
 
-One definition for two uses: a conversion refuses the first problem (``core.hf.proof.proof``), ``ckpt validate`` reports
-all.
+The comparison has two uses: a conversion refuses the first problem (``core.hf.proof.proof``),
+``ckpt validate`` reports all of them.
 
-* known families (``hf/tables``): every name, shape and element type; the numbers of layers and experts; tied
-  embeddings; quantized weights against ``quantization_config``;
-* other families: what can be told without their names (``core.hf.proof.any_family``).
+* known families (``hf/tables``): every name, shape and element type; the numbers of layers and
+  experts; tied embeddings; quantized weights against ``quantization_config``;
+* other families: what can be compared without knowing their names (``core.hf.proof.any_family``).
 
-What is no problem: a tied head that is stored all the same, buffers that follow from the configuration, names without
-``model.`` in front (a model without a head) or with ``transformer.`` (one that answers questions), tensors beside
-another head than the language model's, multi-token prediction layers that were left out.
+These are not problems: a tied head that is stored nevertheless, buffers that follow from the
+configuration, names without the prefix ``model.`` (a model without a head) or with ``transformer.``
+(a question-answering model), tensors of another head than the language model's, multi-token
+prediction layers that were left out.
 
-Source: transformers 5.23.0 ``modeling_utils.py`` ``from_pretrained``; models that it wrote, in tests/hf.
+Source: transformers 5.23.0 ``modeling_utils.py`` ``from_pretrained``; models that it wrote, in
+tests/hf.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from core.changes.quantize import is_float8
 from core.errors import CorruptError
 from core.hf.config import CONFIG, count_of, dense_layers
 from core.hf.name_tables import Family
-from core.hf.proof.any_family import problems_of
+from core.hf.proof.any_family import find_problems
 from core.hf.proof.expected import (
     BODY,
     HEAD,
     Described,
     Expected,
-    described,
-    expected_of,
-    head_of,
+    describe_model,
+    expected_head,
+    expected_tensors,
     is_tied,
     stated_experts,
 )
@@ -48,37 +50,37 @@ _STACKED = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 _BODY_OF_ANSWERS = "transformer."
-"""What most classes that answer questions have in place of ``model.``."""
+"""The prefix of most question-answering models in place of ``model.``."""
 
 
-def compared(
+def find_differences(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, files: Collection[str] = ()
 ) -> tuple[Problem, ...]:
-    """Return every difference between tensors and their configuration, those that explain others first.
+    """Return every difference between tensors and their configuration, causes before consequences.
 
     Args:
-        tensors: the tensors of a checkpoint, by key.
-        config: the parsed ``config.json``.
-        files: names of the files beside it, one of which may say how the weights are quantized.
+        tensors: tensors of a checkpoint, by name.
+        config: parsed ``config.json``.
+        files: names of the files in the same directory, one of which may state the quantization.
     """
-    model = described(config)
+    model = describe_model(config)
     has_own_file = any(name in files for name in OWN_FILES)
     if model is None:
-        return tuple(problems_of(tensors, config, has_own_file=has_own_file))
+        return tuple(find_problems(tensors, config, has_own_file=has_own_file))
     try:
-        return tuple(_problems(_case_of(tensors, config, model), has_own_file=has_own_file))
-    except CorruptError as err:  # a size that is absent, or is none
+        return tuple(_find_all(_prepare_case(tensors, config, model), has_own_file=has_own_file))
+    except CorruptError as err:  # a missing or invalid size
         return (Problem(kind="config", message=err.message),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """How many layers and experts a model has.
+    """Stated and stored numbers of layers and experts of a model.
 
     Args:
-        layers, experts: as the configuration says.
-        stored_layers, stored_experts: of which there are tensors, up to the last one.
-        mtp: multi-token prediction layers behind the others; of which there are tensors.
+        layers, experts: numbers stated by the configuration.
+        stored_layers, stored_experts: last number with a tensor, plus one.
+        mtp: multi-token prediction layers with tensors, which follow the others.
     """
 
     layers: int
@@ -90,19 +92,19 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """The tensors of a checkpoint and the model of a known family that they should be.
+    """The tensors of a checkpoint, and the model of a known family that they should form.
 
     Args:
-        config: the parsed ``config.json``.
-        model: what it describes.
-        stored: the tensors, under the names that they have in a language model; their keys are those stored.
-        body: what the stored keys have in place of ``model.``.
-        counts: layers and experts.
-        scheme: how the configuration says that weights are quantized, or None.
-        expected: the tensors of the model, as far as counts agree.
-        others: names in ``stored`` that no expected tensor has.
-        owner_of: those of them that belong to a quantized weight → its module.
-        quantized: the modules of quantized weights.
+        config: parsed ``config.json``.
+        model: family and class of the model that it describes.
+        stored: name in a language model → tensor, which keeps its stored name in ``key``.
+        body: prefix of the stored names in place of ``model.``.
+        counts: numbers of layers and experts.
+        scheme: stated quantization of the weights; None if none is stated.
+        expected: tensors of the model, up to the smaller of the stated and stored counts.
+        unmatched: names in ``stored`` that no expected tensor has.
+        owner_of: name in ``unmatched`` that belongs to a quantized weight → module of the weight.
+        quantized: modules with quantized weights.
     """
 
     config: Mapping[str, object]
@@ -112,22 +114,28 @@ class _Case:
     counts: _Counts
     scheme: Scheme | None
     expected: tuple[Expected, ...]
-    others: tuple[str, ...]
+    unmatched: tuple[str, ...]
     owner_of: Mapping[str, str]
     quantized: frozenset[str]
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether other tensors stand for a weight, or belong to it."""
+        """Return whether a weight is quantized: other tensors replace it or belong to it."""
         return name.removesuffix(".weight") in self.quantized
 
 
-def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
+def _prepare_case(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
+    """Gather everything that the comparison needs.
+
+    Raises:
+        CorruptError: the configuration does not state a size.
+    """
     body, scheme = _body_of(tensors, model), scheme_of(config)
     stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
-    counts = _counts(stored, config, model.family)
+    counts = _count_parts(stored, config, model.family)
+    # Describe the model with the smaller of stated and stored counts: a difference in counts is one problem, not many.
     routed = {meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape}
     is_as_stated = counts.stored_experts == counts.experts or counts.experts in routed
-    of_family = expected_of(
+    of_family = expected_tensors(
         config,
         model.family,
         n_layers=min(counts.layers, counts.stored_layers),
@@ -135,38 +143,41 @@ def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], mo
         n_rows_router=counts.experts if is_as_stated else counts.stored_experts,
         n_mtp=counts.mtp,
     )
-    expected = (*of_family, *head_of(config, model))
+    expected = (*of_family, *expected_head(config, model))
+    # Names that no expected tensor has may belong to quantized weights.
     accepted = {name for item in expected for name in item.names}
     accepted |= {item.stack[0] for item in expected if item.stack is not None}
-    others = tuple(key for key in stored if key not in accepted)
+    unmatched = tuple(key for key in stored if key not in accepted)
     modules = {name.removesuffix(".weight").removesuffix(".bias") for name in accepted}
-    is_quantized = scheme is not None or any(map(is_sign, others))
-    owners = ((key, owner_of(key, modules)) for key in others) if is_quantized else ()
+    is_quantized = scheme is not None or any(map(is_sign, unmatched))
+    owners = ((key, owner_of(key, modules)) for key in unmatched) if is_quantized else ()
     owner_by_key = {key: owner for key, owner in owners if owner is not None}
     quantized = frozenset(owner_by_key.values())
-    return _Case(config, model, stored, body, counts, scheme, expected, others, owner_by_key, quantized)
+    return _Case(config, model, stored, body, counts, scheme, expected, unmatched, owner_by_key, quantized)
 
 
-def _problems(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
+def _find_all(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
+    """Yield all problems; only one if no tensor has a name of the family."""
     if not any(name.startswith(BODY) for name in case.stored):
         first = next(iter(case.stored), "there are no tensors")
         yield Problem(
             kind="missing",
-            message=f"no tensor of a {case.model.family.model_type} model is there; the first name is {first!r}",
+            message=f"no tensor has a name of a {case.model.family.model_type} model; the first name is {first!r}",
             key=case.expected[0].names[0],
             expected=f"{len(case.expected):,} tensors",
             found="none of them",
             is_lack=True,
         )
         return
-    yield from _of_counts(case)
-    yield from _of_quantization(case, has_own_file=has_own_file)
+    yield from _check_counts(case)
+    yield from _check_quantization(case, has_own_file=has_own_file)
     for item in case.expected:
-        yield from _of_tensor(case, item)
-    yield from _unexpected(case)
+        yield from _check_expected(case, item)
+    yield from _find_unexpected(case)
 
 
-def _of_counts(case: _Case) -> Iterator[Problem]:
+def _check_counts(case: _Case) -> Iterator[Problem]:
+    """Yield a problem if the number of layers or experts differs from the stated one."""
     counts = case.counts
     kinds: tuple[tuple[Kind, int, int, re.Pattern[str]], ...] = (
         ("layers", counts.layers, counts.stored_layers, _LAYER),
@@ -177,7 +188,7 @@ def _of_counts(case: _Case) -> Iterator[Problem]:
             matches = ((pattern.match(name), meta.key) for name, meta in case.stored.items())
             yield Problem(
                 kind=kind,
-                message=f"{CONFIG} says {stated:,} {kind}, there are tensors of {stored:,}",
+                message=f"{CONFIG} states {stated:,} {kind}, but there are tensors of {stored:,}",
                 key=next((key for match, key in matches if match and int(match[1]) == stored - 1), None),
                 expected=f"{stated} {kind}",
                 found=str(stored),
@@ -185,46 +196,52 @@ def _of_counts(case: _Case) -> Iterator[Problem]:
             )
 
 
-def _of_tensor(case: _Case, item: Expected) -> Iterator[Problem]:
-    """Yield what is wrong with one tensor that the model has."""
+def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
+    """Yield the problems of one tensor that the model should have."""
     name = next((name for name in item.names if name in case.stored), None)
-    shape = item.shape
-    names = item.names if item.stack is None else (*item.names, item.stack[0])
-    if name is None and item.stack is not None and item.stack[0] in case.stored:
-        name, (_, *extents) = item.stack
-        shape = (case.counts.stored_experts, *extents)  # that there are others than stated is told once
-        if item.names[0].rpartition(".experts.")[2].partition(".")[0] != "0":
-            return  # told with the first expert
     if name is not None:
-        yield from _of_stored(case, case.stored[name], name, shape)
-    elif item.names == (HEAD,):
-        if case.model.has_head and not item.is_optional and not case.is_quantized(HEAD):
+        yield from _check_stored(case, case.stored[name], name, item.shape)
+        return
+    # Experts may be stacked in one tensor, which is checked along with the first expert.
+    if item.stack is not None and item.stack[0] in case.stored:
+        if item.names[0].rpartition(".experts.")[2].partition(".")[0] == "0":
+            name, (_, *extents) = item.stack
+            shape = (case.counts.stored_experts, *extents)  # a wrong number of experts is reported separately
+            yield from _check_stored(case, case.stored[name], name, shape)
+        return
+    if item.is_optional:
+        return
+    if item.names == (HEAD,):
+        if case.model.has_head and not case.is_quantized(HEAD):
             yield Problem(
                 kind="ties",
-                message=f"{CONFIG} says that the embeddings are not tied, but there is no output layer",
+                message=f"{CONFIG} states untied embeddings, but there is no output layer",
                 key=HEAD,
                 expected="the tensor, or tie_word_embeddings",
                 found="neither",
                 is_lack=True,
             )
-    elif not item.is_optional and not any(map(case.is_quantized, names)):
+        return
+    names = item.names if item.stack is None else (*item.names, item.stack[0])
+    if not any(map(case.is_quantized, names)):
+        first = item.names[0]
         yield Problem(
             kind="missing",
             message="the tensor is not in the checkpoint",
-            key=case.body + item.names[0].removeprefix(BODY) if item.names[0].startswith(BODY) else item.names[0],
+            key=case.body + first.removeprefix(BODY) if first.startswith(BODY) else first,
             expected=f"the tensor, {item.shape}",
             found="no such tensor",
             is_lack=True,
         )
 
 
-def _of_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterator[Problem]:
-    """Yield what is wrong with a tensor that is there.
+def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterator[Problem]:
+    """Yield the problems of a tensor that is stored.
 
     Args:
         meta: the tensor.
-        name: its name in a model with a head.
-        shape: the one that it should have.
+        name: name of the tensor in a model with a head.
+        shape: shape that it should have.
     """
     is_packed = dtype_of(meta.dtype).kind != "float"
     if is_packed and (case.scheme is not None or case.is_quantized(name)):
@@ -242,17 +259,17 @@ def _of_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterat
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",
-            message=f"{tied}shape {meta.shape}, but {CONFIG} makes it {shape} (elements)",
+            message=f"{tied}shape {meta.shape}, but {CONFIG} implies {shape} (elements)",
             key=meta.key,
             expected=str(shape),
             found=str(meta.shape),
         )
     if case.scheme is not None and is_float8(meta.dtype):
-        yield from _of_scales(case, meta, name, case.scheme)
+        yield from _check_scales(case, meta, name, case.scheme)
 
 
-def _of_scales(case: _Case, meta: TensorMeta, name: str, scheme: Scheme) -> Iterator[Problem]:
-    """Yield what is wrong with the scales of a float8 weight."""
+def _check_scales(case: _Case, meta: TensorMeta, name: str, scheme: Scheme) -> Iterator[Problem]:
+    """Yield the problems of the scales of a float8 weight."""
     key = scale_key(name, case.stored)
     if key is None and scheme.needs_scales:
         yield Problem(
@@ -273,13 +290,13 @@ def _of_scales(case: _Case, meta: TensorMeta, name: str, scheme: Scheme) -> Iter
         )
 
 
-def _of_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
-    """Yield a problem if the configuration and the tensors disagree about whether there are quantized weights."""
+def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
+    """Yield a problem if configuration and tensors disagree on whether weights are quantized."""
     signs = [key for key in case.owner_of if is_sign(key)]
     if case.scheme is None and signs and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors of them), but {CONFIG} has no quantization_config",
+            message=f"quantized weights ({len(signs):,} tensors), but {CONFIG} has no quantization_config",
             key=case.stored[signs[0]].key,
             expected="quantization_config",
             found="none",
@@ -288,15 +305,16 @@ def _of_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
     if case.scheme is not None and case.scheme.is_never_wide and not case.owner_of and not any(narrow):
         yield Problem(
             kind="quantization",
-            message=f"{CONFIG} says that the weights are quantized ({case.scheme.method}), but none is",
+            message=f"{CONFIG} states quantized weights ({case.scheme.method}), but there are none",
             expected=f"weights of {case.scheme.method}",
             found="weights that are not quantized",
         )
 
 
-def _unexpected(case: _Case) -> Iterator[Problem]:
+def _find_unexpected(case: _Case) -> Iterator[Problem]:
+    """Yield the tensors that the model does not have."""
     counts = case.counts
-    for name in case.others:
+    for name in case.unmatched:
         is_known = name in case.owner_of or (case.scheme is not None and is_cache_scale(name))
         is_ignored = any(pattern.search(name) for pattern in case.model.family.ignored)
         if is_known or is_ignored or not (case.model.has_head or name.startswith(BODY)):
@@ -304,10 +322,10 @@ def _unexpected(case: _Case) -> Iterator[Problem]:
         layer, expert = _LAYER.match(name), _EXPERT.match(name)
         is_counted = layer is not None and int(layer[1]) >= counts.layers + counts.mtp
         if is_counted or (expert is not None and int(expert[1]) >= counts.experts > 0):
-            continue  # told as a wrong number of layers or experts
+            continue  # reported as a wrong number of layers or experts
         yield Problem(
             kind="unexpected",
-            message=f"{case.model.family.model_type} models as {CONFIG} describes them have no such tensor",
+            message=f"{case.model.family.model_type} models as described by {CONFIG} have no such tensor",
             key=case.stored[name].key,
             expected="no such tensor",
             found=f"{case.stored[name].dtype} {case.stored[name].shape}",
@@ -315,29 +333,31 @@ def _unexpected(case: _Case) -> Iterator[Problem]:
 
 
 def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
-    """Return what stands in front of the names of a model's body; nothing does without a head."""
+    """Return the prefix of the tensors of a model's body; models without a head have none."""
     bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
-    return next((body for body in bodies if any(key.startswith(_starts(body)) for key in tensors)), BODY)
+    return next((body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)), BODY)
 
 
-def _starts(body: str) -> tuple[str, ...]:
+def _body_prefixes(body: str) -> tuple[str, ...]:
+    """Return the beginnings of tensor names in the body of a model."""
     return (body,) if body == BODY else tuple(body + part for part in _BODY_PARTS)
 
 
 def _as_language_model(key: str, body: str) -> str:
     """Return the name that a tensor has in a language model."""
-    is_of_body = body != BODY and key.startswith(_starts(body))
+    is_of_body = body != BODY and key.startswith(_body_prefixes(body))
     return BODY + key.removeprefix(body) if is_of_body else key
 
 
-def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family) -> _Counts:
-    """Count layers and experts.
+def _count_parts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family) -> _Counts:
+    """Count the stated and stored layers and experts.
 
     Raises:
-        CorruptError: the configuration does not say how many there are.
+        CorruptError: the configuration does not state a number.
     """
     n_layers = count_of(config, "num_hidden_layers")
     layers = {int(match[1]) for name in stored if (match := _LAYER.match(name)) is not None}
+    # Multi-token prediction layers are numbered after the others, and recognised by tensors of their own.
     marks = [row.hf[0] for row in family.mtp]
     n_mtp = 0
     while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
@@ -347,7 +367,7 @@ def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], fami
         n_stored -= n_mtp
     n_experts = stated_experts(config, family)
     if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
-        n_experts = 0  # no layer has any, whatever number is stated
+        n_experts = 0  # all layers are dense, whatever number is stated
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
     experts += [meta.shape[0] for name, meta in stored.items() if _STACKED.fullmatch(name) and len(meta.shape) == 3]
     return _Counts(n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp)

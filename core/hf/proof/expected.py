@@ -1,14 +1,15 @@
-"""What a model of transformers stores: names and shapes that follow from its ``config.json``.
+"""Derive the names and shapes of the tensors that transformers stores for a ``config.json``.
 
 ::
 
-    config.json ── model_from ──▶ Model ── pairs_of (hf/tables) ──▶ Expected: names, shape, where it may also lie
+    config.json ── _model_from ──▶ Model ── pairs_of (hf/tables) ──▶ Expected: names, shape, stacked tensor
 
-The tables are those by which names are mapped to Megatron's, so a name that is proven here is one that is mapped there.
-Unlike ``core.hf.config``, nothing is refused that only Megatron cannot express (sliding windows, rotary scaling): none
-of it changes a name or a shape.
+The tables are those that map names to Megatron's, so a name that is accepted here can be mapped
+there. Unlike ``core.hf.config``, this accepts features that only Megatron cannot express (sliding
+windows, rotary scaling): they change no name and no shape.
 
-Source: transformers 5.23.0 ``models/*/modeling_*.py``; what it takes for absent values is ``[defaults]`` of the tables.
+Source: transformers 5.23.0 ``models/*/modeling_*.py``; its defaults for missing values are
+``[defaults]`` of the tables.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from core.hf.traits import Model
 
 HEAD = "lm_head.weight"
 BODY = "model."
-"""What the names of all tensors begin with save the head's, in models that have a head."""
+"""Prefix of all tensor names but the head's, in models that have a head."""
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
     "ForTokenClassification": {"score.weight": ("labels", "hidden_size"), "score.bias": ("labels",)},
     "ForQuestionAnswering": {"qa_outputs.weight": ("ends", "hidden_size"), "qa_outputs.bias": ("ends",)},
 }
-"""End of a class's name → the tensors of its head, the same in every family (``modeling_layers.py``), and their shapes.
-``ends`` are the two of an answer."""
+"""End of a class name → tensors of its head and their shapes, the same in every family
+(``modeling_layers.py``). ``ends`` are the start and end of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor of a model.
+    """A tensor that a model should have.
 
     Args:
-        names: the name that transformers writes, then others that it reads.
-        shape: in elements.
-        stack: the name and shape of a tensor that may hold it together with those of all other experts, or None.
-        is_optional: it may be absent, because it holds the same as another tensor.
+        names: name that transformers writes, then others that it reads.
+        shape: extents in elements.
+        stack: name and shape of a tensor that may hold those of all experts instead; None if there
+            is none.
+        is_optional: it may be missing because it equals another tensor.
     """
 
     names: tuple[str, ...]
@@ -52,12 +54,12 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a configuration says of the class of its model.
+    """The model class that a configuration describes.
 
     Args:
-        family: the family of the model.
-        has_head: the model is the language model that the family's table describes; otherwise the body and ``head``.
-        head: the tensors of another head, see ``_HEADS``.
+        family: family of the model.
+        has_head: the model is the family's language model; otherwise it is the body with ``head``.
+        head: tensor name → named sizes of another head, an entry of ``_HEADS``.
     """
 
     family: Family
@@ -65,11 +67,11 @@ class Described:
     head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def described(config: Mapping[str, object]) -> Described | None:
-    """Return the family that a configuration names, or None where the names of its tensors are not known.
+def describe_model(config: Mapping[str, object]) -> Described | None:
+    """Return the family and class that a configuration names; None if the tensor names are unknown.
 
-    A model may have another head (a classifier) or none. Other classes, such as a draft model for speculative decoding
-    that calls itself a Llama, have names of their own.
+    A model may have another head (a classifier) or none. Other classes, such as a draft model for
+    speculative decoding that calls itself a Llama, have names of their own.
     """
     model_type = config.get("model_type")
     family = next((f for f in families().values() if model_type == f.model_type or model_type in f.aliases), None)
@@ -86,8 +88,10 @@ def described(config: Mapping[str, object]) -> Described | None:
     return Described(family, has_head=True) if architecture == family.architecture else None
 
 
-def head_of(config: Mapping[str, object], model: Described) -> tuple[Expected, ...]:
-    """Return the tensors of another head than the language model's; of labels, transformers takes two if none is named.
+def expected_head(config: Mapping[str, object], model: Described) -> tuple[Expected, ...]:
+    """Return the tensors of a head other than the language model's.
+
+    transformers assumes two labels if the configuration names none.
 
     Raises:
         CorruptError: the configuration does not state a size.
@@ -99,43 +103,47 @@ def head_of(config: Mapping[str, object], model: Described) -> tuple[Expected, .
 
 
 def unchecked_text(config: Mapping[str, object]) -> str | None:
-    """Return what is not compared with a configuration, or None where there is a table of the model's names."""
+    """Return what cannot be compared with a configuration.
+
+    Returns:
+        None if there is a table of the model's names.
+    """
     model_type, stated = config.get("model_type"), config.get("architectures")
-    if not isinstance(model_type, str) or described(config) is not None:
+    if not isinstance(model_type, str) or describe_model(config) is not None:
         return None
     name = str(stated[0]) if isinstance(stated, list) and stated else f"a {model_type} model"
     return (
-        f"which tensors {name[:80]} has: there is no table of its names, so only stated sizes were compared, and "
-        "layers with each other"
+        f"tensor names of {name[:80]}, for which there is no table; only stated sizes were compared, and layers "
+        "with each other"
     )
 
 
 def is_tied(config: Mapping[str, object]) -> bool:
-    """Return whether the configuration shares the input embedding with the output layer."""
+    """Return whether the configuration ties the output layer to the input embedding."""
     return bool(config.get("tie_word_embeddings", False))
 
 
 def stated_experts(config: Mapping[str, object], family: Family) -> int:
-    """Return how many experts a layer has; 0 in a family without experts.
+    """Return the number of experts per layer; 0 in a family without experts.
 
     Raises:
-        CorruptError: the configuration does not say it.
+        CorruptError: the configuration does not state it.
     """
     return number_of(config, family.config["num_experts"]) if "moe" in family.requires else 0
 
 
-def expected_of(
+def expected_tensors(
     config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
 ) -> Iterator[Expected]:
-    """Yield every tensor of a model, the head of an untied one included.
+    """Yield every tensor of a model, including the head of an untied one.
 
     Args:
-        config: the parsed ``config.json``.
-        family: its family.
-        n_layers: layers to describe, at most those that the configuration states.
-        n_experts: experts of a layer to describe.
-        n_rows_router: experts among which a router chooses.
-        n_mtp: multi-token prediction layers behind them.
+        config: parsed ``config.json``.
+        family: family of the model.
+        n_layers: number of layers to describe, at most as many as the configuration states.
+        n_experts: number of experts per layer to describe.
+        n_rows_router: number of experts that a router chooses from.
+        n_mtp: number of multi-token prediction layers.
 
     Raises:
         CorruptError: the configuration does not state a size.
@@ -154,6 +162,10 @@ def expected_of(
 def _model_from(
     config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
 ) -> Model:
+    """Return the model that a configuration describes.
+
+    Args as for ``expected_tensors``.
+    """
     config = {**family.defaults, **config}
     heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
     groups = count_of(config, "num_key_value_heads", default=heads)
@@ -167,6 +179,7 @@ def _model_from(
         "q": heads * head,
         "kv": groups * head,
     }
+    # Traits decide which tensors exist.
     traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
     traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
     if "latent" in family.requires:

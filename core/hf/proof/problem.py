@@ -1,4 +1,4 @@
-"""A problem: one way in which the tensors of a checkpoint and a ``config.json`` do not fit."""
+"""Problems: contradictions between the tensors of a checkpoint and a ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What makes transformers load another model than the one that was saved, or random weights.
+    """A contradiction that makes transformers load another model than the saved one.
 
     Args:
-        kind: what is wrong.
-        message: a sentence without the key.
-        key: the tensor concerned, as it is stored or should be; None where it is none in particular.
+        kind: kind of contradiction.
+        message: what is wrong, in one clause, without the tensor's name.
+        key: name of the tensor, stored or missing; None if it concerns no particular one.
         expected, found: the two values that disagree.
-        is_lack: something is absent that the configuration asks for.
+        is_lack: something that the configuration requires is missing.
     """
 
     kind: Kind
@@ -31,6 +31,6 @@ class Problem:
 
 
 def more_text(problems: tuple[Problem, ...]) -> str:
-    """Return how many problems there are besides the first, as the end of a sentence."""
-    others = len(problems) - 1
-    return f" (and {others:,} more {'difference' if others == 1 else 'differences'})" if others else ""
+    """Return the number of further problems as the end of a sentence."""
+    n_more = len(problems) - 1
+    return f" (and {n_more:,} more {'difference' if n_more == 1 else 'differences'})" if n_more else ""

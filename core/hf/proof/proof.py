@@ -1,6 +1,6 @@
-"""Proves that a catalog holds the model that a ``config.json`` describes, before anything of it is written.
+"""Prove that a catalog holds the model that a ``config.json`` describes, before writing it.
 
-What is compared is ``core.hf.proof.comparison``'s, which ``ckpt validate`` uses as well.
+The comparison is that of ``core.hf.proof.comparison``, which ``ckpt validate`` uses as well.
 """
 
 from __future__ import annotations
@@ -11,102 +11,131 @@ from core.catalog.catalog import Catalog, TensorMeta
 from core.changes.rename import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf.config import CONFIG
-from core.hf.proof.comparison import compared
-from core.hf.proof.expected import BODY, described, unchecked_text
+from core.hf.proof.comparison import find_differences
+from core.hf.proof.expected import BODY, describe_model, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
 
 _MOST_PREFIXES = 4
 _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")
-"""What training frameworks put in front of all names; no model of transformers stores such names."""
+"""Prefixes that training frameworks add to all names; no transformers model stores such names."""
 _OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
     "sisters": "copy the checkpoint again, or use an older one",
-    "unexpected": "leave it out with --exclude if the model does not need it",
-    "dtype": "weights are floating-point numbers: leave other tensors out with --exclude",
+    "unexpected": "drop it with --exclude if the model does not need it",
+    "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
     "ties": "set tie_word_embeddings to true in config.json if the output layer shares the embedding's weights",
-    "quantization": "multiply the scales in with --dequantize bf16, or give the config.json of the quantized model",
+    "quantization": "apply the scales with --dequantize bf16, or give the config.json of the quantized model",
 }
 
 
 def check_model(
     catalog: Catalog, config: Mapping[str, object], *, files: Collection[str], is_strict: bool
 ) -> tuple[str, ...]:
-    """Return notes, once the tensors of a catalog are those of the model that a configuration describes.
+    """Raise unless the tensors of a catalog form the model that a configuration describes.
 
     Args:
         catalog: flat keys.
-        config: the parsed ``config.json``.
-        files: names of the files beside it.
-        is_strict: refuse tensors for which the model has no place; otherwise they are noted.
+        config: parsed ``config.json``.
+        files: names of the files in the same directory.
+        is_strict: refuse tensors that the model does not have; otherwise a note mentions them.
+
+    Returns:
+        Notes for the user.
 
     Raises:
-        MissingShardError: a tensor is absent.
-        UnknownTensorError: the model has no place for a tensor, or all names have a prefix too much.
-        CorruptError: counts, shapes, element types, ties or the quantization contradict the configuration.
+        MissingShardError: a tensor is missing.
+        UnknownTensorError: the model has no such tensor, or all names have a surplus prefix.
+        CorruptError: counts, shapes, element types, ties or the quantization contradict the
+            configuration.
         UnsupportedError: there is optimizer state.
     """
     model_type = str(config.get("model_type"))[:80]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
-    problems = compared(weights, config, files=files)
+
+    # A surplus prefix explains most other problems, so it is reported first.
+    problems = find_differences(weights, config, files=files)
     prefix = fitting_prefix(weights, config, problems)
     if prefix is not None:
-        rest = compared(_without(weights, prefix), config, files=files)
-        options = f"--strip-prefix {prefix}" + (" --no-optim" if states else "")
-        raise UnknownTensorError(
-            f"the names begin with {prefix!r}, unlike those of {model_type} models"
-            + (f"; without it, {rest[0].message}{more_text(rest)}" if rest else ""),
-            key=next(key for key in weights if key.startswith(prefix)),
-            hint=f"take it off with {options}" + (f", and give the {CONFIG} of this model" if rest else ""),
-        )
+        raise _prefix_error(weights, config, prefix, files=files, has_optimizer=bool(states))
     severe = tuple(problem for problem in problems if is_strict or problem.kind != "unexpected")
     if severe:
         raise _error_of(severe, model_type)
     if states and is_strict:
         raise UnsupportedError(
-            f"Hugging Face models have no place for optimizer state ({len(states):,} tensors)",
+            f"Hugging Face models cannot store optimizer state ({len(states):,} tensors)",
             key=states[0],
-            hint="leave it out with --no-optim",
+            hint="drop it with --no-optim",
         )
-    notes = []
-    stated = next((config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None)
-    dtypes = {meta.dtype for meta in weights.values()}
-    if is_strict and stated is not None and len(dtypes) == 1 and str(stated).removeprefix("torch.") not in dtypes:
-        notes.append(
-            f"{CONFIG} says {stated}, the weights are {min(dtypes)}: transformers casts them as it loads them, unless "
-            "told otherwise"
-        )
+    if describe_model(config) is None:
+        _refuse_wrapper(weights)
+
+    # What does not make the model unusable is noted.
+    notes = _dtype_notes(weights, config) if is_strict else []
     if problems:
-        notes.append(f"{model_type} models have no place for {_keys_text(problems)}; transformers ignores it")
+        notes.append(f"{model_type} models do not have {_keys_text(problems)}; transformers ignores them")
     unchecked = unchecked_text(config)
-    if described(config) is None:
-        wrapper = next((text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None)
-        if wrapper is not None and weights:
-            raise UnknownTensorError(
-                f"all names begin with {wrapper!r}, as in a training framework's state dict: transformers knows no "
-                "such name, and would start from random weights",
-                key=next(iter(weights)),
-                hint=f"take it off with --strip-prefix {wrapper}",
-            )
     if unchecked is not None:
         notes.append(f"not checked: {unchecked}")
     return tuple(notes)
 
 
+def _prefix_error(
+    weights: Mapping[str, TensorMeta],
+    config: Mapping[str, object],
+    prefix: str,
+    *,
+    files: Collection[str],
+    has_optimizer: bool,
+) -> UnknownTensorError:
+    """Return the error for names with a surplus prefix."""
+    model_type = str(config.get("model_type"))[:80]
+    remaining = find_differences(_without(weights, prefix), config, files=files)
+    options = f"--strip-prefix {prefix}" + (" --no-optim" if has_optimizer else "")
+    return UnknownTensorError(
+        f"the names begin with {prefix!r}, unlike those of {model_type} models"
+        + (f"; without it, {remaining[0].message}{more_text(remaining)}" if remaining else ""),
+        key=next(key for key in weights if key.startswith(prefix)),
+        hint=f"remove it with {options}" + (f", and give the {CONFIG} of this model" if remaining else ""),
+    )
+
+
+def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
+    """Raise if all names have the prefix of a training framework."""
+    wrapper = next((text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None)
+    if wrapper is not None and weights:
+        raise UnknownTensorError(
+            f"all names begin with {wrapper!r}, as in a training framework's state dict; transformers knows no such "
+            "name and would start from random weights",
+            key=next(iter(weights)),
+            hint=f"remove it with --strip-prefix {wrapper}",
+        )
+
+
+def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]) -> list[str]:
+    """Return a note if the weights have another element type than the configuration states."""
+    stated = next((config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None)
+    dtypes = {meta.dtype for meta in weights.values()}
+    if stated is None or len(dtypes) != 1 or str(stated).removeprefix("torch.") in dtypes:
+        return []
+    return [f"{CONFIG} states {stated}, the weights are {min(dtypes)}: transformers casts them when loading by default"]
+
+
 def fitting_prefix(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], problems: Collection[Problem]
 ) -> str | None:
-    """Return what must be taken off the names so that they become those of the model, or None.
+    """Return the prefix whose removal turns the names into those of the model; None if there is
+    none.
 
-    Counts and shapes may differ even then.
+    Counts and shapes may still differ.
 
     Args:
-        tensors: the tensors of a checkpoint, by key.
-        config: the parsed ``config.json``.
-        problems: what ``compared`` says of them.
+        tensors: tensors of a checkpoint, by name.
+        config: parsed ``config.json``.
+        problems: what ``find_differences`` returns for them.
     """
-    model = described(config)
+    model = describe_model(config)
     if model is None or _names_fit(problems):
         return None
     (embedding,) = model.family.first[0].hf
@@ -114,24 +143,25 @@ def fitting_prefix(
     prefixes = dict.fromkeys(key.removesuffix(name) for name in names for key in tensors if key.endswith("." + name))
     for prefix in list(prefixes)[:_MOST_PREFIXES]:
         stripped = _without(tensors, prefix)
-        if len(stripped) == len(tensors) and _names_fit(compared(stripped, config)):
+        if len(stripped) == len(tensors) and _names_fit(find_differences(stripped, config)):
             return prefix
     return None
 
 
 def _names_fit(problems: Collection[Problem]) -> bool:
+    """Return whether no name is missing or unexpected."""
     return all(problem.kind not in ("missing", "unexpected") for problem in problems)
 
 
 def _without(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, TensorMeta]:
-    """Return tensors without a prefix of their names."""
+    """Return the tensors with a prefix removed from their names."""
     return {key.removeprefix(prefix): meta for key, meta in tensors.items()}
 
 
 def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingException:
-    """Return the error that the first of several problems is."""
+    """Return the error for several problems, which describes the first."""
     first = problems[0]
-    is_count = first.kind in ("layers", "experts")  # rather the config.json of another model
+    is_count = first.kind in ("layers", "experts")  # more likely the config.json of another model than lost tensors
     is_absent = first.is_lack and not is_count
     kind = MissingShardError if is_absent else UnknownTensorError if first.kind == "unexpected" else CorruptError
     return kind(
@@ -142,6 +172,6 @@ def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingEx
 
 
 def _keys_text(problems: tuple[Problem, ...]) -> str:
-    """Return the first keys of problems, and how many others there are."""
+    """Return the first names that problems concern, and the number of others."""
     keys = [str(problem.key) for problem in problems]
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3:,} others" if keys[3:] else "")

@@ -1,7 +1,7 @@
-"""Quantized weights of Hugging Face models: what ``config.json`` says of them, and the tensors that come with them.
+"""Quantized weights of Hugging Face models: the stated method and the tensors of each weight.
 
-``quantization_config`` (``compression_config`` before 2024) names a method. What a module ``X`` then stores in place of
-``X.weight``, or beside it:
+``quantization_config`` (``compression_config`` before 2024) names a method. A module ``X`` then
+stores these tensors instead of, or in addition to, ``X.weight``:
 
 ====================  ==========================================================================================
  method                tensors of ``X``
@@ -10,12 +10,13 @@
  gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
  bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``, ``weight.quant_map`` …
  compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
- others                not looked at: whatever begins with ``X.`` is taken to belong to it
+ others                not known: every name that begins with ``X.`` is taken to belong to it
 ====================  ==========================================================================================
 
 Some software keeps the method in a file of its own (``OWN_FILES``).
 
-Source: transformers 5.23.0 ``quantizers/``, ``integrations/finegrained_fp8.py``; published models of each kind.
+Source: transformers 5.23.0 ``quantizers/``, ``integrations/finegrained_fp8.py``; published models
+of each kind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from core.arrays.box import Shape
 
 OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where AutoGPTQ, AutoAWQ and ModelOpt keep the method."""
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt keep the method."""
 
 _SIGNS = re.compile(
     r".*(\.(qweight|qzeros|g_idx|weight_scale|weight_scale_2|weight_packed|SCB|absmax|quant_map)|weight_scale_inv)"
@@ -36,17 +37,19 @@ _SIGNS = re.compile(
 _CACHE = re.compile(r".*\.[qkv]_(scale|zero_point)")
 """Scales for cached keys and values, which belong to an attention module."""
 _NEVER_WIDE = ("fp8", "gptq", "awq", "fbgemm_fp8")
-"""Methods of which transformers loads quantized weights only; others may quantize while they load."""
+"""Methods for which transformers loads only quantized weights; others may quantize while
+loading.
+"""
 _SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a model's weights are quantized.
+    """How the weights of a model are quantized.
 
     Args:
-        method: the name of the method, such as ``fp8``.
-        block: rows and columns that share a scale, where the configuration says it.
+        method: name of the method, such as ``fp8``.
+        block: rows and columns that share a scale; None if not stated.
     """
 
     method: str
@@ -54,16 +57,23 @@ class Scheme:
 
     @property
     def needs_scales(self) -> bool:
-        """Whether each float8 weight has a tensor of scales."""
+        """Each float8 weight has a tensor of scales."""
         return self.method in ("fp8", "fbgemm_fp8")
 
     @property
     def is_never_wide(self) -> bool:
-        """Whether weights cannot all be wide ones that are quantized while they are loaded."""
+        """The weights must be stored quantized.
+
+        Transformers does not quantize them while loading.
+        """
         return self.method in _NEVER_WIDE
 
     def fits(self, scale: Shape, weight: Shape) -> bool:
-        """Return whether scales of this shape belong to a float8 weight; True where the configuration does not say."""
+        """Return whether scales of this shape can belong to a float8 weight.
+
+        Returns:
+            True if no block size is stated.
+        """
         if self.method != "fp8" or self.block is None or len(weight) < 2 or set(scale) <= {1}:
             return True
         blocks = tuple(-(-n // block) for n, block in zip(weight[-2:], self.block, strict=True))
@@ -71,7 +81,11 @@ class Scheme:
 
 
 def scheme_of(config: Mapping[str, object]) -> Scheme | None:
-    """Return how the weights are quantized, or None if the configuration does not say that they are."""
+    """Return how the weights are quantized.
+
+    Returns:
+        None if the configuration does not state that they are.
+    """
     for name in ("quantization_config", "compression_config"):
         stated = config.get(name)
         if isinstance(stated, Mapping) and stated:
@@ -83,26 +97,27 @@ def scheme_of(config: Mapping[str, object]) -> Scheme | None:
 
 
 def is_sign(key: str) -> bool:
-    """Return whether only a quantized weight has a tensor of this name."""
+    """Return whether only quantized weights have tensors of this name."""
     return _SIGNS.fullmatch(key) is not None
 
 
 def is_cache_scale(key: str) -> bool:
-    """Return whether a tensor scales what attention caches."""
+    """Return whether a tensor scales the cached keys or values of attention."""
     return _CACHE.fullmatch(key) is not None
 
 
 def scale_key(key: str, keys: Container[str]) -> str | None:
-    """Return the name of a float8 weight's scales among ``keys``, or None."""
+    """Return the name of the scales of a float8 weight among ``keys``; None if there are none."""
     return next((key + suffix for suffix in _SCALES if key + suffix in keys), None)
 
 
 def owner_of(key: str, modules: Container[str]) -> str | None:
-    """Return the module to which a tensor of a quantized weight belongs, or None.
+    """Return the module of the quantized weight that a tensor belongs to; None if it belongs to
+    none.
 
     Args:
         key: such as ``model.layers.0.mlp.up_proj.weight.absmax``.
-        modules: names of modules, and of tensors that are no module's (stacked experts).
+        modules: names of modules, and of tensors outside modules (stacked experts).
     """
     end = len(key)
     while (end := key.rfind(".", 0, end)) > 0:

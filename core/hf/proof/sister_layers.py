@@ -1,4 +1,6 @@
-"""Layers of a model, and experts of a layer, that differ from their sisters: what can be told without a family's table.
+"""Find layers of a model, and experts of a layer, that differ from the others.
+
+Works without a table of names.
 
 ::
 
@@ -6,20 +8,24 @@
     layers.1.mlp.up_proj.weight ├─ a stack of layers: prefix ``layers``, each with the names of its tensors
     layers.2.…  (none)          ┘
 
-Layers of a model need not be alike: experts or attention in every n-th layer, cross-attention, a first layer without a
-norm, a last one without what leads to the next. So a layer is said to lack a tensor only if no other has just its
-names, at least two have those and more, and what is lacking is
+Layers of a model need not be alike: experts or attention in every n-th layer, cross-attention, a
+first layer without a norm, a last one without the connection to the next. So a layer counts as
+incomplete only if no other has exactly its names, at least two others have those and more, and it
+lacks
 
-* one tensor, or all of one module; of the first or last layer only a matrix, or a module's weight or bias; or
-* several modules of parts (``self_attn``) of which there is a rest; or
-* more, where all the others, at least seven, have the same names, and it is neither the first nor the last.
+* one tensor, or all of one module; for the first and last layer only a matrix, or a module's weight
+  or bias; or
+* several modules that are parts of a module (``self_attn``) that still has others; or
+* more, if all the others, at least seven, have the same names, and it is neither the first nor the
+  last.
 
-Of two layers, one lacks only what every attention or MLP has (``q_proj``), or a module's weight or bias. Where the
-configuration states something layer by layer (``layer_types``) or of some layers, a layer is compared with those of its
-kind.
+Of two layers, one is incomplete only if it lacks what every attention or MLP has (``q_proj``), or a
+module's weight or bias. If the configuration distinguishes layers (``layer_types``, or lists of
+layers), a layer is compared only with those of its kind.
 
-Source: names and shapes of every model of transformers 5.23.0 that can be built from its default configuration (1,245
-classes), with all its layers and with two, three, four and six; none of them is found.
+Source: names and shapes of every model of transformers 5.23.0 that can be built from its default
+configuration (1,245 classes), with all its layers and with two, three, four and six; none of them
+is reported.
 """
 
 from __future__ import annotations
@@ -37,29 +43,30 @@ from core.hf.proof.problem import Problem
 _LAYER = re.compile(r"((?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"((?:[^.]+\.)+experts)\.(\d{1,6})\.(.+)")
 _FEWEST_SHAPES = 3
-"""Layers that must have one shape for another to be odd."""
+"""Minimum number of layers with one shape for another shape to be odd."""
 _USUAL = re.compile(
     r"(.*\.)?([qkvo]_proj|out_proj|(gate|up|down|gate_up)_proj|query|key|value|c_attn|c_fc|fc[12])\.(.*)"
 )
-"""Names of what no attention or MLP that has others of them does without."""
+"""Names of tensors that every attention or MLP has if it has others of these."""
 _MOST_KINDS = 64
-"""Of more sets of names nothing can be told, and comparing each with each would take long."""
+"""Maximum number of different sets of names; more prove nothing, and take long to compare."""
 _FEWEST_ALIKE = 7
-"""Layers that must be alike for an eighth to lack more than a module."""
+"""Minimum number of equal layers for another to be reported that lacks more than a module."""
 
 Layers = Mapping[int, Mapping[str, TensorMeta]]
-"""Number → the tensors of a layer, by their names in it."""
+"""Number of a layer → its tensors, by their names in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Layers, or the experts of one layer.
+    """The layers of a model, or the experts of one layer.
 
     Args:
-        prefix: what their names begin with, such as ``model.layers``.
-        layers: at least two.
-        kind_of: number → what the configuration states of that layer; equal for all where it states nothing.
-        is_of_experts: they are always alike, the first and last included.
+        prefix: prefix of their names, such as ``model.layers``.
+        layers: the layers or experts, at least two.
+        kind_of: number of a layer → its kind by the configuration; equal for all if nothing is
+            stated.
+        is_of_experts: experts, which are always alike, including the first and last.
     """
 
     prefix: str
@@ -72,19 +79,23 @@ class _Stack:
         return self.is_of_experts or min(self.layers) < number < max(self.layers)
 
 
-def deviations(
+def find_deviations(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, is_quantized: bool
 ) -> Iterator[Problem]:
-    """Yield what a layer lacks that its sisters have, and shapes that only one layer has.
+    """Yield tensors that a layer lacks and others have, and shapes that only one layer has.
 
     Args:
-        tensors: the tensors of the checkpoint, by key.
-        config: the parsed ``config.json``.
-        is_quantized: some weights may be quantized and others not; only modules are compared then, and no shapes.
+        tensors: tensors of the checkpoint, by name.
+        config: parsed ``config.json``.
+        is_quantized: some weights may be quantized and others not, so only modules are compared,
+            not shapes.
     """
-    keys: set[str | None] = set()  # an expert's tensor is one of its layer as well
+    keys: set[str | None] = set()  # a tensor of an expert also belongs to a layer
     for stack in (*_stacks(tensors, config, _LAYER), *_stacks(tensors, config, _EXPERT)):
-        problems = (*_lacks(stack, is_quantized=is_quantized), *(() if is_quantized else _shapes(stack)))
+        problems = (
+            *_find_missing(stack, is_quantized=is_quantized),
+            *(() if is_quantized else _find_odd_shapes(stack)),
+        )
         yield from (problem for problem in problems if problem.key not in keys)
         keys |= {problem.key for problem in problems}
 
@@ -92,6 +103,7 @@ def deviations(
 def _stacks(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object], pattern: re.Pattern[str]
 ) -> Iterator[_Stack]:
+    """Yield the stacks of at least two layers, or of experts, by the pattern of their names."""
     stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
     for key, meta in tensors.items():
         match = pattern.fullmatch(key)
@@ -107,11 +119,12 @@ def _stacks(
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """A list of a configuration.
+    """A list in the configuration that may distinguish layers.
 
     Args:
-        values: what it says; of as many as there are layers, of each (``layer_types``).
-        numbers: the layers that it names, if it holds different numbers (``global_attn_indexes``), else None.
+        values: its entries; with one per layer they are kinds of layers (``layer_types``).
+        numbers: layers that it names, if it holds distinct numbers (``global_attn_indexes``); else
+            None.
     """
 
     values: tuple[str, ...]
@@ -119,12 +132,15 @@ class _Stated:
 
     @classmethod
     def of(cls, values: list[object]) -> _Stated:
-        """Return what a list may say of layers."""
+        """Return what a list may state about layers."""
         numbers = frozenset(value for value in values if type(value) is int)
         return cls(tuple(map(repr, values)), numbers if len(numbers) == len(values) else None)
 
     def kind_of(self, number: int, n_layers: int) -> object:
-        """Return what is said of a layer; the same of all layers if nothing is."""
+        """Return the kind of a layer.
+
+        The same for all layers if the list states nothing about them.
+        """
         if self.numbers is not None:
             return number in self.numbers
         return self.values[number] if len(self.values) == n_layers else None
@@ -139,8 +155,9 @@ def _lists(value: object) -> Iterator[list[object]]:
         yield value
 
 
-def _lacks(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
-    """Yield a problem for every tensor that a layer lacks."""
+def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
+    """Yield a problem for every tensor that an incomplete layer lacks."""
+    # Group the layers by the set of names that they have.
     names_of = {
         number: frozenset(f"{_module(name)}." for name in layer) if is_quantized else frozenset(layer)
         for number, layer in stack.layers.items()
@@ -150,9 +167,10 @@ def _lacks(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
         numbers_of.setdefault(names, []).append(number)
     if len(numbers_of) > _MOST_KINDS:
         return
+    least = min(2, len(names_of) - 1)
     for names, numbers in numbers_of.items():
-        least = min(2, len(names_of) - 1)
-        wider = [(len(others), other) for other, others in numbers_of.items() if names < other and len(others) >= least]
+        # A single layer may be incomplete if several others have its names and more.
+        wider = [(len(group), other) for other, group in numbers_of.items() if names < other and len(group) >= least]
         if len(numbers) > 1 or not wider:
             continue
         (number,) = numbers
@@ -162,32 +180,35 @@ def _lacks(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
             continue
         lost = complete - names
         example = stack.layers[sisters[0]]
-        if _is_lost(stack, number, lost, example, n_sisters=n_sisters):
-            for name in sorted(lost):
-                yield Problem(
-                    kind="sisters",
-                    message=f"the {'expert' if stack.is_of_experts else 'layer'} lacks what {n_sisters:,} others have",
-                    key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
-                    expected=f"the tensor, {example[name].shape}" if name in example else "the tensors of a module",
-                    found="no such tensor",
-                    is_lack=True,
-                )
+        if not _is_lost(stack, number, lost, example, n_sisters=n_sisters):
+            continue
+        kind = "expert" if stack.is_of_experts else "layer"
+        for name in sorted(lost):
+            yield Problem(
+                kind="sisters",
+                message=f"missing from this {kind}, but present in {n_sisters:,} others",
+                key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
+                expected=f"the tensor, {example[name].shape}" if name in example else "the tensors of a module",
+                found="no such tensor",
+                is_lack=True,
+            )
 
 
 def _is_lost(
     stack: _Stack, number: int, lost: frozenset[str], example: Mapping[str, TensorMeta], *, n_sisters: int
 ) -> bool:
-    """Return whether what a layer lacks was lost, rather than left out by the model.
+    """Return whether tensors that a layer lacks were lost, not left out by the model's design.
 
     Args:
-        lost: the names that it lacks, or of modules those with a dot behind.
-        example: the tensors of a layer that lacks nothing.
-        n_sisters: how many such layers there are.
+        lost: names of missing tensors, or of missing modules with a trailing dot.
+        example: tensors of a complete layer.
+        n_sisters: number of complete layers.
     """
     if stack.is_of_experts:
         return n_sisters == len(stack.layers) - 1
     modules = {_module(name) for name in lost}
     own = {_module(name) for name in stack.layers[number]}
+    # 1. One tensor, or all of one module.
     if len(modules) == 1:
         if modules <= own and all(name.endswith((".weight", ".bias")) for name in lost):
             return True
@@ -199,18 +220,19 @@ def _is_lost(
         return stack.is_inner(number) or is_matrix
     if not stack.is_inner(number):
         return False
+    # 2. Several parts of a module that has others, or more in an inner layer.
     parts = set(map(_module, own))
     is_partial = all((part := _module(module)) and part in parts for module in modules)
     return is_partial or (n_sisters >= _FEWEST_ALIKE and n_sisters == len(stack.layers) - 1)
 
 
 def _module(name: str) -> str:
-    """Return the module to which a tensor belongs, or the one in which a module lies; "" for those of the layer."""
+    """Return the module of a tensor, or the parent of a module; "" for the layer itself."""
     return name.rpartition(".")[0]
 
 
-def _shapes(stack: _Stack) -> Iterator[Problem]:
-    """Yield a problem for every tensor of which one inner layer has another shape than all the others."""
+def _find_odd_shapes(stack: _Stack) -> Iterator[Problem]:
+    """Yield a problem for every tensor whose shape in one inner layer differs from all others."""
     shapes_of: dict[str, dict[int, Shape]] = {}
     for number, layer in stack.layers.items():
         for name, meta in layer.items():

@@ -181,7 +181,7 @@ def test_the_iteration_of_a_root_is_named_and_the_others_are_listed(golden: Path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (page,) = shown(run, tmp_path)["checkpoints"]
     assert page["path"] == str(tmp_path / "iter_0000020")
-    assert "2 other iterations were not looked at (--all-iterations): iter_0000010, iter_0000030" in page["notes"]
+    assert "2 other iterations were not checked (use --all-iterations): iter_0000010, iter_0000030" in page["notes"]
 
 
 def test_a_loose_file_of_a_project_is_not_taken_for_the_project(

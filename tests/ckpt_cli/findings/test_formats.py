@@ -18,7 +18,7 @@ from ckpt_cli.findings.sarif import sarif_lines, uri_of
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.validate.accepted import Acceptance, patterns_of
+from core.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 
 FINDINGS = [
@@ -127,7 +127,7 @@ def test_junit_has_a_case_for_every_code_that_the_level_can_find() -> None:
 
 
 def test_junit_fails_for_errors_only_and_skips_what_is_left_out() -> None:
-    acceptance = Acceptance(ignored=patterns_of(["CK100"], known=codes()))
+    acceptance = Acceptance(ignored=parse_patterns(["CK100"], known=codes()))
     cases = {case.attrib["name"][:5]: case for case in junit(verdict(FINDINGS, acceptance=acceptance)).iter("testcase")}
     assert [child.tag for child in cases["CK100"]] == ["skipped"]
     assert [child.tag for child in cases["CK200"]] == ["system-out"]
@@ -236,7 +236,7 @@ def test_sarif_is_valid_and_has_a_result_for_each_finding() -> None:
 
 def test_sarif_keeps_what_is_left_out_with_its_suppression() -> None:
     acceptance = Acceptance(
-        ignored=patterns_of(["CK100:*1_0*"], known=codes()), known=frozenset({FINDINGS[3].fingerprint})
+        ignored=parse_patterns(["CK100:*1_0*"], known=codes()), known=frozenset({FINDINGS[3].fingerprint})
     )
     (run,) = sarif(verdict(FINDINGS, acceptance=acceptance), has_baseline=True)["runs"]
     states = [

@@ -11,7 +11,7 @@ from ckpt_cli.screen.terminal import Screen, columns_of
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.validate.accepted import Acceptance, patterns_of
+from core.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 
 
@@ -121,7 +121,7 @@ def test_at_most_some_places_of_a_code_are_shown() -> None:
 
 def test_what_does_not_count_is_counted() -> None:
     acceptance = Acceptance(
-        ignored=patterns_of(["CK100:a"], known=codes()), known=frozenset({finding(file="b").fingerprint})
+        ignored=parse_patterns(["CK100:a"], known=codes()), known=frozenset({finding(file="b").fingerprint})
     )
     text = page(verdict([finding(file="a"), finding(file="b")], acceptance=acceptance))
     assert text.startswith("✓ no findings in")
