@@ -31,7 +31,7 @@ from core.formats.ocdbt.tree import TREE, leaves_of
 from core.formats.safetensors import format as safetensors
 from core.formats.torch import format as torch_file
 from core.formats.torch import legacy as torch_legacy
-from core.formats.torch.tensors import TensorReader
+from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.inspect.preview import first_values
@@ -84,7 +84,7 @@ def _pickle(data: bytes) -> None:
 
 
 def _torch_pickle(data: bytes) -> None:
-    reader = TensorReader()
+    reader = TensorHooks()
     value = load(data, label="data.pkl", hooks=reader.hooks)
     assert all(leaf.key in reader.locations for leaf in _leaves(value))
 

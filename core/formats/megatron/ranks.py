@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import StoredObject
 from core.catalog.stored import Coords, Extent, StoredArray
 from core.errors import CorruptError
-from core.formats.torch.shared_structure import Alike, AlikeFiles, Pattern
+from core.formats.torch.shared_structure import FilePattern, PatternedFile, PatternedFiles
 from core.formats.torch.tree import TorchTree
 from core.formats.torch.zip.container import Record
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
@@ -74,10 +74,10 @@ class RankFiles:
     """
 
     def __init__(self, store: ReadStore, *, samples: bool = False) -> None:
-        self._alike = AlikeFiles(store)
+        self._alike = PatternedFiles(store)
         self._store = store
         self.samples = samples
-        self._forms: dict[int, tuple[Pattern, _Form]] = {}
+        self._forms: dict[int, tuple[FilePattern, _Form]] = {}
 
     @property
     def n_unopened(self) -> int:
@@ -101,7 +101,7 @@ class RankFiles:
         """The content of another file of a rank, whose keys begin with ``name``."""
         return self._read(file, f"{folder}:{name}.", coords, _plain_form)
 
-    def _read(self, file: str, prefix: str, coords: Coords, form_of: Callable[[Pattern], _Form]) -> RankContent:
+    def _read(self, file: str, prefix: str, coords: Coords, form_of: Callable[[FilePattern], _Form]) -> RankContent:
         alike = self._alike.assumed(file, self._role(file, coords)) if self.samples else self._alike.read(file)
         known = self._forms.get(id(alike.pattern))
         if known is None:
@@ -114,7 +114,7 @@ class RankFiles:
         return f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
 
 
-def _model_form(pattern: Pattern) -> _Form:
+def _model_form(pattern: FilePattern) -> _Form:
     tree = pattern.tree
     skeleton = _inlined(tree)
     root = as_mapping(skeleton)
@@ -126,14 +126,14 @@ def _model_form(pattern: Pattern) -> _Form:
     return _form(pattern, skeleton, arrays, hidden, list(_objects(root)))
 
 
-def _plain_form(pattern: Pattern) -> _Form:
+def _plain_form(pattern: FilePattern) -> _Form:
     tree = pattern.tree
     objects = [(key, None, item.value) for key, item in tree.objects.items()]
     return _form(pattern, _inlined(tree), tree.arrays, tree.hidden, objects)
 
 
 def _form(
-    pattern: Pattern,
+    pattern: FilePattern,
     skeleton: object,
     arrays: Mapping[str, StoredArray],
     hidden: Mapping[str, StoredArray],
@@ -213,7 +213,7 @@ def _objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, o
                 yield entry.key, None, entry.leaf
 
 
-def _content(form: _Form, alike: Alike, prefix: str, coords: Coords) -> RankContent:
+def _content(form: _Form, alike: PatternedFile, prefix: str, coords: Coords) -> RankContent:
     """The content of one rank's file by its form."""
     tree, file, crcs = form.tree, alike.file, alike.crcs
     names = {key: prefix + key for key in (*tree.arrays, *tree.hidden)}
