@@ -19,7 +19,7 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.json_object import object_of, small_file
-from core.formats.huggingface.index import Index, read_index
+from core.formats.huggingface.index import WeightIndex, read_index
 from core.formats.safetensors.files import is_piece
 from core.formats.safetensors.header import read_header
 from core.formats.torch.tree import parse
@@ -68,13 +68,13 @@ def indexes(subject: Subject) -> Iterator[Finding]:
     yield from _pieces(subject)
 
 
-def _is_of_pieces(subject: Subject, index: Index) -> bool:
+def _is_of_pieces(subject: Subject, index: WeightIndex) -> bool:
     """Whether the tensors lie in pieces of single ranks, for which the index names files that are not there."""
     has_pieces = any(is_piece(name.rpartition("/")[2]) for name in subject.files)
     return has_pieces and not any(name in subject.files for name in set(index.file_of.values()))
 
 
-def _against_files(subject: Subject, index: Index) -> Iterator[Finding]:
+def _against_files(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
     """CK101, CK521, CK522, CK524."""
     listed: dict[str, set[str]] = {}
     for key, name in index.file_of.items():
@@ -127,7 +127,7 @@ def _held(subject: Subject, name: str) -> set[str] | None:
         return None
 
 
-def _total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[Finding]:
+def _total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iterator[Finding]:
     """CK523, once all tensors are known."""
     catalog = subject.catalog
     if index.total_bytes is None or catalog is None or not is_only or not _named_are_there(subject, index):
@@ -144,11 +144,11 @@ def _total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[Finding
         )
 
 
-def _named_are_there(subject: Subject, index: Index) -> bool:
+def _named_are_there(subject: Subject, index: WeightIndex) -> bool:
     return all(name in subject.files for name in set(index.file_of.values()))
 
 
-def _not_named(subject: Subject, index: Index) -> Iterator[Finding]:
+def _not_named(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
     """CK106, CK525: other files of the same name."""
     found = _INDEX.match(index.file)
     assert found is not None

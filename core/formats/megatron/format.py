@@ -66,8 +66,10 @@ def sniff(store: ReadStore) -> bool:
 
 
 def sample(store: ReadStore) -> Catalog:
-    """What ``read`` gives, but opening one file of each pipeline stage and length; ``RankFacts.n_unopened`` says how
-    many were not. For looking at a checkpoint; the errors are those of ``read``.
+    """What ``read`` gives, but opening one file of each pipeline stage and length.
+
+    ``RankFacts.n_unopened`` says how many were not. For looking at a checkpoint; the errors are
+    those of ``read``.
     """
     return read(store, samples=True)
 
