@@ -72,11 +72,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
     # A carried file may have the name of one that is written.
-    seen: set[str] = set()
+    paths: set[str] = set()
     for image in images:
-        if image.path in seen:
+        if image.path in paths:
             raise UnsupportedError("two files would have the same name", file=image.path)
-        seen.add(image.path)
+        paths.add(image.path)
     return tuple(images)
 
 

@@ -37,6 +37,9 @@ _VERSION = 1
 _SCALARS = frozenset({type(None), bool, float, str, bytes, bytearray, complex, TensorLeaf})
 _MAX_INT_BITS = 2039  # LONG1
 _ORDERED_DICT = Global("collections", "OrderedDict")
+_DEVICE = Global("torch", "device")
+_ALLOWED_CALLS = (_DEVICE, Global("collections", "Counter"))
+"""Classes that weights_only builds, besides tensors, containers and ordered dicts."""
 
 
 def set_aside(root: object) -> object:
@@ -199,16 +202,11 @@ class _AsideVisitor:
 
     def _visit_inert(self, node: Inert, path: tuple[object, ...]) -> object:
         """Return what stays of an inert object: all of it, a plain dict of its entries, or nothing."""
-        # weights_only builds three classes besides tensors and containers.
         if node.how == "reduce" and not node.items and node.kwargs is None:
-            is_bare = node.state is NO_STATE and not node.entries
-            if is_bare and node.fn == Global("torch", "device"):
-                return node if all(type(part) in (str, int) for part in node.args) else _REFUSED
-            if is_bare and node.fn == Global("collections", "Counter"):
-                is_plain = len(node.args) == 1 and type(node.args[0]) is dict and self._is_clean(node.args[0], path)
-                return node if is_plain else _REFUSED
             if node.fn == _ORDERED_DICT and node.args == () and self._has_clean_state(node, path):
                 return self._visit_mapping(node, node.entries, path)
+            if node.fn in _ALLOWED_CALLS and node.state is NO_STATE and not node.entries:
+                return node if self._allows_arguments(node, path) else _REFUSED
 
         # The entries of other mappings stay in a plain dict; the record says what the dict was.
         if as_mapping(node) is None or not node.entries or node.items:
@@ -217,6 +215,12 @@ class _AsideVisitor:
         self.records.append({"path": list(path), "value": shell, "keeps_entries": True})
         kept = self._visit_mapping(node, list(dict(node.entries).items()), path)
         return dict(kept.entries) if isinstance(kept, Inert) else kept
+
+    def _allows_arguments(self, node: Inert, path: tuple[object, ...]) -> bool:
+        """Return whether weights_only builds a ``torch.device`` or a ``Counter`` with these arguments."""
+        if node.fn == _DEVICE:
+            return all(type(part) in (str, int) for part in node.args)
+        return len(node.args) == 1 and type(node.args[0]) is dict and self._is_clean(node.args[0], path)
 
     def _has_clean_state(self, node: Inert, path: tuple[object, ...]) -> bool:
         """Return whether an inert object has no state, or a dict in which nothing is refused."""

@@ -276,7 +276,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "not a JSON file", None),
     "an index that is a list": ({**SHARDED, INDEX: b"[]"}, CorruptError, "not an object", None),
     "a file outside": ({**SHARDED, INDEX: index_of({"a": "../x.safetensors"})}, UnsafeError, "not a path", None),
-    "a file of another kind": ({**SHARDED, INDEX: index_of({"a": "x.bin"})}, CorruptError, "not a safetensors file", "a"),
+    "a file of another kind": ({**SHARDED, INDEX: index_of({"a": "x.bin"})}, CorruptError, "not a safetensors", "a"),
     "a shard of a series that is not there": (
         {"model-00001-of-00002.safetensors": A},
         MissingShardError,

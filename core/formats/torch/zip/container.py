@@ -424,42 +424,55 @@ class _ArchiveReader:
         for number, entry in enumerate(ordered):
             need = entry.header + LOCAL.size + len(entry.name)
             limit = ordered[number + 1].header if number + 1 < len(ordered) else end
+            # Neither header nor data may reach into the next record.
             if need + entry.stored > limit:
                 self._report(self._overlap(entry, limit))
                 continue
+            # Headers close to each other are read together.
             if need > window_start + len(window):
                 window_start = entry.header
                 window = self._read(window_start, _window_end(ordered, number) - window_start)
             header_at = entry.header - window_start
-            mark, _, flags, method, _, _, crc, stored, size, n_name, n_extra = unpack(window, header_at)
-            data_start = need + n_extra
+            fields = unpack(window, header_at)
+            n_name, n_extra = fields[-2:]
+            name_at = header_at + LOCAL.size
             if (
-                mark != LOCAL_SIGNATURE
+                fields[0] != LOCAL_SIGNATURE
                 or n_name != len(entry.name)
-                or window[header_at + LOCAL.size : header_at + LOCAL.size + n_name] != entry.name
+                or window[name_at : name_at + n_name] != entry.name
             ):
                 message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n_name))
+                self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
                 continue
-            if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
-                message = f"the flags of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n_name))
-            if not flags & HAS_DESCRIPTOR:
-                if size == U32 or stored == U32:
-                    size, stored, *_ = self._wide(self._read(need, n_extra), (size, stored, 0, 0))
-                if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
-                    message = (
-                        f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
-                        f"directory, {size} (CRC {crc:08x}) by its own header"
-                    )
-                    self._report(self._error("zip.header", message, entry.header, 30 + n_name))
-            elif (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
-                message = f"the sizes of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n_name))
-            if data_start + entry.stored > limit:
+            for message in self._header_differences(entry, fields, need):
+                self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
+            if need + n_extra + entry.stored > limit:
                 self._report(self._overlap(entry, limit))
-            data_offsets[entry.header] = data_start
+            data_offsets[entry.header] = need + n_extra
         return data_offsets
+
+    def _header_differences(self, entry: _DirectoryEntry, fields: tuple[int, ...], extra: int) -> Iterator[str]:
+        """Yield the differences between an entry of the directory and its local header.
+
+        Args:
+            fields: the unpacked local header.
+            extra: offset of its extra field.
+        """
+        _, _, flags, method, _, _, crc, stored, size, _, n_extra = fields
+        if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
+            yield f"the flags of record {self._name(entry.name)!r} differ"
+        # With a descriptor, the header may leave the sizes 0; without one, it states them and the CRC.
+        if flags & HAS_DESCRIPTOR:
+            if (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
+                yield f"the sizes of record {self._name(entry.name)!r} differ"
+            return
+        if size == U32 or stored == U32:
+            size, stored, *_ = self._wide(self._read(extra, n_extra), (size, stored, 0, 0))
+        if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
+            yield (
+                f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
+                f"directory, {size} (CRC {crc:08x}) by its own header"
+            )
 
     def _overlap(self, entry: _DirectoryEntry, limit: int) -> CorruptError:
         return self._error(
