@@ -222,7 +222,7 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
 
     Why this executes nothing from the file and harms nothing:
 
-    - ``find_class`` never imports or looks up a name: it returns the record classes of ``dcp_records``, ``tuple`` (for
+    - ``find_class`` never imports or looks up a name: it returns the record classes of ``dcp.records``, ``tuple`` (for
       torch.Size), ``str`` (for the name of a layout) or a ``Global``. These are the only callables that an opcode can
       reach: none reads an attribute, the extension registry is emptied, persistent ids and buffers have no handler.
       Calling them makes lists, tuples and strings. Setting attributes (BUILD) sets them to such values.

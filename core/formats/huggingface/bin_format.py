@@ -5,7 +5,7 @@ On disk, one of::
     pytorch_model-00001-of-00002.bin        a torch file each (zip, or a stream of before torch 1.6): {name: tensor}
     pytorch_model-00002-of-00002.bin
     pytorch_model.bin.index.json            {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
-    config.json  tokenizer.json …           carried, see ``hf_files``
+    config.json  tokenizer.json …           carried, see ``huggingface.files``
 
     pytorch_model.bin                       one torch file, which may nest
     config.json …  or, as accelerate saves it: optimizer.bin  scheduler.bin  random_states_0.pkl …
@@ -17,9 +17,9 @@ top; other values there are objects. Tensors of one shard that share their bytes
 A single file that is pointed at is of the format ``torch``.
 
 Facets: ``WeightFileFacts``, whose ``stem`` is how the same weights are called in safetensors (``model``,
-``adapter_model`` …); of a single file also those of ``torch_file``.
+``adapter_model`` …); of a single file also those of ``torch.format``.
 
-Versions: as for ``torch_file``. Read only: Hugging Face writes safetensors now.
+Versions: as for ``torch.format``. Read only: Hugging Face writes safetensors now.
 
 Source: transformers 4.30 to 4.57 (``save_pretrained(safe_serialization=False)``, ``load_sharded_checkpoint``),
 huggingface_hub 2.4 ``serialization``; hf/llama/bin_sharded and hf/qwen2_tied/bin_sharded in tests/golden.

@@ -129,7 +129,9 @@ def _build_model_form(pattern: FilePattern) -> _RankForm:
     root = as_mapping(skeleton)
     if root is None:
         raise CorruptError(f"the file holds a {type(skeleton).__name__}, not a dict", file=pattern.file)
-    hidden_keys = _hidden_keys(root)
+    # Tensors that belong to neither model nor optimizer are hidden.
+    other_entries = {name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER}
+    hidden_keys = {entry.leaf.key for entry in entries(other_entries) if isinstance(entry.leaf, TensorLeaf)}
     arrays = {key: array for key, array in tree.arrays.items() if key not in hidden_keys}
     hidden = {key: array for key, array in tree.arrays.items() if key in hidden_keys} | tree.hidden
     return _build_form(pattern, skeleton, arrays, hidden, list(_objects(root)))
@@ -210,12 +212,6 @@ def _inlined(tree: TorchTree) -> object:
     return mapped(
         tree.value, lambda entry: objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
     )
-
-
-def _hidden_keys(root: Mapping[object, object]) -> set[str]:
-    """Return the keys of the tensors that belong to neither model nor optimizer."""
-    other_entries = {name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER}
-    return {entry.leaf.key for entry in entries(other_entries) if isinstance(entry.leaf, TensorLeaf)}
 
 
 def _objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, object]]:

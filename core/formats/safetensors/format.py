@@ -1,8 +1,8 @@
 """safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of tensors.
 
-On disk: see ``safetensors_header`` for a file, ``safetensors_files`` for a directory, ``safetensors_dcp`` for pieces.
-Around the weights of a directory lie the small files of ``hf_files``, and ``ckpt-objects.pt`` (``torch_objects``) if
-there were entries that are no tensors.
+On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a directory, ``safetensors.pieces`` for
+pieces. Around the weights of a directory lie the small files of ``huggingface.files``, and ``ckpt-objects.pt``
+(``torch.side_file``) if there were entries that are no tensors.
 
 Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps a name to the tensor that it stands for, as ``save_model`` of
 safetensors records it (name and kept name among the metadata); both are tensors of the catalog.

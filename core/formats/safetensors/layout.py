@@ -1,7 +1,7 @@
 """Laying out safetensors files: the tensors of each file, and the files around them.
 
 On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and ``model.safetensors.index.json``; beside
-them the small files (``hf_files``) and ``ckpt-objects.pt`` (``torch_objects``).
+them the small files (``huggingface.files``) and ``ckpt-objects.pt`` (``torch.side_file``).
 
 Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor that is larger than a
 file may be ends the file before it.

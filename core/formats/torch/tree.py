@@ -1,6 +1,6 @@
 """The content of a file of ``torch.save``: an inert tree, and the stored arrays of the tensors in it.
 
-A zip (``torch_zip``) or a stream of before torch 1.6 (``torch_legacy``): both are a pickle and named records, and from
+A zip (``torch.zip``) or a stream of before torch 1.6 (``torch.legacy``): both are a pickle and named records, and from
 there on the same. Also where they lie inside other files: Megatron's rank files, and the objects of a DCP checkpoint.
 """
 

@@ -121,7 +121,7 @@ def folder_chunks(
     # Lengths are stored only for chunks whose length is not known from the metadata.
     chunk_bytes = array.coding.n_bytes
     sizes: dict[int, int] | columns[int] = {}
-    if not _is_plain(array):
+    if not (array.sharding is None and array.coding.is_plain):
         sizes = size_of if absent else columns("q", (size_of[number] for number in range(grid.n_chunks)))
 
     def place_of(index: Shape, number: int) -> ChunkLocation:
@@ -206,10 +206,6 @@ def _missing_error(message: str, file: str, key: str) -> MissingShardError:
         hint=f"{_COPY_AGAIN}; if the writer left out chunks of zeros, write them too (write_empty_chunks)",
         rule="zarr.missing",
     )
-
-
-def _is_plain(array: ZarrArray) -> bool:
-    return array.sharding is None and array.coding.is_plain
 
 
 def _size_problem(array: ZarrArray, size: int, *, file: str, key: str) -> CheckpointingException | None:

@@ -5,7 +5,7 @@ On disk::
     iter_0000010/
     ├── metadata.json                           {"sharded_backend": "zarr", "sharded_backend_version": 1, …}
     ├── common.pt                               what every rank shares (arguments, iteration …)
-    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr_v2``)
+    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr.metadata2``)
     │   ├── .zarray
     │   └── 0.0.0, 0.1.0 …                      one chunk for what one rank holds of one layer, plain bytes
     ├── optimizer.state.exp_avg.….sync/         left-over locks, empty files: ignored
@@ -21,9 +21,10 @@ A directory of zarr 2 arrays that Megatron did not write, groups in groups, is r
 no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
 
 A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is the fill value
-(``zarr_fill``).
+(``zarr.fill``).
 
-Not supported, refused by name: what ``zarr_v2`` does not support; on writing, tensors whose pieces are no regular grid.
+Not supported, refused by name: what ``zarr.metadata2`` does not support; on writing, tensors whose pieces are no
+regular grid.
 
 Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
 ``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.

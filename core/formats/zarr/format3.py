@@ -4,13 +4,13 @@ On disk::
 
     checkpoint.zarr/
     ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
-    ├── ckpt-objects.pt                 what is no tensor (``torch_objects``), if there is any
+    ├── ckpt-objects.pt                 what is no tensor (``torch.side_file``), if there is any
     └── model.layers.0.mlp.weight/
-        ├── zarr.json                   (``zarr_v3``)
-        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr_shards``)
+        ├── zarr.json                   (``zarr.metadata3``)
+        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr.shards``)
 
 A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
-array tells of itself. A chunk that is absent is the fill value (``zarr_fill``); in a group that this project wrote,
+array tells of itself. A chunk that is absent is the fill value (``zarr.fill``); in a group that this project wrote,
 whose attributes have "ckpt", it is an error.
 
 Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
@@ -23,7 +23,8 @@ bands follow each other in C order, the data is still one run of bytes.
 Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
 refuses such arrays; tensorstore opens them. A note says so where they are written.
 
-Not supported, refused by name: what ``zarr_v3`` does not support; on writing, tensors whose pieces are no regular grid.
+Not supported, refused by name: what ``zarr.metadata3`` does not support; on writing, tensors whose pieces are no
+regular grid.
 
 Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
 """

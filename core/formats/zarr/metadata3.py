@@ -9,14 +9,14 @@ On disk::
         │               "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [192, 64]}},
         │               "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         │               "fill_value": 0.0, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
-        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr_shards``)
+        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr.shards``)
 
 Versions: 3 (specification 3.0 and 3.1).
 
 Source: zarr 3 specification; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 
 Not supported, refused by name: grids other than the regular one, storage transformers, data types that are extensions,
-codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr_decode`` does not decode.
+codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr.decode`` does not decode.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     # The same client state for both loaders; ZeRO-3's is without tensors.
     root = _model_root(target, parameters, groups, trained, aliases)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
-    without_tensors = {name: value for name, value in root.items() if not _holds_tensors(value)}
+    without_tensors = {
+        name: value for name, value in root.items() if not any(isinstance(node, TensorLeaf) for node in walk(value))
+    }
     images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", without_tensors))
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
 
@@ -335,7 +337,3 @@ def _model_root(
             )
         root[key] = item.value
     return root
-
-
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(node, TensorLeaf) for node in walk(value))

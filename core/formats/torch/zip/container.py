@@ -1,6 +1,6 @@
 """The container of ``torch.save``: a zip of stored records below one directory.
 
-On disk (all numbers little endian; ``torch_zip_plan`` draws the headers byte by byte)::
+On disk (all numbers little endian; ``torch.zip.layout`` draws the headers byte by byte)::
 
     <root>/data.pkl              the pickle; tensors are persistent ids that name records
     <root>/.format_version       "1"      ┐ torch 2.7 and later
@@ -19,8 +19,8 @@ equal names, torch the first). So every contradiction is refused: equal names, s
 record, local headers that differ from the directory, records that overlap or reach outside. The CRCs are not checked
 here; 0 stands for "not computed" (``torch.serialization.set_crc32_options(False)``).
 
-torch stores its records; other programs that pack a file again deflate them. Both are read (``torch_record`` makes the
-bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
+torch stores its records; other programs that pack a file again deflate them. Both are read (``torch.zip.records`` makes
+the bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
 disks.
 
 Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2``; files
