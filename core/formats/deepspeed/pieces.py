@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatPiece:
+class PartitionPiece:
     """Elements [start, start + n) of a flattened tensor, which lie in an array from element ``at``
     on.
 
@@ -59,7 +59,7 @@ def tensor_of_array(array: StoredArray) -> UnkeyedTensor:
     return UnkeyedTensor(array.dtype, array.shape, fragments)
 
 
-def tensor_of_pieces(dtype: str, shape: Shape, pieces: Callable[[], Iterable[FlatPiece]]) -> UnkeyedTensor:
+def tensor_of_pieces(dtype: str, shape: Shape, pieces: Callable[[], Iterable[PartitionPiece]]) -> UnkeyedTensor:
     """Return a tensor that lies in pieces of flat arrays."""
 
     def fragments(key: str) -> Sequence[Fragment]:
@@ -77,15 +77,15 @@ def tensor_in_groups(
         flat: rank → flat group → array.
     """
 
-    def pieces() -> Iterator[FlatPiece]:
+    def pieces() -> Iterator[PartitionPiece]:
         for run in partition.runs(name):
-            yield FlatPiece(flat[run.rank][run.group], run.at, run.start, run.n)
+            yield PartitionPiece(flat[run.rank][run.group], run.at, run.start, run.n)
 
     groups = partition.groups_of(name)
     return tensor_of_pieces(flat[0][groups[0] if groups else 0].dtype, shape, pieces)
 
 
-def fragments_of_piece(key: str, shape: Shape, piece: FlatPiece) -> list[Fragment]:
+def fragments_of_piece(key: str, shape: Shape, piece: PartitionPiece) -> list[Fragment]:
     """Return the fragments of one range of flat elements, in C order."""
     extent = piece.array.extent
     assert extent.strides is None and len(piece.array.shape) == 1

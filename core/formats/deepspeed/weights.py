@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
-from core.formats.deepspeed.pieces import FlatPiece, UnkeyedTensor, reshaped, tensor_of_array, tensor_of_pieces
+from core.formats.deepspeed.pieces import PartitionPiece, UnkeyedTensor, reshaped, tensor_of_array, tensor_of_pieces
 from core.formats.deepspeed.widened import as_float32
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Se
             )
         flat.append(reshaped(array, (part,)))
 
-    def pieces() -> Iterator[FlatPiece]:
+    def pieces() -> Iterator[PartitionPiece]:
         for rank, array in enumerate(flat):
             start, stop = rank * part, min((rank + 1) * part, n)
             if start < stop:
-                yield FlatPiece(array, 0, start, stop - start)
+                yield PartitionPiece(array, 0, start, stop - start)
 
     return tensor_of_pieces(arrays[0].dtype, shape, pieces)
 
