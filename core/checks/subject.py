@@ -25,7 +25,7 @@ from core.files.store import LocalStore
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
-from core.formats.torch.other_pickles import Looked, is_checkpoint_file, look_into
+from core.formats.torch.other_pickles import is_checkpoint_file, look_into
 from core.formats.zarr.fill import fill_of
 from core.manifest.lookup import RecordedManifest, find_manifest
 from core.manifest.stated_crcs import StatedCrcReader
@@ -157,9 +157,9 @@ class Subject:
         return self.tree.files
 
     @cached_property
-    def other_pickles(self) -> Mapping[tuple[str, str | None], Looked]:
+    def other_pickles(self) -> Mapping[tuple[str, str | None], PickledContent]:
         """Pickles outside the checkpoint's own, by file and, inside a tensor of bytes, its name."""
-        pickles: dict[tuple[str, str | None], Looked] = {
+        pickles: dict[tuple[str, str | None], PickledContent] = {
             (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
             if size and not is_checkpoint_file(name) and name not in self.hollow

@@ -22,22 +22,22 @@ _BUILT_IN = (
 
 
 def formats() -> list[Format]:
-    """Every format, the built-in ones first.
+    """Return all formats, the built-in ones first.
 
     Raises:
         UnsupportedError: two formats share a name.
     """
     from importlib.metadata import entry_points
 
-    found = list(_built_in())
-    found += [entry.load() for entry in entry_points(group="ckpt.formats")]
+    all_formats = list(_built_in())
+    all_formats += [entry.load() for entry in entry_points(group="ckpt.formats")]
     names: set[str] = set()
-    for format in found:
+    for format in all_formats:
         for name in (format.name, *format.aliases):
             if name in names:
                 raise UnsupportedError(f"two formats are called {name!r}", hint="uninstall one of the plug-ins")
             names.add(name)
-    return found
+    return all_formats
 
 
 def _built_in() -> Iterator[Format]:
@@ -46,28 +46,30 @@ def _built_in() -> Iterator[Format]:
 
 
 def format_called(name: str) -> Format:
-    """The format of that name or alias.
+    """Return the format with a name or alias.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: no format has that name.
     """
-    known = formats()
-    plain = name.lower().replace("-", "_")
-    for format in known:
-        if plain in (format.name, *format.aliases):
+    all_formats = formats()
+    name_given = name.lower().replace("-", "_")
+    for format in all_formats:
+        if name_given in (format.name, *format.aliases):
             return format
     from difflib import get_close_matches
 
-    written = [format for format in known if format.lay_out is not None]
-    near = get_close_matches(plain, [name for format in written for name in (format.name, *format.aliases)], n=1)
-    guess = f"did you mean {near[0]}? " if near else ""
+    writable = [format for format in all_formats if format.lay_out is not None]
+    matches = get_close_matches(
+        name_given, [name for format in writable for name in (format.name, *format.aliases)], n=1
+    )
+    guess = f"did you mean {matches[0]}? " if matches else ""
     raise UnsupportedError(
-        f"format {name!r} is not known", hint=f"{guess}Formats that are written: {_names(written)}, hf"
+        f"format {name!r} is not known", hint=f"{guess}Formats that are written: {_format_names(writable)}, hf"
     )
 
 
 def sniffed(store: ReadStore) -> Format:
-    """The format that a store is in.
+    """Return the format that a store is in.
 
     Raises:
         UnsupportedError: no format recognises it.
@@ -75,17 +77,19 @@ def sniffed(store: ReadStore) -> Format:
     for format in _built_in():  # most often enough; looking for plug-ins costs 20 ms
         if format.sniff(store):
             return format
-    known = formats()
-    for format in known[len(_BUILT_IN) :]:
+    all_formats = formats()
+    for format in all_formats[len(_BUILT_IN) :]:
         if format.sniff(store):
             return format
     raise UnsupportedError(
-        "not a checkpoint in a known format", file=store.label, hint=f"formats that are recognised: {_names(known)}"
+        "not a checkpoint in a known format",
+        file=store.label,
+        hint=f"formats that are recognised: {_format_names(all_formats)}",
     )
 
 
-def _names(known: Iterable[Format]) -> str:
-    return ", ".join(format.name for format in known)
+def _format_names(listed: Iterable[Format]) -> str:
+    return ", ".join(format.name for format in listed)
 
 
 # A format holds functions, so that another worker is sent its name.

@@ -31,7 +31,7 @@ from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights
 
 if TYPE_CHECKING:
-    from core.formats.torch.other_pickles import Looked
+    from core.formats.torch.other_pickles import PickledContent
     from core.opening.open import Checkpoint
     from core.pickle.uses import Use
 
@@ -377,7 +377,7 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     return warnings
 
 
-def _other_files(checkpoint: Checkpoint) -> dict[str, Looked]:
+def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
     """Return what the files right beside the checkpoint's own hold that by their names Python would unpickle."""
     from core.formats.torch.other_pickles import has_pickled_name, look_into
 

@@ -16,7 +16,7 @@ from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore, ReadStore
 from core.formats.torch.nested_names import uses_of_stream
-from core.formats.torch.other_pickles import MAX_BYTES, Looked
+from core.formats.torch.other_pickles import MAX_BYTES, PickledContent
 from core.formats.torch.stream import stream_kind
 from core.plan.box_reader import BoxReader
 
@@ -27,7 +27,7 @@ _EXTRA_STATE = "_extra_state"
 _TENSOR = "tensor"
 
 
-def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, str, Looked]]:
+def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, str, PickledContent]]:
     """Yield (file, key, what its pickles do) of the tensors that hold a stream."""
     reader = BoxReader(catalog, store)
     for key in (*catalog.tensors, *catalog.hidden):
@@ -40,10 +40,10 @@ def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, s
             if not is_stream and not key.endswith(_EXTRA_STATE):
                 continue
             if meta.shape[0] > MAX_BYTES:
-                looked = Looked(unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",))
+                looked = PickledContent(unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",))
             else:
                 data = _read(reader, key, meta.shape[0])
-                looked = Looked(frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data))))
+                looked = PickledContent(frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data))))
         except CheckpointingException:  # other checks say it
             continue
         array = catalog.fragments(key)[0].array

@@ -21,7 +21,7 @@ from core.convert.prepare import prepare
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.formats.torch.format import parse
-from core.formats.torch.shared_structure import AlikeFiles
+from core.formats.torch.shared_structure import PatternedFiles
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import same
@@ -52,7 +52,7 @@ def _job(src: Path) -> Job:
 
 def test_alike_rank_files_are_parsed_once_for_each_stage(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(many)
-    files = AlikeFiles(store)
+    files = PatternedFiles(store)
     patterns = {id(files.read(f"{folder}/{megatron.MODEL_FILE}").pattern) for folder in store.folders()}
     store.close()
     assert len(store.folders()) == N_FILES
@@ -94,7 +94,7 @@ def test_a_file_that_differs_otherwise_is_parsed(many: Path, tmp_path: Path, old
         (tmp_path / name / megatron.MODEL_FILE).write_bytes((many / name / megatron.MODEL_FILE).read_bytes())
     _set(tmp_path / names[1] / megatron.MODEL_FILE, old, new)
     store = LocalStore(tmp_path)
-    files = AlikeFiles(store)
+    files = PatternedFiles(store)
     first, second = (files.read(f"{name}/{megatron.MODEL_FILE}") for name in names)
     store.close()
     assert first.pattern is not second.pattern

@@ -17,7 +17,7 @@ from core.errors import CheckpointingException
 from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, unwrapped
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, unwrap
 from tests.fuzz.targets import TARGETS
 
 MAX_BYTES = 16 << 10
@@ -64,7 +64,7 @@ def _pickles(path: Path) -> Iterator[bytes]:
 def _bodies(data: bytes, magic: int, kind: bytes) -> Iterator[bytes]:
     """The body of an OCDBT file, inflated, marked as not compressed."""
     try:
-        yield kind + b"\0\0" + unwrapped(data, magic, Budget())
+        yield kind + b"\0\0" + unwrap(data, magic, UnfoldBudget())
     except CheckpointingException:
         return
 

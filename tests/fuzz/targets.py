@@ -26,12 +26,12 @@ from core.formats.format import Format
 from core.formats.huggingface.index import read_index
 from core.formats.mcore.metadata_json import config_of
 from core.formats.ocdbt import nodes as ocdbt_nodes
-from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, ValueLocation
 from core.formats.ocdbt.tree import TREE, leaves_of
 from core.formats.safetensors import format as safetensors
 from core.formats.torch import format as torch_file
 from core.formats.torch import legacy as torch_legacy
-from core.formats.torch.tensors import TensorReader
+from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.inspect.preview import first_values
@@ -84,7 +84,7 @@ def _pickle(data: bytes) -> None:
 
 
 def _torch_pickle(data: bytes) -> None:
-    reader = TensorReader()
+    reader = TensorHooks()
     value = load(data, label="data.pkl", hooks=reader.hooks)
     assert all(leaf.key in reader.locations for leaf in _leaves(value))
 
@@ -121,7 +121,7 @@ def _item(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    found = dcp_metadata._parsed_by_machine(data, ".metadata").checked(".metadata")
+    found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     files = dict.fromkeys(found.files[:_MOST], b"")
     catalog = dcp.catalog_of(found, format="dcp")
     _explored(catalog, MemoryStore(files))
@@ -230,10 +230,10 @@ def _ocdbt(data: bytes) -> None:
     head = magic.to_bytes(4, "big") + (12 + len(body) + 4).to_bytes(8, "little")
     whole = head + body
     whole += crc32c(whole).to_bytes(4, "little")
-    budget = Budget(1 << 20)
+    budget = UnfoldBudget(1 << 20)
     budget.earn(len(whole))
     if kind & 1:
-        ocdbt_nodes.read_node(whole, Place("", "d/0", 0, len(whole)), kind >> 1 & 1, budget)
+        ocdbt_nodes.read_node(whole, ValueLocation("", "d/0", 0, len(whole)), kind >> 1 & 1, budget)
     else:
         ocdbt_nodes.read_manifest(whole, budget)
 

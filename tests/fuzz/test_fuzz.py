@@ -126,7 +126,7 @@ def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[Te
     except OverflowError:
         return
     try:
-        found = dcp_metadata._parsed_by_machine(data, ".metadata").checked(".metadata")
+        found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     except CheckpointingException:
         return
     catalog = dcp.catalog_of(found, format="dcp")

@@ -19,7 +19,7 @@ from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.finding import Finding
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.deepspeed.optim_states import optim_states
+from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.universal.parameter import lacking_files
 from core.formats.megatron.format import MODEL_FILE, OPTIM_FILE
@@ -162,7 +162,7 @@ def _count_ranks(subject: Subject, files: list[str]) -> int | None:
     votes: Counter[int] = Counter()
     for name in files[:3]:
         try:
-            votes[optim_states(read_state_file(subject.store, name)).n_ranks] += 1
+            votes[parse_optim_states(read_state_file(subject.store, name)).n_ranks] += 1
         except CheckpointingException:
             continue
     return votes.most_common(1)[0][0] if votes else None

@@ -21,7 +21,7 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object, read_small_file
-from core.formats.huggingface.index import Index, read_index
+from core.formats.huggingface.index import WeightIndex, read_index
 from core.formats.safetensors.files import is_piece
 from core.formats.safetensors.header import read_header
 from core.formats.torch.tree import parse
@@ -73,13 +73,13 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
     yield from _check_pieces(subject)
 
 
-def _holds_pieces(subject: Subject, index: Index) -> bool:
+def _holds_pieces(subject: Subject, index: WeightIndex) -> bool:
     """Return whether the tensors lie in files of single ranks, which the index does not name."""
     has_pieces = any(is_piece(name.rpartition("/")[2]) for name in subject.files)
     return has_pieces and not any(name in subject.files for name in set(index.file_of.values()))
 
 
-def _compare_with_shards(subject: Subject, index: Index) -> Iterator[Finding]:
+def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
     """Compare the entries of an index with the tensors in the shards.
 
     Codes: CK101, CK521, CK522, CK524.
@@ -108,7 +108,7 @@ def _compare_with_shards(subject: Subject, index: Index) -> Iterator[Finding]:
             shard_of.update((key, name) for key in stored)
 
 
-def _compare_shard(index: Index, name: str, listed: set[str], stored: set[str]) -> Iterator[Finding]:
+def _compare_shard(index: WeightIndex, name: str, listed: set[str], stored: set[str]) -> Iterator[Finding]:
     """Compare the tensors that the index places in a shard with those that are stored in it."""
     for key in sorted(listed - stored)[:_MOST_NAMED]:
         yield NOT_HELD.finding(
@@ -143,7 +143,7 @@ def _names_in_shard(subject: Subject, name: str) -> set[str] | None:
         return None
 
 
-def _check_total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[Finding]:
+def _check_total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iterator[Finding]:
     """Compare the total size in the index with that of its tensors (CK523)."""
     catalog = subject.catalog
     if index.total_bytes is None or catalog is None or not is_only:
@@ -163,7 +163,7 @@ def _check_total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[F
         )
 
 
-def _check_other_files(subject: Subject, index: Index) -> Iterator[Finding]:
+def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
     """Report files that the index does not name (CK106) or that take precedence (CK525)."""
     match = _INDEX.match(index.file)
     assert match is not None

@@ -1,4 +1,4 @@
-"""What DCP's ``.metadata`` says, as columns: 10⁶ chunks are a few arrays instead of as many objects."""
+"""The content of DCP's ``.metadata`` as columns: 10⁶ chunks are a few arrays instead of as many objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from core.arrays.box import Box, Shape
 
 
 class DcpItem(NamedTuple):
-    """Where a stored item lies: bytes ``[offset, offset + n_bytes)`` of a file in the checkpoint."""
+    """The position of a stored item: bytes ``[offset, offset + n_bytes)`` of a file in the
+    checkpoint.
+    """
 
     file: str
     offset: int
@@ -34,8 +36,8 @@ class DcpTensor(NamedTuple):
         shape: global shape, in elements.
         requires_grad: as stated.
         first, n_chunks: its chunks are ``first … first + n_chunks - 1`` of the chunk columns.
-        start: index of its first number in the columns ``offsets`` and ``sizes``, which hold ``len(shape)`` numbers
-            a chunk.
+        start: index of its first number in the columns ``offsets`` and ``sizes``, which hold
+            ``len(shape)`` numbers per chunk.
     """
 
     key: str
@@ -49,7 +51,9 @@ class DcpTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a ``.metadata`` says. Every chunk lies within its tensor and has an item; that they tile it is not checked.
+    """The content of a ``.metadata``.
+
+    Every chunk lies within its tensor and has an item; that they tile it is not checked.
 
     Args:
         tensors: by key, in the order of the file.
@@ -86,15 +90,15 @@ class DcpMetadata:
     raw_files: frozenset[int] = frozenset()
 
     def chunk(self, tensor: DcpTensor, number: int) -> DcpChunk:
-        """Chunk ``number`` of a tensor, 0 <= number < n_chunks."""
+        """Return chunk ``number`` of a tensor, 0 <= number < n_chunks."""
         rank = len(tensor.shape)
-        begin = tensor.start + number * rank
-        box = Box(tuple(self.offsets[begin : begin + rank]), tuple(self.sizes[begin : begin + rank]))
+        start = tensor.start + number * rank
+        box = Box(tuple(self.offsets[start : start + rank]), tuple(self.sizes[start : start + rank]))
         row = tensor.first + number
         item = DcpItem(self.files[self.file_index[row]], self.item_offset[row], self.item_bytes[row])
         return DcpChunk(box, item)
 
     def chunks(self, key: str) -> Iterator[DcpChunk]:
-        """The chunks of a tensor, in the order of the file."""
+        """Return the chunks of a tensor, in the order of the file."""
         tensor = self.tensors[key]
         return (self.chunk(tensor, number) for number in range(tensor.n_chunks))

@@ -1,4 +1,4 @@
-"""What a PyTorch distributed checkpoint says beyond its entries."""
+"""The facts that a PyTorch distributed checkpoint states beyond its entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DcpFacts:
         item_files: names of the files that ``.metadata`` names.
         orphans: keys of items that no entry refers to.
         meta_entries: names of the root of Lightning's ``meta.pt``; written as DCP they go into such a file again.
-        unread: files right beside the checkpoint's own that a note calls not read.
+        unread: files next to the checkpoint's own that were not read, as a note says.
     """
 
     item_files: tuple[str, ...] = ()

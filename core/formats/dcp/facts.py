@@ -1,10 +1,10 @@
-"""What the entries of a DCP checkpoint say about the run that saved it: its iteration and its arguments.
+"""Facts about the run that saved a DCP checkpoint, taken from its entries: iteration and arguments.
 
-DCP itself knows neither. The systems that save with it put them among the entries, as a small object or a tensor of one
-element; the names that are known stand in ``_ITERATIONS``.
+DCP itself stores neither. The systems that save with it put them among the entries, as a small object or a tensor of
+one element; the known names are in ``_ITERATIONS``.
 
 Source: torchtitan (``train_state.step``), Megatron-LM ``training/checkpointing.py`` (``iteration``, ``args``), and the
-recipe for DCP with an ``AppState``, whose entries stand below ``app``.
+recipe for DCP with an ``AppState``, whose entries are below ``app``.
 """
 
 from __future__ import annotations
@@ -22,46 +22,55 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 _ITERATIONS = ("iteration", "train_state.step", "train_state.iteration", "step", "global_step")
-_BELOW = ("", "app.")
+_PREFIXES = ("", "app.")
 _ARGUMENTS = "args"
 _MAX_ITERATION = 1 << 48
 
 
 def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Return a catalog with the ``iteration`` and ``args`` that its entries state; notes name those not readable."""
+    """Return a catalog with the ``iteration`` and ``args`` that its entries state.
+
+    Entries that cannot be read are named in notes.
+    """
     iteration: int | None = None
     args: object = None
     notes: list[str] = []
-    for key in (below + name for below in _BELOW for name in _ITERATIONS):
-        number = _value_of(catalog, store, key, notes)
+    for key in (prefix + name for prefix in _PREFIXES for name in _ITERATIONS):
+        try:
+            number = _value_of(catalog, store, key)
+        except CheckpointingException as err:
+            notes.append(f"{key} could not be read: {err.sentence}")
+            continue
         if type(number) is int and 0 <= number < _MAX_ITERATION:
             iteration = number
             break
-    if _ARGUMENTS in catalog.objects:
-        value = _value_of(catalog, store, _ARGUMENTS, notes)
-        if attributes(value) is not None:
-            args = value
+    try:
+        value = _value_of(catalog, store, _ARGUMENTS) if _ARGUMENTS in catalog.objects else None
+    except CheckpointingException as err:
+        notes.append(f"{_ARGUMENTS} could not be read: {err.sentence}")
+    else:
+        args = value if attributes(value) is not None else None
     return replace(catalog, iteration=iteration, args=args).noted(notes)
 
 
-def _value_of(catalog: Catalog, store: ReadStore, key: str, notes: list[str]) -> object:
-    """An object's value, or the number in a tensor of one; None if there is no such entry or it cannot be read."""
-    try:
-        if key in catalog.tensors:
-            return _integer(catalog, store, key)
-        item = catalog.objects.get(key)
-        if item is None or item.raw_key is None:
-            return None if item is None else item.value
-        stream = catalog.fragments(item.raw_key)[0].array
-        assert stream is not None
-        return load_object(store, stream, key=key)[0]
-    except CheckpointingException as err:
-        notes.append(f"{key} could not be read: {err.sentence}")
-        return None
+def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
+    """Return an object's value, or the number in a tensor of one element; None if the entry does not exist.
+
+    Raises:
+        CheckpointingException: the entry cannot be read.
+    """
+    if key in catalog.tensors:
+        return _single_integer(catalog, store, key)
+    item = catalog.objects.get(key)
+    if item is None or item.raw_key is None:
+        return None if item is None else item.value
+    stream = catalog.fragments(item.raw_key)[0].array
+    assert stream is not None
+    return load_object(store, stream, key=key)[0]
 
 
-def _integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
-    """The element of an integer tensor that has one, else None."""
+def _single_integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
+    """Return the element of an integer tensor that has exactly one; else None."""
     meta = catalog.tensors[key]
     fragments = catalog.fragments(key)
     dtype = dtype_of(meta.dtype)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
 from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.rank_metadata import merged
+from core.formats.dcp.rank_metadata import merge_rank_metadata
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -44,31 +44,31 @@ def dcp_folders(store: ReadStore) -> tuple[str, ...]:
 
 
 def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
-    """Join the metadata of several directories into those of one checkpoint.
+    """Join the metadata of several directories into that of one checkpoint.
 
     Args:
-        parts: directory and what its ``.metadata`` says.
+        parts: each directory with its metadata.
         store: the directory above.
 
     Raises:
-        UnsupportedError: two directories hold an entry of one name.
+        UnsupportedError: two directories hold an entry with the same name.
     """
-    placed = [_placed(metadata, folder) for folder, metadata in parts]
+    shifted = [_as_seen_from_parent(metadata, folder) for folder, metadata in parts]
     owner: dict[str, str] = {}
-    for (folder, _), metadata in zip(parts, placed, strict=True):
+    for (folder, _), metadata in zip(parts, shifted, strict=True):
         for key in (*metadata.tensors, *metadata.objects):
             if owner.setdefault(key, folder) != folder:
                 raise UnsupportedError(
-                    f"{owner[key]} and {folder} both hold an entry of this name",
+                    f"{owner[key]} and {folder} both hold an entry with this name",
                     file=folder,
                     key=key,
-                    hint="point at one of these directories",
+                    hint="pass one of these directories as the source",
                 )
-    return merged(placed, store)
+    return merge_rank_metadata(shifted, store)
 
 
-def _placed(metadata: DcpMetadata, folder: str) -> DcpMetadata:
-    """Return the metadata of a directory as seen from the one above."""
+def _as_seen_from_parent(metadata: DcpMetadata, folder: str) -> DcpMetadata:
+    """Return the metadata of a directory as seen from its parent directory."""
     match = _FOLDER.fullmatch(folder)
     assert match is not None, "only such directories are joined"
     suffix = "" if int(match[2]) == 0 else f"_{int(match[2])}"

@@ -72,12 +72,12 @@ from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.facts import with_stated_facts
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.items import Item, ItemLayout, lay_out_items
-from core.formats.dcp.lightning_meta import meta_keys, parted, with_meta
+from core.formats.dcp.lightning_meta import meta_keys, split_meta, with_meta
 from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.formats.dcp.rank_metadata import RANK_METADATA, merged, rank_files
+from core.formats.dcp.rank_metadata import RANK_METADATA, merge_rank_metadata, rank_files
 from core.formats.dcp.safetensors_items import with_raw_files
-from core.formats.dcp.zstd_streams import StreamItem, inflated_object
+from core.formats.dcp.zstd_streams import StreamItem, read_inflated_object
 from core.formats.format import Format
 from core.formats.mcore.metadata_json import CONFIG
 from core.formats.mcore.objects import COMMON_OBJECT
@@ -95,14 +95,16 @@ METADATA = ".metadata"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory holds ``.metadata``, what an unfinished save leaves of one, or accelerate's directories."""
+    """Return whether the directory holds ``.metadata``, the rest of an unfinished save, or
+    accelerate's directories.
+    """
     if store.entry is not None:
         return False
     return store.exists(METADATA) or _unfinished(store) is not None or bool(dcp_folders(store))
 
 
 def _unfinished(store: ReadStore) -> str | None:
-    """A file that tells that this was to become a DCP checkpoint, or None."""
+    """Return a file that shows that this was to become a DCP checkpoint, or None."""
     for name in store.files():
         if name == METADATA + ".tmp" or RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):
             return name
@@ -110,14 +112,14 @@ def _unfinished(store: ReadStore) -> str | None:
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of a plain DCP directory.
+    """Read the catalog of a plain DCP directory.
 
     Raises:
-        MissingShardError: ``.metadata``, or a file that it names, is absent, or it is a save of Megatron's that did not
-            finish.
-        TruncatedError: a file is shorter than ``.metadata`` says.
+        MissingShardError: ``.metadata`` or a file that it names is missing, or a save of Megatron's
+            did not finish.
+        TruncatedError: a file is shorter than ``.metadata`` states.
         CorruptError: ``.metadata`` contradicts itself.
-        UnsupportedError: items are stored in a way that is not handled.
+        UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
     metadata = metadata_of(store)
@@ -134,14 +136,16 @@ def read(store: ReadStore) -> Catalog:
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
 
 
-_JOINED = "{} are read as one checkpoint (Accelerator.load_state takes them only as directories of their own)"
+_JOINED = "{} are read as one checkpoint (Accelerator.load_state takes them only as separate directories)"
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """What of the catalog makes sense; files need not be there. The rules are those of ``salvaged_metadata``.
+    """Read those parts of the catalog that make sense; files may be missing.
+
+    The rules are those of ``salvaged_metadata``.
 
     Raises:
-        MissingShardError: there is no ``.metadata``.
+        MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
     metadata = salvaged(store, report)
@@ -149,13 +153,13 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
 
 
 def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
-    """Return what the metadata say, without entries that make no sense; files need not be there.
+    """Read the metadata without entries that make no sense; files may be missing.
 
     Args:
-        report: told of what is left out, see ``salvaged_metadata``.
+        report: receives the problems, see ``salvaged_metadata``.
 
     Raises:
-        MissingShardError: there is no ``.metadata``.
+        MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
 
@@ -169,19 +173,25 @@ def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
 
 
 def metadata_files(store: ReadStore) -> list[str]:
-    """Return the names that ``.metadata`` has in a checkpoint: one, or one in each of accelerate's directories."""
+    """Return the names of ``.metadata`` in a checkpoint: one, or one in each of accelerate's
+    directories.
+    """
     return [f"{folder}/{METADATA}" for folder in _folders(store)] or [METADATA]
 
 
 def _folders(store: ReadStore) -> tuple[str, ...]:
-    """Return accelerate's directories, unless the checkpoint lies in the directory above them itself."""
+    """Return accelerate's directories, unless the checkpoint lies directly in their parent
+    directory.
+    """
     return () if store.exists(METADATA) or _unfinished(store) is not None else dcp_folders(store)
 
 
 def metadata_of(store: ReadStore) -> DcpMetadata:
-    """The content of ``.metadata``, checked against the files that it names; raises as ``read`` does.
+    """Read ``.metadata`` and check it against the files that it names.
 
-    Without such a file, those of single ranks serve together.
+    Raises the errors of ``read``.
+
+    If there is no such file, the metadata of single ranks is merged.
     """
     metadata = stated_metadata(store)
     check_files(store, metadata)
@@ -189,11 +199,11 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 
 
 def stated_metadata(store: ReadStore) -> DcpMetadata:
-    """The same, whether or not the files that it names are there; raises as ``read`` does."""
+    """Read ``.metadata`` without looking at the files that it names; raises the errors of ``read``."""
     if store.exists(METADATA):
         return _metadata_in(store, METADATA)
     if ranks := rank_files(store):
-        return merged([_metadata_in(store, name) for name in ranks], store)
+        return merge_rank_metadata([_metadata_in(store, name) for name in ranks], store)
     folders = _folders(store)
     if not folders:
         raise _unwritten(METADATA, file=store.label)
@@ -208,18 +218,19 @@ def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
 
 def _unwritten(name: str, *, file: str) -> MissingShardError:
     return MissingShardError(
-        f"{name} is not there; torch writes it last, so the save did not finish",
+        f"{name} is missing; torch writes it last, so the save did not finish",
         file=file,
         hint="use an older checkpoint",
     )
 
 
 def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = raising) -> None:
-    """Returns if every file that the metadata name is there and long enough.
+    """Check that every file that the metadata names exists and is long enough.
 
     Args:
-        report: told of each file that is not.
+        report: receives an error for each file that is missing or too short.
     """
+    # Each file must reach to the end of its last item.
     ends = [0] * len(metadata.files)
     for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
         if offset + n_bytes > ends[file]:
@@ -227,82 +238,92 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
     number = {name: n for n, name in enumerate(metadata.files)}
     for item in metadata.objects.values():
         ends[number[item.file]] = max(ends[number[item.file]], item.offset + item.n_bytes)
+
+    # Directories are listed: 10⁵ missing files are not looked up one by one.
     folders = {name.rpartition("/")[0] for name in metadata.files}
-    files = {f"{folder}/{name}" if folder else name for folder in folders for name in store.files(folder)}
-    is_there = [name in files for name in metadata.files]  # 10⁵ absent files are not looked up one by one
-    sizes = [store.size(name) if found else 0 for name, found in zip(metadata.files, is_there, strict=True)]
-    short = {n: size for n, (size, end) in enumerate(zip(sizes, ends, strict=True)) if end > size or not is_there[n]}
-    keys = _first_keys(metadata, short) if short else {}
+    existing = {f"{folder}/{name}" if folder else name for folder in folders for name in store.files(folder)}
+    sizes = [store.size(name) if name in existing else None for name in metadata.files]
+    short = {n: size for n, (size, end) in enumerate(zip(sizes, ends, strict=True)) if size is None or end > size}
+
+    # Report each file with an entry that is lost with it.
+    keys = _first_keys(metadata, {n: size or 0 for n, size in short.items()}) if short else {}
     for n, size in short.items():
-        name = metadata.files[n]
-        if not is_there[n]:
-            problem: CheckpointingException = MissingShardError(
-                f"{METADATA} names a file that is not there",
-                file=name,
-                key=keys.get(n),
-                hint="copy the checkpoint again, with all its files",
-            )
-        else:
-            problem = TruncatedError(
-                f"the file has {size} bytes, but {METADATA} places items up to byte {ends[n]}",
-                file=name,
-                key=keys.get(n),
-                span=(size, ends[n]),
-                hint="copy the checkpoint again, or use an older one",
-            )
-        report(problem)
+        report(_short_file(metadata.files[n], size, ends[n], key=keys.get(n)))
+
+
+def _short_file(name: str, size: int | None, end: int, *, key: str | None) -> CheckpointingException:
+    """Return the error about a file that ends before byte ``end``; its size is None if it is missing."""
+    if size is None:
+        return MissingShardError(
+            f"a file named by {METADATA} is missing",
+            file=name,
+            key=key,
+            hint="copy the checkpoint again, with all its files",
+        )
+    return TruncatedError(
+        f"the file has {size} bytes, but {METADATA} places items up to byte {end}",
+        file=name,
+        key=key,
+        span=(size, end),
+        hint="copy the checkpoint again, or use an older one",
+    )
 
 
 def _first_keys(metadata: DcpMetadata, limits: Mapping[int, int]) -> dict[int, str]:
-    """Number of a file → the first tensor, else object, of which an item in it ends behind a byte.
+    """Return number of a file → first tensor, else object, with an item in it that ends after a
+    byte.
 
     Args:
-        limits: number of a file → that byte.
+        limits: number of a file → the byte.
     """
-    found: dict[int, str] = {}
+    first_of: dict[int, str] = {}
     for tensor in metadata.tensors.values():
         for row in range(tensor.first, tensor.first + tensor.n_chunks):
             file = metadata.file_index[row]
             if file in limits and metadata.item_offset[row] + metadata.item_bytes[row] > limits[file]:
-                found.setdefault(file, tensor.key)
+                first_of.setdefault(file, tensor.key)
     number = {name: n for n, name in enumerate(metadata.files)}
     for key, item in metadata.objects.items():
         file = number[item.file]
         if file in limits and item.offset + item.n_bytes > limits[file]:
-            found.setdefault(file, key)
-    return found
+            first_of.setdefault(file, key)
+    return first_of
 
 
 def catalog_of(
     metadata: DcpMetadata, *, format: str, without: Sequence[str] = (), store: ReadStore | None = None
 ) -> Catalog:
-    """The catalog of checked metadata.
+    """Return the catalog of checked metadata.
 
     Args:
         format: ``dcp`` or ``torch_dist``.
-        without: keys of objects that the caller shows elsewhere.
-        store: the checkpoint. Objects inside zstd frames, whose length is known only when they are inflated, are read
-            at once; without a store they are refused.
+        without: keys of objects to leave out.
+        store: the checkpoint. Objects inside zstd frames are read at once, as their length is only
+            known after inflating; without a store they are refused.
 
     Raises:
         UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
+    # Objects inside zstd frames are read now; all others become hidden streams.
     tensors = {key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
-    packed = {key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects}
-    objects, inside = _inflated(metadata, {key: item for key, item in packed.items() if key not in without}, store)
-    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without and key not in packed}
+    packed_items = {key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects}
+    objects, packed_arrays = _read_packed_objects(
+        metadata, {key: item for key, item in packed_items.items() if key not in without}, store
+    )
+    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without and key not in packed_items}
     object_of = {raw: key for key, raw in raw_of.items()}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in tensors:
             return _chunks(metadata, key)
-        found = inside.get(key)
-        if found is not None:
-            return (whole_fragment(key, found),)
-        return (whole_fragment(key, _stream(key, metadata.objects[object_of[key]])),)
+        array = packed_arrays.get(key)
+        if array is not None:
+            return (whole_fragment(key, array),)
+        return (whole_fragment(key, _object_stream(key, metadata.objects[object_of[key]])),)
 
+    # Streams and the tensors inside objects are hidden.
     hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
-    hidden |= metas_of(inside)
+    hidden |= metas_of(packed_arrays)
     objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
     catalog = Catalog(
         format=format,
@@ -319,23 +340,25 @@ def catalog_of(
     return catalog.with_facet(TorchDistFacts(mcore_data=metadata.mcore_data))
 
 
-def _inflated(
-    metadata: DcpMetadata, packed: Mapping[str, DcpItem], store: ReadStore | None
+def _read_packed_objects(
+    metadata: DcpMetadata, items: Mapping[str, DcpItem], store: ReadStore | None
 ) -> tuple[dict[str, StoredObject], dict[str, StoredArray]]:
-    """The values of transformed objects, and the tensors inside them."""
+    """Read the values of transformed objects, and the tensors inside them."""
     objects: dict[str, StoredObject] = {}
-    inside: dict[str, StoredArray] = {}
-    for key, item in packed.items():
+    arrays_inside: dict[str, StoredArray] = {}
+    for key, item in items.items():
         if store is None:
-            raise UnsupportedError("the object is compressed, which this format does not know", file=item.file, key=key)
-        value, arrays = inflated_object(store, item, metadata.object_descriptors[key], key=key)
+            raise UnsupportedError(
+                "the object is compressed, which this format does not support", file=item.file, key=key
+            )
+        value, arrays = read_inflated_object(store, item, metadata.object_descriptors[key], key=key)
         objects[key] = StoredObject(key, value=value)
-        inside |= arrays
-    return objects, inside
+        arrays_inside |= arrays
+    return objects, arrays_inside
 
 
 def _raw_key(key: str, tensors: Mapping[str, TensorMeta]) -> str:
-    """Name of an object's stream, which no tensor has."""
+    """Return a name for an object's stream that no tensor has."""
     name = f"raw:{key}"
     while name in tensors:
         name = f"raw:{name}"
@@ -343,29 +366,31 @@ def _raw_key(key: str, tensors: Mapping[str, TensorMeta]) -> str:
 
 
 def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
+    """Return the chunks of a tensor as fragments."""
     tensor = metadata.tensors[key]
     origin = (0,) * len(tensor.shape)
-    made = []
+    fragments = []
     for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
         transforms = metadata.descriptors.get(row)
         if transforms:
             n_bytes = prod(box.shape) * itemsize(tensor.dtype)
-            place = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes))
+            extent = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes))
         elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
-            place = Extent(item.file, item.offset)
+            extent = Extent(item.file, item.offset)
         else:
-            place = Extent(item.file, item.offset, item_bytes=item.n_bytes)
-        array = StoredArray(array_name(key, box), tensor.dtype, box.shape, place)
-        made.append(Fragment(key, box, array, origin))
-    return made
+            extent = Extent(item.file, item.offset, item_bytes=item.n_bytes)
+        array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
+        fragments.append(Fragment(key, box, array, origin))
+    return fragments
 
 
-def _stream(raw: str, item: DcpItem) -> StoredArray:
+def _object_stream(raw: str, item: DcpItem) -> StoredArray:
+    """Return the stream of an object as a stored array of bytes."""
     return StoredArray(raw, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
 
 
 def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:
-    """The nesting that planner_data tells, or None where there is none."""
+    """Return the nesting that planner_data describes, or None if there is no planner_data."""
     if metadata.planner_data is None:
         return None
     keys = [key for key in metadata.planner_data if key in metadata.tensors or key in objects]
@@ -373,33 +398,38 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
     leaves: dict[Path, object] = {}
     for key in keys:
         path = metadata.planner_data.get(key, (key,))
-        place: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
-        if place in leaves or not place:
-            raise CorruptError(f"planner_data gives the path {path} to two entries", file=METADATA, key=key)
-        leaves[place] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
+        full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
+        if full_path in leaves or not full_path:
+            raise CorruptError(f"planner_data has the path {path} for two entries", file=METADATA, key=key)
+        leaves[full_path] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
     return nest_leaves(leaves)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if there was one, then ``.metadata``.
+    """Return the images of a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if there was
+    one, ``.metadata``.
 
     Args:
-        target: every array becomes a chunk, every object an item. The paths of its skeleton become ``planner_data``, so
-            that ``dcp_to_torch_save`` rebuilds the nesting; without one every key is its own path. Honoured:
-            ``WriteOptions.max_file_bytes``, see ``core.formats.dcp.items.lay_out_items``.
+        target: every array becomes a chunk, every object an item. The paths of its skeleton become
+            ``planner_data``, so that ``dcp_to_torch_save`` rebuilds the nesting; without one every
+            key is its own path. Of the options, ``WriteOptions.max_file_bytes`` is used, see
+            ``core.formats.dcp.items.lay_out_items``.
 
     Raises:
-        UnsupportedError: the arrays are no chunks of their tensors.
+        UnsupportedError: the arrays are not chunks of their tensors.
     """
-    target, meta = parted(target)
+    target, meta_image = split_meta(target)
     objects = [replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()]
     layout = lay_out_items(target, objects, max_file_bytes=target.write.max_file_bytes)
-    beside = () if meta is None else (meta,)
-    return (*layout.files, *beside, metadata_image(target, layout, planner_data=paths_of(target)))
+    meta_files = () if meta_image is None else (meta_image,)
+    return (*layout.files, *meta_files, metadata_image(target, layout, planner_data=paths_of(target)))
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
-    """Key → path, for every tensor and object; a key that is not its path, dot-joined, stands at the root."""
+    """Return key → path for every tensor and object.
+
+    A key that is not its dot-joined path is at the root.
+    """
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
         for entry in entries(catalog.skeleton):
@@ -418,11 +448,11 @@ def metadata_image(
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
     mcore_data: Mapping[str, object] | None = None,
 ) -> FileImage:
-    """The image of ``.metadata``.
+    """Return the image of ``.metadata``.
 
     Args:
-        target: what is written.
-        layout: where its items lie.
+        target: the catalog that is written.
+        layout: the positions of its items.
         planner_data: paths of the keys; None for Megatron.
         mcore_data: Megatron's facts about tensors; None to leave the attribute out.
     """
@@ -433,24 +463,27 @@ def metadata_image(
 
 
 def linked_metadata(catalog: Catalog) -> FileImage:
-    """The image of ``.metadata`` for entries that stay where they are in the source's data files.
+    """Return the image of ``.metadata`` for entries that stay in the source's data files.
 
     Args:
-        catalog: what ``catalog_of`` gives, with some entries left out or renamed; those of ``meta.pt`` do not count.
+        catalog: a result of ``catalog_of``, with some entries left out or renamed; entries of
+            ``meta.pt`` are ignored.
 
     Raises:
-        UnsupportedError: an entry is no item of its own, so that ``.metadata`` cannot point at it.
+        UnsupportedError: an entry is not an item of its own, so ``.metadata`` cannot refer to it.
     """
-    beside = meta_keys(catalog)
-    planner_data = {key: path for key, path in paths_of(catalog).items() if key not in beside}
+    in_meta = meta_keys(catalog)
+    planner_data = {key: path for key, path in paths_of(catalog).items() if key not in in_meta}
     data = write_metadata((_linked_row(catalog, key) for key in planner_data), planner_data=planner_data)
     return literal_file(METADATA, data, is_metadata=True)
 
 
 def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
+    """Return the row of ``.metadata`` for an entry in the source's data files."""
+
     def refused() -> UnsupportedError:
         return UnsupportedError(
-            "its bytes are compressed or no item of their own, so new metadata cannot point at them",
+            "the entry is compressed or not an item of its own, so new metadata cannot refer to it",
             key=key,
             hint="leave --metadata-only out",
         )
@@ -473,6 +506,7 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
 
 
 def _rows(target: TargetCatalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
+    """Yield the rows of ``.metadata`` for keys, in order."""
     names = [image.path for image in layout.files]
     for key in keys:
         meta = target.tensors.get(key)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, overload
@@ -40,7 +40,7 @@ ALIGNMENT = 64
 PREFIX = "archive"
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 BEHIND: Coords = (("behind", 1),)
-"""Ends the coords of what has a file of its own, so that nothing else moves for it."""
+"""Suffix of coords for an item in a file of its own after the others, so that no other item moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ChunkPlan:
         size: bytes of the zip.
         data_offset: byte of the zip at which the tensor's data begins.
         head: the literal bytes before the data.
-        tail_offset: byte of the zip at which the literal bytes behind the data begin.
+        tail_offset: byte of the zip at which the literal bytes after the data begin.
         tail: those bytes, for a CRC of zero.
         crc_at: positions in ``tail`` of the four bytes of the data's CRC, little endian.
     """
@@ -64,30 +64,33 @@ class ChunkPlan:
     crc_at: tuple[int, ...]
 
     def literals(self, crc: int) -> tuple[Literal, Literal]:
-        """Everything but the data."""
+        """Return everything but the data."""
         tail = bytearray(self.tail)
-        stated = crc.to_bytes(4, "little")
-        for at in self.crc_at:
-            tail[at : at + 4] = stated
+        crc_bytes = crc.to_bytes(4, "little")
+        for position in self.crc_at:
+            tail[position : position + 4] = crc_bytes
         return (0, self.head), (self.tail_offset, bytes(tail))
 
 
 def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
-    """The plan of a chunk's zip.
+    """Plan the zip of a chunk.
 
-    Where the zip states the CRC is found by planning it for two CRCs and comparing.
+    The positions of the CRC are found by planning the zip for two CRCs and comparing.
+
     """
-    stand_in = PlannedArray("chunk", dtype, shape)
-    plan = plan_tree(TensorLeaf("chunk"), array_of=lambda key: stand_in, prefix=PREFIX)
+    stand_in_array = PlannedArray("chunk", dtype, shape)
+    plan = plan_tree(TensorLeaf("chunk"), array_of=lambda key: stand_in_array, prefix=PREFIX)
     (placed,) = plan.arrays
     head, tail_offset, tail = _around(plan, placed, 0)
-    _, _, other = _around(plan, placed, 0xFFFFFFFF)
-    differing = [at for at, (one, two) in enumerate(zip(tail, other, strict=True)) if one != two]
+    _, _, other_tail = _around(plan, placed, 0xFFFFFFFF)
+    differing = [
+        position for position, (first, second) in enumerate(zip(tail, other_tail, strict=True)) if first != second
+    ]
     return ChunkPlan(plan.size, placed.offset, head, tail_offset, tail, tuple(differing[::4]))
 
 
 def _around(plan: TreePlan, placed: PlacedArray, crc: int) -> tuple[bytes, int, bytes]:
-    """Literal bytes before an array, where those behind it begin, and they, dense."""
+    """Return the literal bytes before an array, the offset of those after it, and those bytes."""
     end = placed.offset + placed.array.n_bytes
     image = {False: bytearray(placed.offset), True: bytearray(plan.size - end)}
     for offset, data in plan.literals(lambda name: crc):
@@ -100,16 +103,16 @@ def _around(plan: TreePlan, placed: PlacedArray, crc: int) -> tuple[bytes, int, 
 
 @dataclass(slots=True)
 class Item:
-    """One item, and its place once it has one.
+    """One item, and its position once it has one.
 
     Args:
         key: the tensor or object.
         size: bytes.
         box: the tensor's region that a chunk holds; None for an object.
-        coords: which file it wants, see ``lay_out_items``.
-        plan: how its zip looks; None for a stream that is copied verbatim.
-        array: what fills a chunk or a verbatim stream; None where the plan lists its own arrays.
-        file, offset: number of the file in ``ItemLayout.files``, and byte of it at which the item begins.
+        coords: coordinates that select its file, see ``lay_out_items``.
+        plan: layout of its zip; None for a stream that is copied verbatim.
+        array: the array that fills a chunk or a verbatim stream; None if the plan has its own arrays.
+        file, offset: number of the file in ``ItemLayout.files``, and first byte of the item in it.
     """
 
     key: str
@@ -122,7 +125,7 @@ class Item:
     offset: int = -1
 
     def placed(self) -> Iterator[PlacedArray]:
-        """The arrays of the item, in its file."""
+        """Yield the arrays of the item, with offsets in its file."""
         if isinstance(self.plan, TreePlan):
             for placed in self.plan.arrays:
                 yield PlacedArray(self.offset + placed.offset, placed.array)
@@ -133,7 +136,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class ItemLayout:
-    """Where every item goes.
+    """The positions of all items.
 
     Args:
         files: the images, by number.
@@ -153,27 +156,28 @@ def lay_out_items(
     max_file_bytes: int | None = None,
     apart: str | None = None,
 ) -> ItemLayout:
-    """Places every tensor of a target catalog and the given objects in ``.distcp`` files.
+    """Place every tensor of a target catalog and the given objects in ``.distcp`` files.
 
-    Which file: the array's (or object's) coords ``(("file", n),)`` name it, followed by ``BEHIND`` a file behind those
-    of that number; other coords get one file each, in order of first appearance; what has none fills further files one
-    after the other, and objects without coords go to the first file. In a file objects come before chunks, as torch
-    writes them.
+    The coords of an array or object select its file: ``(("file", n),)`` is file number n; followed
+    by ``BEHIND``, a file after those with that number. Other coords get one file each, in order of
+    first appearance. Chunks without coords fill further files one after the other, and objects
+    without coords go to the first file. In a file objects come before chunks, as torch writes them.
 
     Args:
-        target: arrays without extent; each one becomes a chunk.
-        objects: with a value, or with a raw stream among the target's hidden tensors.
-        max_file_bytes: where a file ends, unless one item alone is larger; None for 5 GB, and no end to files that
-            coords name.
-        apart: items whose keys begin so go to files of their own, whose names begin so, too; None for no such files.
+        target: each of its arrays becomes a chunk.
+        objects: each has a value, or a raw stream among the target's hidden tensors.
+        max_file_bytes: maximum size of a file, unless one item alone is larger; None for 5 GB, and
+            no maximum for files that coords name.
+        apart: prefix of keys whose items go to files of their own, with the same prefix in their
+            names; None for no such files.
 
     Raises:
-        UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the same element, which
-            ``.metadata`` cannot say.
+        UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the
+            same element, which ``.metadata`` cannot express.
     """
     of_objects = {item.key: item for item in _object_items(target, objects)}
     of_tensors = _chunk_items(target)
-    groups = _grouped(of_objects.values(), of_tensors, max_file_bytes, apart)
+    groups = _group_by_file([*of_objects.values(), *chain.from_iterable(of_tensors.values())], max_file_bytes, apart)
     files = []
     for file, (name, members) in enumerate(groups):
         end = 0
@@ -185,6 +189,7 @@ def lay_out_items(
 
 
 def _object_items(target: TargetCatalog, objects: Iterable[StoredObject]) -> Iterator[Item]:
+    """Yield an item for every object; equal simple values share a plan."""
     plans: dict[object, TreePlan] = {}
     for stored in objects:
         if stored.raw_key is not None:
@@ -201,7 +206,9 @@ def _object_items(target: TargetCatalog, objects: Iterable[StoredObject]) -> Ite
 
 
 def _spelling(value: object) -> object:
-    """What equal simple values have in common, None for others: 10⁴ extra states are ``[None]``."""
+    """Return a key that equal simple values share, None for other values: 10⁴ extra states are
+    ``[None]``.
+    """
     if type(value) is list and len(value) == 1:
         inner = _spelling(value[0])
         return None if inner is None else ("list", inner)
@@ -209,33 +216,52 @@ def _spelling(value: object) -> object:
 
 
 def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
-    """Tensor key → its chunks."""
+    """Return tensor key → its chunks."""
     plans: dict[tuple[str, Shape], ChunkPlan] = {}
-    made: dict[str, list[Item]] = {}
+    items_of: dict[str, list[Item]] = {}
     for key, meta in target.tensors.items():
-        items = made[key] = []
-        begins: set[Shape] = set()
+        items = items_of[key] = []
+        offsets: set[Shape] = set()
         for stored, box in held_boxes(meta.shape, target.fragments(key)):
             if box is None:
-                raise UnsupportedError(f"the array {stored.name!r} is no chunk of the tensor", key=key)
-            if box.offset in begins:
+                raise UnsupportedError(f"the array {stored.name!r} is not a chunk of the tensor", key=key)
+            if box.offset in offsets:
                 raise UnsupportedError(f"two chunks begin at element {box.offset}, which DCP cannot store", key=key)
-            begins.add(box.offset)
+            offsets.add(box.offset)
             plan = plans.get((stored.dtype, box.shape))
             if plan is None:
                 plan = plans[stored.dtype, box.shape] = plan_chunk(stored.dtype, box.shape)
             items.append(Item(key, plan.size, box, stored.coords, plan, stored))
-    return made
+    return items_of
 
 
-def _grouped(
-    objects: Iterable[Item], chunks: Mapping[str, Iterable[Item]], max_file_bytes: int | None, apart: str | None
+def _group_by_file(
+    items: Iterable[Item], max_file_bytes: int | None, apart: str | None
 ) -> Iterator[tuple[str, list[Item]]]:
-    """File names and their items, objects first."""
+    """Yield file names and their items, objects first.
+
+    Args:
+        max_file_bytes, apart: as for ``lay_out_items``.
+    """
+    for number, members in _numbered_groups(items, max_file_bytes or DEFAULT_MAX_FILE_BYTES):
+        members.sort(key=lambda item: item.box is not None)
+        behind = [item for item in members if item.coords[1:] == BEHIND]
+        part = -1
+        for prefix, group in _set_apart([item for item in members if item.coords[1:] != BEHIND], apart):
+            parts = [group] if max_file_bytes is None else _split(group, max_file_bytes)
+            for part, part_items in enumerate(parts):
+                yield f"{prefix}__{number}_{part}.distcp", part_items
+        if behind:
+            yield f"__{number}_{part + 1}.distcp", behind
+
+
+def _numbered_groups(items: Iterable[Item], max_file_bytes: int) -> list[tuple[int, list[Item]]]:
+    """Return the items of each file number; items without coords fill files up to ``max_file_bytes``."""
+    # Coords name a file, or ask for one of their own.
     named: dict[int, list[Item]] = defaultdict(list)
     by_coords: dict[Coords, list[Item]] = defaultdict(list)
     free: list[Item] = []
-    for item in chain(objects, chain.from_iterable(chunks.values())):
+    for item in items:
         if item.coords and item.coords[0][0] == "file":
             named[item.coords[0][1]].append(item)
         elif item.coords:
@@ -245,37 +271,32 @@ def _grouped(
     groups = sorted(named.items())
     first_free = max(named, default=-1) + 1
     groups += enumerate(by_coords.values(), first_free)
-    first_free += len(by_coords)
+
+    # Objects without coords go to the first file, chunks to further ones.
     if groups:
         groups[0][1][:0] = [item for item in free if item.box is None]
         free = [item for item in free if item.box is not None]
-    groups += enumerate(_split(free, max_file_bytes or DEFAULT_MAX_FILE_BYTES), first_free)
-    for number, members in groups:
-        members.sort(key=lambda item: item.box is not None)
-        behind = [item for item in members if item.coords[1:] == BEHIND]
-        part = -1
-        for prefix, some in _set_apart([item for item in members if item.coords[1:] != BEHIND], apart):
-            parts = [some] if max_file_bytes is None else _split(some, max_file_bytes)
-            for part, items in enumerate(parts):
-                yield f"{prefix}__{number}_{part}.distcp", items
-        if behind:
-            yield f"__{number}_{part + 1}.distcp", behind
+    groups += enumerate(_split(free, max_file_bytes), first_free + len(by_coords))
+    return groups
 
 
 def _set_apart(items: list[Item], prefix: str | None) -> Iterator[tuple[str, list[Item]]]:
-    """The beginning of file names, and the items whose keys begin so; "" for the other items."""
+    """Yield the prefix of file names, and the items whose keys begin with it.
+
+    "" for the other items.
+    """
     if prefix is None:
         if items:
             yield "", items
         return
     for name, is_apart in (("", False), (prefix, True)):
-        some = [item for item in items if item.key.startswith(prefix) == is_apart]
-        if some:
-            yield name, some
+        members = [item for item in items if item.key.startswith(prefix) == is_apart]
+        if members:
+            yield name, members
 
 
 def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:
-    """Consecutive items, as many as fit a file, but at least one."""
+    """Yield runs of consecutive items, as many as fit into a file, but at least one."""
     current: list[Item] = []
     end = 0
     for item in items:
@@ -290,7 +311,7 @@ def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:
 
 @dataclass(frozen=True, slots=True)
 class _Arrays(Sequence[PlacedArray]):
-    """The arrays of a file as columns: with 10⁵ chunks, what is asked for is made."""
+    """The arrays of a file as columns: with 10⁵ chunks, objects are made on request."""
 
     offsets: array[int]
     arrays: list[PlannedArray]
@@ -310,7 +331,7 @@ class _Arrays(Sequence[PlacedArray]):
 
 @dataclass(frozen=True, slots=True)
 class _Literals:
-    """What lies around the arrays of a file; a value, so that processes can hand it to each other.
+    """The bytes around the arrays of a file; a value, so that processes can pass it to each other.
 
     Args:
         begins: byte of the file at which each item begins.
@@ -345,21 +366,21 @@ class _Literals:
 
 
 def _image(name: str, items: Sequence[Item], size: int) -> FileImage:
-    """The image of one file; it keeps no item."""
+    """Return the image of one file; it keeps no item."""
     placed = _Arrays(array("q"), [])
     begins = array("q")
     plans: list[ChunkPlan | TreePlan | None] = []
     for item in items:
         begins.append(item.offset)
         plans.append(item.plan)
-        for one in item.placed():
-            placed.offsets.append(one.offset)
-            placed.arrays.append(one.array)
+        for placed_array in item.placed():
+            placed.offsets.append(placed_array.offset)
+            placed.arrays.append(placed_array.array)
     return FileImage(name, size, placed, _Literals(begins, plans, placed.arrays))
 
 
 def _joined(literals: Iterable[Literal], most: int = 1 << 16) -> Iterator[Literal]:
-    """The same bytes with neighbours joined, up to about ``most`` bytes each."""
+    """Yield the same bytes with neighbours joined, up to about ``most`` bytes each."""
     start, pending = 0, bytearray()
     for offset, data in literals:
         if pending and (offset != start + len(pending) or len(pending) + len(data) > most):
@@ -373,4 +394,5 @@ def _joined(literals: Iterable[Literal], most: int = 1 << 16) -> Iterator[Litera
 
 
 def _aligned(offset: int) -> int:
+    """Round an offset up to the alignment."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

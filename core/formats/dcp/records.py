@@ -20,7 +20,7 @@ from core.pickle import reader as safe_pickle
 from core.pickle.inert import Global
 
 
-class Record(list[Any]):
+class DcpRecord(list[Any]):
     """An instance of one of DCP's classes: a list that gets the state as its only element.
 
     The method by which both readers set the state is list.append, so that no Python code runs per record.
@@ -33,82 +33,82 @@ class Record(list[Any]):
     __eq__ = object.__eq__
 
 
-class Root(Record):
-    """Metadata."""
+class RootRecord(DcpRecord):
+    """A record of Metadata."""
 
     __slots__ = ()
 
 
-class Tensor(Record):
-    """TensorStorageMetadata."""
+class TensorRecord(DcpRecord):
+    """A record of TensorStorageMetadata."""
 
     __slots__ = ()
 
 
-class Bytes(Record):
-    """BytesStorageMetadata."""
+class BytesRecord(DcpRecord):
+    """A record of BytesStorageMetadata."""
 
     __slots__ = ()
 
 
-class Chunk(Record):
-    """ChunkStorageMetadata."""
+class ChunkRecord(DcpRecord):
+    """A record of ChunkStorageMetadata."""
 
     __slots__ = ()
 
 
-class Index(Record):
-    """MetadataIndex; hashed by identity, as its state comes later."""
+class IndexRecord(DcpRecord):
+    """A record of MetadataIndex; hashed by identity, as its state is set later."""
 
     __slots__ = ()
 
 
-class Properties(Record):
-    """TensorProperties."""
+class PropertiesRecord(DcpRecord):
+    """A record of TensorProperties."""
 
     __slots__ = ()
 
 
-class Storage(Record):
-    """_StorageInfo."""
+class StorageRecord(DcpRecord):
+    """A record of _StorageInfo."""
 
     __slots__ = ()
 
 
-class HfStorage(Record):
-    """_HFStorageInfo."""
+class HfStorageRecord(DcpRecord):
+    """A record of _HFStorageInfo."""
 
     __slots__ = ()
 
 
-class Other(Record):
-    """Anything else; what it is made of is forgotten."""
+class OtherRecord(DcpRecord):
+    """A record of any other object, whose content is dropped."""
 
     __slots__ = ()
 
-    def __new__(cls, *args: object, **kwargs: object) -> Other:
+    def __new__(cls, *args: object, **kwargs: object) -> OtherRecord:
         return list.__new__(cls)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
 
-_CLASSES: dict[str, type[Record]] = {
-    "Metadata": Root,
-    "MCoreMetadata": Root,
-    "TensorStorageMetadata": Tensor,
-    "BytesStorageMetadata": Bytes,
-    "ChunkStorageMetadata": Chunk,
-    "MetadataIndex": Index,
-    "TensorProperties": Properties,
-    "_StorageInfo": Storage,
-    "_HFStorageInfo": HfStorage,
-    "StorageMeta": Record,
-    "SavePlan": Record,
-    "MCoreSavePlan": Record,
-    "WriteItem": Record,
-    "TensorWriteData": Record,
-    "BytesIOWriteData": Record,
+_CLASSES: dict[str, type[DcpRecord]] = {
+    "Metadata": RootRecord,
+    "MCoreMetadata": RootRecord,
+    "TensorStorageMetadata": TensorRecord,
+    "BytesStorageMetadata": BytesRecord,
+    "ChunkStorageMetadata": ChunkRecord,
+    "MetadataIndex": IndexRecord,
+    "TensorProperties": PropertiesRecord,
+    "_StorageInfo": StorageRecord,
+    "_HFStorageInfo": HfStorageRecord,
+    "StorageMeta": DcpRecord,
+    "SavePlan": DcpRecord,
+    "MCoreSavePlan": DcpRecord,
+    "WriteItem": DcpRecord,
+    "TensorWriteData": DcpRecord,
+    "BytesIOWriteData": DcpRecord,
 }
 _MODULES = (
     "torch.distributed.checkpoint.metadata",
@@ -127,7 +127,7 @@ _KNOWN: dict[tuple[str, str], Any] = {(module, name): kind for module in _MODULE
 _HOOKS = _KNOWN | {
     ("torch.serialization", "_get_layout"): lambda *args: args[0] if len(args) == 1 else NotImplemented,
 }
-_FOUND: dict[tuple[str, str], Any] = {
+_FIND_CLASS: dict[tuple[str, str], Any] = {
     **_KNOWN,
     **{("torch", name): Global("torch", name) for name in DTYPES},
     ("torch", "Size"): tuple,
@@ -136,7 +136,7 @@ _FOUND: dict[tuple[str, str], Any] = {
 
 
 def read_by_machine(data: bytes, *, label: str) -> object:
-    """The record tree of a pickle, by the hardened reader.
+    """Read the record tree of a pickle with the hardened reader.
 
     Raises:
         CorruptError, UnsafeError: those of ``core.pickle.reader.load``.
@@ -149,25 +149,28 @@ def _refuse_persistent(value: object) -> object:
     raise CorruptError("the pickle uses a persistent id, which no .metadata needs")
 
 
-class _Member(Other):
-    """What ``getattr`` gives: a member of an enum, as Python 3.11 writes it; anything else is for the other reader."""
+class _EnumMember(OtherRecord):
+    """The result of ``getattr``: a member of an enum, as Python 3.11 writes it.
+
+    Other uses are refused.
+    """
 
     __slots__ = ()
 
-    def __new__(cls, *args: object, **kwargs: object) -> _Member:
+    def __new__(cls, *args: object, **kwargs: object) -> _EnumMember:
         if len(args) != 2 or type(args[1]) is not str or not _MEMBER.fullmatch(args[1]):
-            raise CorruptError("getattr is called for something else than a member of an enum")
+            raise CorruptError("getattr is called for something other than a member of an enum")
         return list.__new__(cls)
 
 
 _MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
-class _Unpickler(pickle.Unpickler):
-    """The C unpickler that knows only inert classes.
+class _RecordUnpickler(pickle.Unpickler):
+    """A C unpickler that knows only inert classes.
 
     Attributes:
-        others: names of other things.
+        others: names of everything else.
     """
 
     def __init__(self, file: Any) -> None:
@@ -175,29 +178,30 @@ class _Unpickler(pickle.Unpickler):
         self.others: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of this module, whatever the name."""
-        found = _FOUND.get((module, name))
-        if found is not None:
-            return found
+        """Return a class of this module, whatever the name."""
+        known_class = _FIND_CLASS.get((module, name))
+        if known_class is not None:
+            return known_class
         if (module, name) == ("builtins", "getattr"):
-            return _Member
+            return _EnumMember
         if len(self.others) > safe_pickle.DEFAULT_LIMITS.max_names:
-            raise UnsafeError("the metadata name too many classes and functions")
+            raise UnsafeError("the metadata names too many classes and functions")
         self.others.add((module, name))
-        return Other
+        return OtherRecord
 
 
 def read_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
-    """The record tree of a pickle, by the C unpickler, and the (module, name) of all that is none of the records.
+    """Read the record tree of a pickle with the C unpickler.
 
-    Only for a contained process (``core.files.sandbox``).
+    Return it with the (module, name) of everything that is not one of the records.
 
-    Empties the extension registry of the process. Any exception may come out.
+    Call it only in a sandboxed process (``core.files.sandbox``): it empties the extension registry of
+    the process, and any exception may occur.
     """
     copyreg.clear_extension_cache()
     copyreg._inverted_registry.clear()  # type: ignore[attr-defined]
     file = io.BufferedReader(io.BytesIO(data), 1 << 20)
-    reader = _Unpickler(file)
+    reader = _RecordUnpickler(file)
     root = reader.load()
     if file.tell() != len(data):
         raise CorruptError("bytes follow the end of the pickle")

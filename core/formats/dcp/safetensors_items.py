@@ -8,10 +8,10 @@ The header has one entry per key, of the chunk's shape, and in ``__metadata__`` 
 ``{key: {"saved_offsets": […]}}``. ``.metadata`` places every chunk of such a file at the byte where the safetensors
 part begins, with the length of its data; torch 2.13 cannot load that itself.
 
-A file is taken for such a one if all its chunks begin at one byte, and a safetensors header does, too. Its chunks
-become plain bytes.
+A file is one of these if all its chunks begin at the same byte, and a safetensors header does, too. Its chunks become
+plain bytes.
 
-Not supported: two chunks of one tensor in one file, of which torch keeps only the last; the one that is lost is named.
+Not supported: two chunks of one tensor in one file, of which torch keeps only the last; the lost one is named.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,_hf_utils}.py``.
 """
@@ -36,16 +36,17 @@ _OFFSETS = "saved_offsets"
 
 
 def with_raw_files(store: ReadStore, metadata: DcpMetadata) -> DcpMetadata:
-    """The metadata with the true addresses of chunks that lie in safetensors files, and those files marked.
+    """Return the metadata with the true addresses of chunks in safetensors files, and those files
+    marked.
 
     Raises:
         CorruptError: a header contradicts itself, or ``.metadata``.
-        MissingShardError: a file does not hold a chunk that ``.metadata`` places there.
+        MissingShardError: a chunk that ``.metadata`` places in a file is not there.
     """
     files = {
-        file: found
+        file: part
         for file, begin in _common_begins(metadata).items()
-        if (found := _part(store, metadata, file, begin))
+        if (part := _read_part(store, metadata, file, begin))
     }
     if not files:
         return metadata
@@ -59,72 +60,76 @@ def with_raw_files(store: ReadStore, metadata: DcpMetadata) -> DcpMetadata:
 
 
 def _common_begins(metadata: DcpMetadata) -> dict[int, int]:
-    """File number → the byte at which all its chunks begin, for the files where that is one byte."""
+    """Return file number → byte at which all its chunks begin, for files in which that is the same
+    byte.
+    """
     begins: dict[int, int] = {}
-    several: set[int] = set()
+    excluded: set[int] = set()
     for file, offset in zip(metadata.file_index, metadata.item_offset, strict=True):
         if begins.setdefault(file, offset) != offset:
-            several.add(file)
-    several.update(metadata.file_index[row] for row in metadata.descriptors)
-    return {file: begin for file, begin in begins.items() if file not in several}
+            excluded.add(file)
+    excluded.update(metadata.file_index[row] for row in metadata.descriptors)
+    return {file: begin for file, begin in begins.items() if file not in excluded}
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SafetensorsPart:
     """The safetensors part of a file.
 
     Args:
-        header: what it says of itself.
-        offsets: key → where in its tensor the chunk begins, as ``DCP_SHARDING_INFO`` says.
+        header: the header.
+        offsets: key → offset of the chunk in its tensor, from ``DCP_SHARDING_INFO``.
     """
 
     header: Header
     offsets: dict[str, object]
 
     def address(self, key: str, dtype: str, box: Box, n_bytes: int) -> int:
-        """Byte of the file at which a chunk's data begins, once the header is known to hold just that chunk."""
-        file, found = self.header.file, self.header.arrays.get(key)
-        if found is None:
-            raise MissingShardError("the file's safetensors header does not have this tensor", file=file, key=key)
-        stated = self.offsets.get(key, list(box.offset))
-        if stated != list(box.offset):
+        """Return the byte of the file at which a chunk's data begins, after checking that the
+        header has that chunk.
+        """
+        file, array = self.header.file, self.header.arrays.get(key)
+        if array is None:
+            raise MissingShardError("the tensor is missing in the file's safetensors header", file=file, key=key)
+        offset = self.offsets.get(key, list(box.offset))
+        if offset != list(box.offset):
             raise MissingShardError(
-                f"the file holds the chunk at {stated}, not that at {list(box.offset)}: of several chunks of a tensor "
+                f"the file holds the chunk at {offset}, not that at {list(box.offset)}: of several chunks of a tensor "
                 "torch writes only the last into a safetensors file",
                 file=file,
                 key=key,
                 hint="this chunk was never written; save again with SerializationFormat.TORCH_SAVE",
             )
-        if (found.dtype, found.shape) != (dtype, box.shape) or found.n_bytes != n_bytes:
+        if (array.dtype, array.shape) != (dtype, box.shape) or array.n_bytes != n_bytes:
             raise CorruptError(
-                f"the file holds {found.dtype} of shape {found.shape} ({found.n_bytes} bytes), .metadata says {dtype} "
-                f"of shape {box.shape} ({n_bytes} bytes)",
+                f"the file holds {array.dtype} of shape {array.shape} ({array.n_bytes} bytes), but .metadata "
+                f"states {dtype} of shape {box.shape} ({n_bytes} bytes)",
                 file=file,
                 key=key,
             )
-        return found.extent.offset
+        return array.extent.offset
 
 
-def _part(store: ReadStore, metadata: DcpMetadata, number: int, begin: int) -> _Part | None:
-    """The safetensors part of a file that begins at a byte; None if there is none."""
+def _read_part(store: ReadStore, metadata: DcpMetadata, number: int, begin: int) -> _SafetensorsPart | None:
+    """Read the safetensors part of a file that begins at a byte; None if there is none."""
     file = metadata.files[number]
     if not looks_like_header(store, file, begin=begin):
         return None
     header = read_header(store, file, begin=begin)
-    return _Part(header, _stated_offsets(header))
+    return _SafetensorsPart(header, _stated_offsets(header))
 
 
 def _stated_offsets(header: Header) -> dict[str, object]:
-    """Key → ``saved_offsets``; {} if the header has none.
+    """Return key → ``saved_offsets``; {} if the header has none.
 
     Raises:
-        CorruptError: they are malformed.
+        CorruptError: the offsets are malformed.
     """
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         return {}
     try:
-        stated: Any = parse_json_object(text.encode(), file=header.file)
-        return {key: info[_OFFSETS] for key, info in stated.items()}
+        infos: Any = parse_json_object(text.encode(), file=header.file)
+        return {key: info[_OFFSETS] for key, info in infos.items()}
     except (CorruptError, TypeError, KeyError) as err:
         raise CorruptError(f"{SHARDING_INFO} is malformed: {err}", file=header.file) from err

@@ -44,8 +44,8 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError,
 from core.formats.dcp import format as dcp
 from core.formats.dcp.items import lay_out_items
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_image, common_of_file, common_state, with_common_state
-from core.formats.mcore.metadata_json import BACKEND_KEY, checked_version, config_image, config_of, names_backend
+from core.formats.mcore.common_state import COMMON_FILE, common_image, common_state, read_common_file, with_common_state
+from core.formats.mcore.metadata_json import BACKEND_KEY, check_version, config_image, config_of, names_backend
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.format import load_object
 
@@ -74,22 +74,23 @@ def sniff(store: ReadStore) -> bool:
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of one iteration's directory.
+    """Read the catalog of one iteration's directory.
 
     Raises:
         CorruptError: ``metadata.json``, ``.metadata`` or the common state is malformed.
-        MissingShardError: one of them, or a file of theirs, is absent.
-        UnsupportedError: another backend or version of it, or as for ``core.formats.dcp.format.read``.
-        UnsafeError: a hostile pickle, or a name outside the directory.
+        MissingShardError: one of them, or a file that they name, is missing.
+        UnsupportedError: the backend or its version is not supported, or as for
+            ``core.formats.dcp.format.read``.
+        UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
-    checked_version(store, backend=_BACKEND)
+    check_version(store, backend=_BACKEND)
     metadata = dcp.metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
     catalog = dcp.catalog_of(metadata, format="torch_dist")
     if store.exists(COMMON_FILE):
-        value, arrays = common_of_file(store)
+        value, arrays = read_common_file(store)
         if has_object:
-            raise CorruptError(f"there are both {COMMON_FILE} and {COMMON_OBJECT}", file=store.label)
+            raise CorruptError(f"both {COMMON_FILE} and {COMMON_OBJECT} exist", file=store.label)
         dialect = "common_pt" if metadata.mcore_data is None else "0.12"
     elif has_object:
         value, arrays = _common_of_object(store, catalog)
@@ -97,7 +98,7 @@ def read(store: ReadStore) -> Catalog:
         dialect = "common_object"
     else:
         raise MissingShardError(
-            f"neither {COMMON_FILE} nor the object {COMMON_OBJECT} is there",
+            f"both {COMMON_FILE} and the object {COMMON_OBJECT} are missing",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
@@ -106,11 +107,11 @@ def read(store: ReadStore) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """What of the catalog makes sense (``core.formats.dcp.format.salvage``), with the common state if readable."""
+    """Read those parts of the catalog that make sense, with the common state if it is readable."""
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
     try:
         if store.exists(COMMON_FILE):
-            value, arrays = common_of_file(store)
+            value, arrays = read_common_file(store)
         elif COMMON_OBJECT in catalog.objects:
             value, arrays = _common_of_object(store, catalog)
         else:
@@ -122,6 +123,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
 
 
 def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
+    """Read the common state from the object that holds it."""
     raw_key = catalog.objects[COMMON_OBJECT].raw_key
     assert raw_key is not None
     stream = catalog.fragments(raw_key)[0].array
@@ -133,7 +135,8 @@ def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mappi
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt, then ``.metadata``.
+    """Return the images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt,
+    ``.metadata``.
 
     Args:
         target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
@@ -141,39 +144,44 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             of ``WriteOptions`` ``max_file_bytes`` and ``separation_hint`` (``apart`` of ``lay_out_items``).
 
     Raises:
-        UnsupportedError: the arrays are no chunks of their tensors, the dialect is not known, or an object for the
-            common state has not been loaded.
+        UnsupportedError: the arrays are not chunks of their tensors, the dialect is unknown, or an
+            object for the common state has not been loaded.
     """
     facts = target.facet(TorchDistFacts) or TorchDistFacts()
     dialect = facts.dialect or "common_pt"
     if dialect not in DIALECTS:
-        raise UnsupportedError(f"the dialect {dialect!r} is not known", hint=f"known: {', '.join(DIALECTS)}")
+        raise UnsupportedError(f"unknown dialect {dialect!r}", hint=f"known: {', '.join(DIALECTS)}")
+    # The common state is a file or, in the newest dialect, an object.
     common = common_state(target)
     objects = [item for item in target.objects.values() if is_sharded_object(item.key)]
-    beside = []
+    common_files = []
     if dialect == "common_object":
         objects.append(StoredObject(COMMON_OBJECT, value=[common]))
     else:
-        beside.append(common_image(target, common))
+        common_files.append(common_image(target, common))
+    # Items, and metadata that is written last.
     layout = lay_out_items(
         target,
         objects,
         max_file_bytes=target.write.max_file_bytes,
         apart=target.write.separation_hint,
     )
-    # The newer dialects have no such attribute, but for facts that a tensor which is written still has.
+    # The newer dialects have this attribute only if a written tensor still has such facts.
     mcore_data = {key: fact for key, fact in (facts.mcore_data or {}).items() if key in target.tensors}
     has_mcore_data = dialect == "0.12" or any(mcore_data.values())
     return (
         *layout.files,
-        config_image(backend=_BACKEND, has_common_file=bool(beside)),
-        *beside,
+        config_image(backend=_BACKEND, has_common_file=bool(common_files)),
+        *common_files,
         dcp.metadata_image(target, layout, planner_data=None, mcore_data=mcore_data if has_mcore_data else None),
     )
 
 
 def _own_folders(store: ReadStore) -> Sequence[str]:
-    """Return no folders beside ``.metadata``; without it, whatever lies there may be what the backend really wrote."""
+    """Return no folders if ``.metadata`` exists.
+
+    Otherwise any folder may be what the backend really wrote.
+    """
     return () if store.exists(dcp.METADATA) else store.folders()
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed says about the run that saved it."""
+"""Facts that a DeepSpeed checkpoint states about the run that saved it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class ZeroFacts:
     """A facet (``core.catalog.facets``) of catalogs that were read from DeepSpeed's files, universal ones included.
 
     Args:
-        stage: of ZeRO, 0 to 3; None where nothing says.
-        dp: number of data-parallel ranks; None where nothing says.
+        stage: stage of ZeRO, 0 to 3; None if it is not stated.
+        dp: number of data-parallel ranks; None if it is not stated.
     """
 
     stage: int | None = None

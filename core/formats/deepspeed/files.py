@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint directory has, told from their names.
+"""The files of a DeepSpeed checkpoint directory, identified by their names.
 
 ::
 
@@ -38,7 +38,7 @@ _LAYER = re.compile(r"layer_\d+-.*model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
 UNIVERSAL_HINT = (
     "make a universal checkpoint of it with deepspeed's ds_to_universal.py, which knows the model's rules; "
-    "that one can be read"
+    "ckpt reads those"
 )
 """For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer files, and AutoEP."""
 _SAVE_AGAIN = (
@@ -53,7 +53,7 @@ experts only by AutoEP's metadata, and opens no ``offloaded_tensors``."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankFiles:
+class ZeroRankFiles:
     """The files of one checkpoint, by data-parallel rank.
 
     Args:
@@ -68,17 +68,17 @@ class RankFiles:
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether DeepSpeed calls one of its files so."""
+    """Return whether a name is one of DeepSpeed's rank files."""
     return any(pattern.match(name) for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _LAYER))
 
 
-def rank_files(store: ReadStore) -> RankFiles:
-    """The files of a directory, complete as far as their names tell.
+def rank_files(store: ReadStore) -> ZeroRankFiles:
+    """Return the files of a directory, complete as far as their names show.
 
     Raises:
-        UnsupportedError: a kind of parallelism or an offload that is not handled.
-        MissingShardError: a rank's file is absent between others, or only optimizer files are there.
-        CorruptError: files of two runs lie side by side.
+        UnsupportedError: a kind of parallelism or an offload is not supported.
+        MissingShardError: a rank's file is missing, or all files but the optimizer's are.
+        CorruptError: the directory holds files of two runs.
     """
     names = store.files()
     _refuse_unsupported(store, names)
@@ -87,31 +87,31 @@ def rank_files(store: ReadStore) -> RankFiles:
     optim: dict[int, str] = {}
     kinds: dict[tuple[str, str], str] = {}
     for name in names:
-        found = _OPTIM.match(name)
-        if found is not None:
-            optim[int(found.group(2))] = name
-            kinds.setdefault((found.group(1), found.group(4)), name)
+        match = _OPTIM.match(name)
+        if match is not None:
+            optim[int(match.group(2))] = name
+            kinds.setdefault((match.group(1), match.group(4)), name)
     if len(kinds) > 1:
-        one, other = list(kinds.values())[:2]
+        first, second = list(kinds.values())[:2]
         raise CorruptError(
-            f"{one} and {other} are of two runs with different settings",
+            f"{first} and {second} come from two runs with different settings",
             file=store.label,
             hint="remove the older files; the time stamps tell which they are",
         )
     if optim and not models and not zero_models:
         raise MissingShardError(
-            "there are optimizer files, but no *_model_states.pt, which names the parameters",
+            "*_model_states.pt, which names the parameters, is missing; there are only optimizer files",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    return RankFiles(models[0] if models else None, _complete(zero_models), _complete(optim))
+    return ZeroRankFiles(models[0] if models else None, _complete(zero_models), _complete(optim))
 
 
 def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
-    """The files by rank.
+    """Return the files by rank.
 
     Raises:
-        MissingShardError: one is absent.
+        MissingShardError: a rank's file is missing.
     """
     for rank in range(len(by_rank)):
         if rank not in by_rank:
@@ -120,13 +120,13 @@ def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
 
 
 def missing_rank(like: str, rank: int) -> MissingShardError:
-    """The error for a rank whose file is absent.
+    """Return the error for a rank whose file is missing.
 
     Args:
         like: name of another rank's file.
     """
     return MissingShardError(
-        f"the file of data-parallel rank {rank} is not there",
+        f"the file of data-parallel rank {rank} is missing",
         file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like),
         hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
     )
@@ -138,18 +138,19 @@ def way_out(*, has_zero_files: bool) -> str:
 
 
 def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
+    """Raise if the files show a kind of parallelism or an offload that is not supported."""
     hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
     for name in names:
         if _EXPERT.match(name):
-            raise UnsupportedError("files of single experts (MoE) are not read", file=name, hint=EXPERTS_HINT)
+            raise UnsupportedError("files of single experts (MoE) are not supported", file=name, hint=EXPERTS_HINT)
     for name in names:
         if _LAYER.match(name):
-            raise UnsupportedError("files of pipeline stages are not read", file=name, hint=hint)
-        found = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
-        if found is None:
+            raise UnsupportedError("files of pipeline stages are not supported", file=name, hint=hint)
+        match = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
+        if match is None:
             continue
         mp_rank = (
-            found.group(1) if found.re is _MODEL else found.group(2) if found.re is _ZERO_MODEL else found.group(3)
+            match.group(1) if match.re is _MODEL else match.group(2) if match.re is _ZERO_MODEL else match.group(3)
         )
         if int(mp_rank) != 0:
             raise UnsupportedError(
@@ -159,5 +160,5 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
             )
     if _OFFLOADED in store.folders():
         raise UnsupportedError(
-            "optimizer states that were offloaded to NVMe are not read", file=_OFFLOADED, hint=SAVE_AGAIN_HINT
+            "optimizer states that were offloaded to NVMe are not supported", file=_OFFLOADED, hint=SAVE_AGAIN_HINT
         )

@@ -38,20 +38,20 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError, MissingShardError
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import is_rank_file, missing_rank, rank_files
-from core.formats.deepspeed.model_states import iteration_of, model_states, version_of
+from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
 from core.formats.deepspeed.moments import states_by_parameter
-from core.formats.deepspeed.optim_states import optim_states
+from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
-from core.formats.deepspeed.pieces import held_in_groups, held_whole
+from core.formats.deepspeed.pieces import tensor_in_groups, tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
-from core.formats.deepspeed.tree import OPTIMIZER, assembled, group_trees, spread, tree_of
-from core.formats.deepspeed.weights import buffers, frozen, unlisted, with_shared
+from core.formats.deepspeed.tree import OPTIMIZER, assemble_catalog, group_trees, spread, tree_of
+from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
 from core.formats.format import Format, no_folders
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
     from core.files.store import ReadStore
-    from core.formats.deepspeed.files import RankFiles
+    from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates
     from core.formats.deepspeed.optim_states import OptimStates
     from core.formats.deepspeed.partition import Partition
@@ -60,171 +60,185 @@ _UNIVERSAL = "zero"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory holds files of DeepSpeed's ranks, and is no universal checkpoint."""
+    """Return whether the directory holds files of DeepSpeed's ranks, and is not a universal
+    checkpoint.
+    """
     if store.entry is not None or not any(map(is_rank_file, store.files())):
         return False
     return not any(store.exists(f"{_UNIVERSAL}/{name}/fp32.pt") for name in store.folders(_UNIVERSAL))
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of a ``global_stepN`` directory.
+    """Read the catalog of a ``global_stepN`` directory.
 
     Raises:
-        MissingShardError: a rank's file is absent.
+        MissingShardError: a rank's file is missing.
         CorruptError: files contradict themselves or each other.
-        UnsupportedError: a kind of parallelism or a version that is not handled.
-        UnsafeError: a hostile pickle.
+        UnsupportedError: a kind of parallelism or the version is not supported.
+        UnsafeError: a pickle is hostile.
     """
     files = rank_files(store)
-    optim = [optim_states(read_state_file(store, name)) for name in files.optim]
+    optim = [parse_optim_states(read_state_file(store, name)) for name in files.optim]
     if not optim:
         return _read_unpartitioned(store, files)
     _check_ranks(optim, files)
     if optim[0].stage == 3:
         if len(files.zero_model) < len(optim):
             raise missing_rank("zero_pp_rank_0_mp_rank_00_model_states.pt", len(files.zero_model))
-        models = [model_states(read_state_file(store, name)) for name in files.zero_model]
+        models = [parse_model_states(read_state_file(store, name)) for name in files.zero_model]
         return _read_partitioned(store, models, optim)
     if files.model is None:
         raise MissingShardError(
-            f"the model file of ZeRO-{optim[0].stage} is not there",
+            f"the model file of ZeRO-{optim[0].stage} is missing",
             file="mp_rank_00_model_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
-    return _read_partitioned(store, [model_states(read_state_file(store, files.model))], optim)
+    return _read_partitioned(store, [parse_model_states(read_state_file(store, files.model))], optim)
 
 
-def _check_ranks(optim: Sequence[OptimStates], files: RankFiles) -> None:
-    """The optimizer's files are all there, and of one run."""
-    n_ranks = max(found.n_ranks for found in optim)
+def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
+    """Check that the optimizer's files are complete, and of one run."""
+    n_ranks = max(rank_optim.n_ranks for rank_optim in optim)
     if len(optim) < n_ranks:
         raise missing_rank(files.optim[0], len(optim))
     head = optim[0]
-    for rank, found in enumerate(optim):
-        file = found.state.file
-        if found.n_ranks != len(optim):
+    for rank, rank_optim in enumerate(optim):
+        file = rank_optim.state.file
+        if rank_optim.n_ranks != len(optim):
             raise CorruptError(
-                f"the file says that there are {found.n_ranks} ranks, but there are files of {len(optim)}",
+                f"the file states {rank_optim.n_ranks} ranks, but there are files of {len(optim)}",
                 file=file,
                 rank=str(rank),
                 hint="remove files that an older run with more ranks left behind",
             )
-        if found.stage != head.stage:
+        if rank_optim.stage != head.stage:
             raise CorruptError(
-                f"the file is of ZeRO-{found.stage}, that of rank 0 of ZeRO-{head.stage}", file=file, rank=str(rank)
+                f"the file is from ZeRO-{rank_optim.stage}, but that of rank 0 from ZeRO-{head.stage}",
+                file=file,
+                rank=str(rank),
             )
-        if len(found.fp32) != len(head.fp32):
+        if len(rank_optim.fp32) != len(head.fp32):
             raise CorruptError(
-                f"the file has {len(found.fp32)} flat groups, that of rank 0 {len(head.fp32)}",
+                f"the file has {len(rank_optim.fp32)} flat groups, but that of rank 0 {len(head.fp32)}",
                 file=file,
                 rank=str(rank),
             )
     if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
-            f"there are {len(files.zero_model)} files of model states for {len(optim)} of optimizer states",
+            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of optimizer states",
             file=files.zero_model[-1],
             hint="remove files that an older run with more ranks left behind",
         )
 
 
 def _read_partitioned(store: ReadStore, models: Sequence[ModelStates], optim: Sequence[OptimStates]) -> Catalog:
-    """The catalog of ZeRO-1, 2 or 3."""
+    """Return the catalog of ZeRO-1, 2 or 3."""
     head, model = optim[0], models[0]
     if model.groups is None:
         raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
-            raise other.state.corrupt(f"its param_shapes are not those of {model.state.file}")
-    sizes = [[array.shape[0] for array in found.fp32] for found in optim]
-    partition: Partition
-    try:
-        if head.stage == 3:
-            partition = cut_parameters(model.groups, sizes)
-        else:
-            _check_groups(model, head)
-            cut = cut_groups(model.groups, sizes, alignment=head.alignment)
-            _check_slices(cut, optim)
-            partition = cut
-    except CorruptError as err:
-        err.file = err.file or model.state.file
-        raise
+            raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
+    partition = _partition(model, optim)
+
+    # The weights: masters in the flat groups, and what only the model files hold.
     shapes = {name: shape for group in model.groups for name, shape in group.items()}
     weights = buffers(model) | frozen(models, head.stage)
-    flat = [found.fp32 for found in optim]
-    weights |= {name: held_in_groups(partition, name, shape, flat) for name, shape in shapes.items()}
-    notes: list[str] = []
-    dropped: list[str] = []
-    weights |= unlisted(model, weights, head.stage, notes, dropped)
-    weights, aliases = with_shared(model, weights)
+    flat = [rank_optim.fp32 for rank_optim in optim]
+    weights |= {name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()}
+    unlisted = unlisted_weights(model, weights, head.stage)
+    weights, aliases = with_shared(model, weights | unlisted.tensors)
+    notes = list(unlisted.notes)
     if head.stage < 3:
         notes.append(
             "the model file's copies of the weights are not carried; they are rounded from the optimizer's masters"
         )
-    states = states_by_parameter(store, partition, shapes, optim, dropped)
+
+    # The optimizer's states and settings by parameter.
+    by_parameter = states_by_parameter(store, partition, shapes, optim)
     names_of = {number: list(group) for number, group in enumerate(model.groups)}
     tree = tree_of(
         weights=weights,
-        states={name: found for name, found in states.items() if found},
+        states=by_parameter.states,
         groups=group_trees(head.param_groups, names_of if len(model.groups) == len(head.fp32) else {}),
         optimizer=head.beside,
         beside=model.beside,
     )
-    catalog = assembled(tree, format="deepspeed", version=version_of(model), files=[model.state, head.state])
+    catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=[model.state, head.state])
     return replace(
-        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes), dropped=tuple(dropped)
+        catalog,
+        iteration=iteration_of(model),
+        aliases=aliases,
+        notes=tuple(notes),
+        dropped=(*unlisted.dropped, *by_parameter.dropped),
     ).with_facet(ZeroFacts(head.stage, len(optim)))
 
 
-def _check_groups(model: ModelStates, head: OptimStates) -> None:
+def _partition(model: ModelStates, optim: Sequence[OptimStates]) -> Partition:
+    """Return the positions of the parameters, after checking them against the files.
+
+    Raises:
+        CorruptError: shapes, sizes and positions contradict each other.
+    """
     assert model.groups is not None
-    if len(model.groups) != len(head.fp32):
-        raise model.state.corrupt(
-            f"param_shapes has {len(model.groups)} groups, the optimizer's files have {len(head.fp32)}"
-        )
+    sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
+    try:
+        if optim[0].stage == 3:
+            return cut_parameters(model.groups, sizes)
+        if len(model.groups) != len(optim[0].fp32):
+            raise model.state.corrupt(
+                f"param_shapes has {len(model.groups)} groups, but the optimizer's files have {len(optim[0].fp32)}"
+            )
+        partition = cut_groups(model.groups, sizes, alignment=optim[0].alignment)
+        _check_slices(partition, optim)
+    except CorruptError as err:
+        err.file = err.file or model.state.file
+        raise
+    return partition
 
 
 def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
-    """What every file says of the parameters in it is what the shapes and sizes say.
+    """Check that every file's positions of parameters agree with shapes and sizes.
 
     Raises:
-        CorruptError: names the first parameter that is elsewhere.
+        CorruptError: names the first parameter at another position.
     """
-    if any(found.slices is None for found in optim):
+    if any(rank_optim.slices is None for rank_optim in optim):
         return
-    wanted: dict[tuple[int, int, str], tuple[int, int]] = {}
+    expected: dict[tuple[int, int, str], tuple[int, int]] = {}
     for name in cut.first:
         for run in cut.runs(name):
-            wanted[run.rank, run.group, name] = (run.at, run.n)
-    for rank, found in enumerate(optim):
-        for group, slices in enumerate(found.slices or ()):
-            for name, place in slices.items():
-                here = wanted.pop((rank, group, name), None)
-                if place != here and not (here is None and place[1] == 0):
-                    raise found.state.corrupt(
-                        f"param_slice_mappings say (start, elements) {place}, but by the shapes before it in its group "
-                        f"it is {here}",
+            expected[run.rank, run.group, name] = (run.at, run.n)
+    for rank, rank_optim in enumerate(optim):
+        for group, slices in enumerate(rank_optim.slices or ()):
+            for name, stated in slices.items():
+                position = expected.pop((rank, group, name), None)
+                if stated != position and not (position is None and stated[1] == 0):
+                    raise rank_optim.state.corrupt(
+                        f"param_slice_mappings state (start, elements) {stated}, but by the shapes before it in its "
+                        f"group it is {position}",
                         key=name,
                     )
-    for rank, group, name in wanted:
+    for rank, group, name in expected:
         raise optim[rank].state.corrupt(
-            f"param_slice_mappings do not list the parameter, which this rank's part of group {group} holds", key=name
+            f"param_slice_mappings lack the parameter, which is in this rank's part of group {group}", key=name
         )
 
 
-def _read_unpartitioned(store: ReadStore, files: RankFiles) -> Catalog:
-    """The catalog of ZeRO-0: the module as stored, and the optimizer by numbers."""
+def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
+    """Read the catalog of ZeRO-0: the module as stored, and the optimizer by numbers."""
     name = files.model or files.zero_model[0]
-    model = model_states(read_state_file(store, name), has_zero_files=False)
+    model = parse_model_states(read_state_file(store, name), has_zero_files=False)
     if model.groups is not None:
         raise MissingShardError(
-            "the optimizer's files are not there, which hold the fp32 weights",
+            "the optimizer's files, which hold the fp32 weights, are missing",
             file=f"*{name.replace('model_states', 'optim_states')}" if files.model is None else
             "*zero_pp_rank_0_mp_rank_00_optim_states.pt",
             hint="copy the checkpoint again, with all its files",
         )  # fmt: skip
     if files.model is None:
         raise model.state.corrupt("a file of ZeRO-3 without param_shapes")
-    weights = {key: held_whole(array) for key, array in model.module.items()}
+    weights = {key: tensor_of_array(array) for key, array in model.module.items()}
     weights, aliases = with_shared(model, weights)
     tree = tree_of(weights=weights, states={}, groups=[], optimizer={}, beside=model.beside)
     optimizer = model.state.root.get(OPTIMIZER)
@@ -232,10 +246,10 @@ def _read_unpartitioned(store: ReadStore, files: RankFiles) -> Catalog:
     if optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)
         notes.append(
-            "ZeRO-0 numbers the optimizer's parameters and does not say their names; its state keeps the numbers"
+            "ZeRO-0 stores numbers instead of names for the optimizer's parameters; its state keeps the numbers"
         )
     dp = model.state.root.get("dp_world_size")
-    catalog = assembled(tree, format="deepspeed", version=version_of(model), files=[model.state])
+    catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=[model.state])
     return replace(catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)).with_facet(
         ZeroFacts(0, dp if type(dp) is int else 1)
     )

@@ -1,4 +1,4 @@
-"""What a ``*_model_states.pt`` file of DeepSpeed says.
+"""The content of a ``*_model_states.pt`` file of DeepSpeed.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``, ``_get_zero_param_shapes``,
 ``_get_shared_params``); ``checkpoint/constants.py``.
@@ -30,9 +30,9 @@ class ModelStates:
         buffers: names of the buffers among them.
         groups: the optimizer's parameters by group, or None without ZeRO.
         frozen: parameters that are not trained, with their shapes.
-        fragments: what this file holds of each frozen parameter.
-        shared: name → the name of the parameter that it is.
-        beside: every other entry.
+        fragments: this file's part of each frozen parameter.
+        shared: name → name of the parameter that it shares.
+        beside: all other entries.
     """
 
     state: StateFile
@@ -52,12 +52,12 @@ CONSUMED_MODEL = frozenset({
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
-def model_states(state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True) -> ModelStates:
-    """The content of a ``*_model_states.pt`` file.
+def parse_model_states(state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True) -> ModelStates:
+    """Parse the content of a ``*_model_states.pt`` file.
 
     Args:
-        is_universal: it lies in a universal checkpoint, which is free of model parallelism.
-        has_zero_files: there are optimizer files of ZeRO with it.
+        is_universal: whether it belongs to a universal checkpoint, which has no model parallelism.
+        has_zero_files: whether there are optimizer files of ZeRO.
 
     Raises:
         CorruptError: an entry is missing or of another type.
@@ -65,21 +65,17 @@ def model_states(state: StateFile, *, is_universal: bool = False, has_zero_files
     """
     root = state.root
     if "module" not in root:
-        raise state.corrupt("the entry 'module' is missing; this is no file of model states")
+        raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
         _refuse_parallel(state, has_zero_files=has_zero_files)
+    # Parameters and buffers of the module.
     module = {}
     for name, value in (as_mapping(root["module"]) or {}).items():
         if isinstance(value, TensorLeaf):
             module[state.name(name, "module")] = state.arrays[value.key]
     buffers = [state.name(name, "buffer_names") for name in state.items(root.get("buffer_names") or [], "buffer_names")]
-    found = root.get("param_shapes")
-    if found is not None and as_mapping(found) is not None:
-        found = [found]
-    groups = None if found is None else [
-        state.shapes(shapes, f"param_shapes[{number}]")
-        for number, shapes in enumerate(state.items(found, "param_shapes"))
-    ]  # fmt: skip
+    # Shapes of trained parameters; shapes and parts of frozen ones; names of shared ones.
+    groups = _param_shapes(state)
     frozen = state.shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes")
     fragments = {
         state.name(name, "frozen_param_fragments"): state.tensor(value, f"frozen_param_fragments.{name}")
@@ -89,16 +85,28 @@ def model_states(state: StateFile, *, is_universal: bool = False, has_zero_files
         state.name(name, "shared_params"): state.name(owner, f"shared_params.{name}")
         for name, owner in state.mapping(root.get("shared_params") or {}, "shared_params").items()
     }
-    beside = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
-    return ModelStates(state, module, buffers, groups, frozen, fragments, shared, beside)
+    other_entries = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
+    return ModelStates(state, module, buffers, groups, frozen, fragments, shared, other_entries)
+
+
+def _param_shapes(state: StateFile) -> list[Shapes] | None:
+    """Return the optimizer's parameters and their shapes by group; None without ZeRO."""
+    groups = state.root.get("param_shapes")
+    if groups is None:
+        return None
+    if as_mapping(groups) is not None:  # one group, in files of old versions
+        groups = [groups]
+    listed = state.items(groups, "param_shapes")
+    return [state.shapes(shapes, f"param_shapes[{number}]") for number, shapes in enumerate(listed)]
 
 
 def _refuse_parallel(state: StateFile, *, has_zero_files: bool) -> None:
+    """Raise if the file is one of several model-parallel ranks, or has cut experts."""
     degrees = as_mapping(state.root.get("checkpoint_parallel_dimensions")) or {}
-    for name, what in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
+    for name, kind in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
         if isinstance(degrees.get(name), int) and degrees[name] != 1:
             raise UnsupportedError(
-                f"saved with {what} parallelism of {degrees[name]}, whose pieces depend on the model",
+                f"saved with {kind} parallelism of {degrees[name]}, whose pieces depend on the model",
                 file=state.file,
                 hint=way_out(has_zero_files=has_zero_files),
             )
@@ -111,16 +119,16 @@ def _refuse_parallel(state: StateFile, *, has_zero_files: bool) -> None:
         )
     if any(state.root.get(name) for name in _AUTOEP):
         raise UnsupportedError(
-            "experts that are cut among ranks (AutoEP) are not read",
+            "experts that are cut among ranks (AutoEP) are not supported",
             file=state.file,
             hint=way_out(has_zero_files=has_zero_files),
         )
 
 
 def version_of(model: ModelStates) -> str | None:
-    """DeepSpeed's version, as the model file states it."""
-    found = model.beside.get("ds_version")
-    return found if isinstance(found, str) else None
+    """Return DeepSpeed's version, as the model file states it; None if it does not."""
+    version = model.beside.get("ds_version")
+    return version if isinstance(version, str) else None
 
 
 def iteration_of(model: ModelStates) -> int | None:

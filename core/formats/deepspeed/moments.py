@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter: out of flat groups that all ranks share.
+"""The optimizer's state by parameter, taken from the flat groups of all ranks.
 
 An optimizer that ZeRO wraps has one flat parameter per group, so that every state of it is flat too (``exp_avg``), or
 one for the whole group (``step``), which then is that of each parameter.
@@ -7,12 +7,13 @@ one for the whole group (``step``), which then is that of each parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
 from core.errors import ReplicaMismatchError
-from core.formats.deepspeed.pieces import held_in_groups, held_whole
-from core.formats.deepspeed.tree import Whole
+from core.formats.deepspeed.pieces import tensor_in_groups, tensor_of_array
+from core.formats.deepspeed.tree import WholeObject
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -23,95 +24,111 @@ if TYPE_CHECKING:
 STEP = "step"
 
 
-def states_by_parameter(
-    store: ReadStore,
-    partition: Partition,
-    shapes: Mapping[str, Shape],
-    optim: Sequence[OptimStates],
-    dropped: list[str],
-) -> dict[str, dict[str, object]]:
-    """Parameter → state name → ``Held`` or ``Whole``; parameters without state are left out.
+@dataclass(frozen=True, slots=True)
+class StatesByParameter:
+    """The optimizer's states.
 
     Args:
-        shapes: of the parameters that the flat groups hold.
+        states: parameter → state name → ``UnkeyedTensor`` or ``WholeObject``; parameters without state
+            are left out.
+        dropped: states that cannot be divided among parameters.
+    """
+
+    states: dict[str, dict[str, object]]
+    dropped: list[str]
+
+
+def states_by_parameter(
+    store: ReadStore, partition: Partition, shapes: Mapping[str, Shape], optim: Sequence[OptimStates]
+) -> StatesByParameter:
+    """Return the optimizer's states by parameter.
+
+    Args:
+        shapes: shapes of the parameters in the flat groups.
         optim: the files, by rank.
-        dropped: takes what cannot be told by parameter.
 
     Raises:
         CorruptError: the ranks have different states, or one is too short.
         ReplicaMismatchError: a scalar differs between ranks.
     """
+    # A state is flat, or one value for its group; others belong to no parameter.
     kinds = [
-        {state: _kind(store, optim, group, state) for state in _state_names(optim, group)}
+        {state: _state_kind(store, optim, group, state) for state in _state_names(optim, group)}
         for group in range(len(optim[0].fp32))
     ]
-    for group, found in enumerate(kinds):
-        dropped += [
-            f"optimizer state {state!r} of flat group {group} (neither one value nor as long as the group)"
-            for state, kind in found.items()
-            if kind is None
-        ]
-    flat = {state: _flat(optim, state) for state in dict.fromkeys(state for found in kinds for state in found)}
-    made: dict[str, dict[str, object]] = {}
+    dropped = [
+        f"optimizer state {state!r} of flat group {group} (neither one value nor as long as the group)"
+        for group, group_kinds in enumerate(kinds)
+        for state, kind in group_kinds.items()
+        if kind is None
+    ]
+
+    # A parameter has the states that all its groups have.
+    flat = {state: _flat_arrays(optim, state) for group_kinds in kinds for state in group_kinds}
+    states: dict[str, dict[str, object]] = {}
     for name, shape in shapes.items():
         groups = partition.groups_of(name)
         for state, kind in kinds[groups[0]].items() if groups else ():
             if kind is None or any(kinds[group].get(state) is None for group in groups):
                 continue
-            below = made.setdefault(name, {})
-            below[state] = held_in_groups(partition, name, shape, flat[state]) if kind == _FLAT else kind
-    return made
+            entry = tensor_in_groups(partition, name, shape, flat[state]) if kind == _FLAT else kind
+            states.setdefault(name, {})[state] = entry
+    return StatesByParameter(states, dropped)
 
 
 _FLAT = "flat"
 
 
 def _state_names(optim: Sequence[OptimStates], group: int) -> list[str]:
-    """Names of the states of a flat group, which all ranks have."""
+    """Return the names of the states of a flat group, which must be equal on all ranks."""
     names = list(optim[0].states[group])
-    for rank, found in enumerate(optim):
-        if set(found.states[group]) != set(names):
-            raise found.state.corrupt(
-                f"rank {rank} has states {sorted(found.states[group])} of flat group {group}, rank 0 {sorted(names)}"
+    for rank, rank_states in enumerate(optim):
+        if set(rank_states.states[group]) != set(names):
+            raise rank_states.state.corrupt(
+                f"rank {rank} has states {sorted(rank_states.states[group])} of flat group {group}, "
+                f"but rank 0 has {sorted(names)}"
             )
     return names
 
 
-def _kind(store: ReadStore, optim: Sequence[OptimStates], group: int, state: str) -> object:
-    """``_FLAT``, or the ``Held`` or ``Whole`` that every parameter of the group has; None if it is neither."""
-    found = [rank.states[group][state] for rank in optim]
-    arrays = [item for item in found if isinstance(item, StoredArray)]
+def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, state: str) -> object:
+    """Return ``_FLAT``, or the entry that every parameter of the group gets; None if it is neither."""
+    values = [rank.states[group][state] for rank in optim]
+    arrays = [item for item in values if isinstance(item, StoredArray)]
     if not arrays:
-        return Whole(found[0])
-    if len(arrays) < len(found):
+        return WholeObject(values[0])
+    if len(arrays) < len(values):
         return None
     if all(array.shape == () or (state == STEP and array.shape == (1,)) for array in arrays):
         _check_equal(store, arrays, state)
-        return held_whole(arrays[0])
+        return tensor_of_array(arrays[0])
     if any(len(array.shape) != 1 or array.extent.strides is not None for array in arrays):
         return None
     for rank, array in zip(optim, arrays, strict=True):
         n = rank.fp32[group].shape[0]
         if array.shape[0] < n:
             raise rank.state.corrupt(
-                f"state {state!r} of flat group {group} has {array.shape[0]} elements, its weights have {n}"
+                f"state {state!r} of flat group {group} has {array.shape[0]} elements, but its weights have {n}"
             )
     return _FLAT
 
 
-def _flat(optim: Sequence[OptimStates], state: str) -> list[list[StoredArray]]:
-    """Rank → flat group → array of that state; where a group does not have it, the array of its weights."""
-    made = []
+def _flat_arrays(optim: Sequence[OptimStates], state: str) -> list[list[StoredArray]]:
+    """Return rank → flat group → array of that state.
+
+    For a group without it, the array of its weights.
+    """
+    arrays = []
     for rank in optim:
-        found = (states.get(state) for states in rank.states)
-        made.append([
-            array if isinstance(array, StoredArray) else fp32 for array, fp32 in zip(found, rank.fp32, strict=True)
+        values = (states.get(state) for states in rank.states)
+        arrays.append([
+            array if isinstance(array, StoredArray) else fp32 for array, fp32 in zip(values, rank.fp32, strict=True)
         ])  # fmt: skip
-    return made
+    return arrays
 
 
 def _check_equal(store: ReadStore, arrays: Sequence[StoredArray], state: str) -> None:
-    """A scalar is the same on every rank."""
+    """Raise unless a scalar is the same on every rank."""
     first = None
     for rank, array in enumerate(arrays):
         data = store.read(array.extent.file, array.extent.offset, array.n_bytes)

@@ -1,4 +1,4 @@
-"""What a ``*_optim_states.pt`` file of DeepSpeed says.
+"""The content of a ``*_optim_states.pt`` file of DeepSpeed.
 
 ::
 
@@ -40,14 +40,15 @@ class OptimStates:
 
     Args:
         state: the file.
-        stage: of ZeRO; 1 to 3.
-        n_ranks: how many such files there are, as this one says.
+        stage: stage of ZeRO, 1 to 3.
+        n_ranks: number of such files, as this one states it.
         fp32: the flat groups of the master weights.
         states: per flat group, state name → tensor or value; {} for a group that was never stepped.
         param_groups: the settings of the optimizer's groups, as stored.
-        slices: per group, parameter name → (first element in this rank's part, elements), where the file says it.
-        alignment: per group, the padding behind each parameter, where the file says it.
-        beside: every other entry of the optimizer's state.
+        slices: per group, parameter name → (first element in this rank's part, number of
+            elements); None if it is not stated.
+        alignment: per group, the padding after each parameter, in elements; None if it is not stated.
+        beside: all other entries of the optimizer's state.
     """
 
     state: StateFile
@@ -68,15 +69,15 @@ CONSUMED_OPTIM = frozenset({
 """Entries of the optimizer's state that are facts about the partition, or are read."""
 
 
-def optim_states(state: StateFile) -> OptimStates:
-    """The content of a ``*_optim_states.pt`` file.
+def parse_optim_states(state: StateFile) -> OptimStates:
+    """Parse the content of a ``*_optim_states.pt`` file.
 
     Raises:
         CorruptError: an entry is missing, of another type, or contradicts another one.
         UnsupportedError: groups are cut among different numbers of ranks (experts).
     """
     if OPTIMIZER_STATE not in state.root:
-        raise state.corrupt(f"the entry {OPTIMIZER_STATE!r} is missing; this is no file of optimizer states")
+        raise state.corrupt(f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states")
     root = state.mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
     stage = _stage(state, root)
     flat_name, base_name = (FLAT_3, OPTIMIZER_STATE) if stage == 3 else (FLAT_12, BASE_STATE)
@@ -99,7 +100,7 @@ def optim_states(state: StateFile) -> OptimStates:
 
 
 def _stage(state: StateFile, root: Mapping[object, object]) -> int:
-    """The stage; a file of ``BF16_Optimizer`` (ZeRO-1) does not state it."""
+    """Return the stage of ZeRO; a file of ``BF16_Optimizer`` (ZeRO-1) does not state it."""
     stage = enum_number(root.get("zero_stage"))
     if stage is None:
         if "zero_stage" in root and root["zero_stage"] is not None:
@@ -111,18 +112,19 @@ def _stage(state: StateFile, root: Mapping[object, object]) -> int:
 
 
 def enum_number(value: object) -> int | None:
-    """The number of a stage, which is stored as an int or as a ``ZeroStageEnum``."""
+    """Return the number of a stage, which is stored as an int or as a ``ZeroStageEnum``."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     return value if type(value) is int else None
 
 
 def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
+    """Return the number of ranks among which the groups are cut."""
     if "partition_count" not in root:
         raise state.corrupt(f"{OPTIMIZER_STATE}.partition_count is missing")
-    found = root["partition_count"]
+    stated = root["partition_count"]
     counts = [
-        state.number(count, "partition_count") for count in (found if isinstance(found, (list, tuple)) else [found])
+        state.number(count, "partition_count") for count in (stated if isinstance(stated, (list, tuple)) else [stated])
     ]
     for partition in state.items(root.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"):
         count = (as_mapping(partition) or {}).get("partition_count")
@@ -139,20 +141,23 @@ def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
 
 
 def _base_state(
-    state: StateFile, found: object, path: str, n_groups: int
+    state: StateFile, base: object, path: str, n_groups: int
 ) -> tuple[list[Mapping[str, object]], list[Mapping[object, object]]]:
-    """(states of each flat group, settings of the groups) of the optimizer that ZeRO wraps."""
+    """Return the states of each flat group, and the settings of the groups, of the wrapped
+    optimizer.
+    """
     empty: list[Mapping[str, object]] = [{} for _ in range(n_groups)]
-    if found is None:  # tools that shrink checkpoints take it out
+    if base is None:  # tools that shrink checkpoints remove it
         return empty, []
-    if isinstance(found, (list, tuple)):  # an elastic checkpoint
-        by_number: Mapping[object, object] = dict(enumerate(found))
+    if isinstance(base, (list, tuple)):  # an elastic checkpoint
+        by_number: Mapping[object, object] = dict(enumerate(base))
         param_groups: list[Mapping[object, object]] = []
     else:
-        root = state.mapping(found, path)
+        root = state.mapping(base, path)
         by_number = state.mapping(root.get("state") or {}, f"{path}.state")
         listed = state.items(root.get("param_groups") or [], f"{path}.param_groups")
         param_groups = [state.mapping(group, f"{path}.param_groups") for group in listed]
+    # Each flat group has one entry of states.
     for number in by_number:
         if type(number) is not int or not 0 <= number < n_groups:
             raise state.corrupt(f"{path}.state has an entry {shown(number)}, but there are {n_groups} flat groups")
@@ -166,31 +171,36 @@ def _base_state(
     return states, param_groups
 
 
-def _slices(state: StateFile, found: object, n_groups: int) -> list[Mapping[str, tuple[int, int]]] | None:
-    if found is None:
+def _slices(state: StateFile, stated: object, n_groups: int) -> list[Mapping[str, tuple[int, int]]] | None:
+    """Return the positions of parameters in this rank's part of each group.
+
+    None if they are not stated.
+    """
+    if stated is None:
         return None
-    listed = state.items(found, SLICES)
+    listed = state.items(stated, SLICES)
     if len(listed) != n_groups:
-        raise state.corrupt(f"{SLICES} has {len(listed)} groups, there are {n_groups} flat ones")
+        raise state.corrupt(f"{SLICES} has {len(listed)} groups, but there are {n_groups} flat ones")
     slices: list[Mapping[str, tuple[int, int]]] = []
     for group in listed:
-        made = {}
+        group_slices = {}
         for name, address in state.mapping(group, SLICES).items():
             name = state.name(name, SLICES)
             fields = attributes(address) or as_mapping(address) or {}
             start = state.number(fields.get("start"), f"{SLICES}.{name}.start")
-            made[name] = (start, state.number(fields.get("numel"), f"{SLICES}.{name}.numel"))
-        slices.append(made)
+            group_slices[name] = (start, state.number(fields.get("numel"), f"{SLICES}.{name}.numel"))
+        slices.append(group_slices)
     return slices
 
 
-def _alignment(state: StateFile, found: object, n_groups: int) -> list[list[int]] | None:
+def _alignment(state: StateFile, stated: object, n_groups: int) -> list[list[int]] | None:
+    """Return the padding after each parameter of each group; None if it is not stated."""
     path = "param_alignment_paddings"
-    if found is None:
+    if stated is None:
         return None
     listed = [
-        [state.number(n, path) for n in state.items(group, path)] for group in state.items(found, path)
+        [state.number(n, path) for n in state.items(group, path)] for group in state.items(stated, path)
     ]  # fmt: skip
     if len(listed) != n_groups:
-        raise state.corrupt(f"{path} has {len(listed)} groups, there are {n_groups} flat ones")
+        raise state.corrupt(f"{path} has {len(listed)} groups, but there are {n_groups} flat ones")
     return listed

@@ -1,4 +1,4 @@
-"""How ZeRO cuts parameters among data-parallel ranks: pure integers.
+"""ZeRO's partition of parameters among data-parallel ranks: pure integers.
 
 ZeRO-1 and 2. Per group, the parameters one after the other, then cut into equal parts, the last ones padded::
 
@@ -32,8 +32,10 @@ Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements [start, start + n) of a parameter lie from element ``at`` on in flat group ``group`` of ``rank``."""
+class PartitionRun:
+    """Elements [start, start + n) of a parameter, at element ``at`` of flat group ``group`` of
+    ``rank``.
+    """
 
     rank: int
     group: int
@@ -43,13 +45,13 @@ class Run:
 
 
 class Partition(Protocol):
-    """Where every parameter lies."""
+    """The positions of all parameters."""
 
-    def runs(self, name: str) -> Iterator[Run]:
-        """The parts of a parameter, in the order of its elements."""
+    def runs(self, name: str) -> Iterator[PartitionRun]:
+        """Return the parts of a parameter, in the order of its elements."""
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """The flat groups that hold a parameter."""
+        """Return the flat groups that hold a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +68,35 @@ class CutGroups:
     first: Mapping[str, tuple[int, int]]
     starts: Sequence[Sequence[int]]
 
-    def runs(self, name: str) -> Iterator[Run]:
-        """See Partition."""
-        group, begin = self.first[name]
-        end = begin + prod(self.groups[group][name])
+    def runs(self, name: str) -> Iterator[PartitionRun]:
+        """Yield the parts of a parameter, in the order of its elements."""
+        group, first_element = self.first[name]
+        end = first_element + prod(self.groups[group][name])
         starts = self.starts[group]
-        rank = max(bisect_right(starts, begin) - 1, 0)
-        at = begin
-        while at < end:
+        rank = max(bisect_right(starts, first_element) - 1, 0)
+        position = first_element
+        while position < end:
             stop = min(end, starts[rank + 1])
-            if stop > at:
-                yield Run(rank, group, at - starts[rank], at - begin, stop - at)
-                at = stop
+            if stop > position:
+                yield PartitionRun(rank, group, position - starts[rank], position - first_element, stop - position)
+                position = stop
             rank += 1
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """See Partition."""
+        """Return the flat group that holds a parameter."""
         return (self.first[name][0],)
 
 
 def cut_groups(
     groups: Sequence[Shapes], sizes: Sequence[Sequence[int]], *, alignment: Sequence[Sequence[int]] | None
 ) -> CutGroups:
-    """The partition of ZeRO-1 and 2.
+    """Return the partition of ZeRO-1 and 2.
 
     Args:
         groups: the parameters of each group.
-        sizes: per rank, the elements of each group that it holds, padding at the end left out or not.
-        alignment: per group, the padding behind each parameter, in elements; None for none.
+        sizes: per rank, the number of elements of each group that it holds, with or without the
+            padding at the end.
+        alignment: per group, the padding after each parameter, in elements; None for none.
 
     Raises:
         CorruptError: the sizes do not add up.
@@ -106,6 +109,7 @@ def cut_groups(
         gaps = [0] * len(shapes) if alignment is None else alignment[group]
         if len(gaps) != len(shapes):
             raise CorruptError(f"group {group} has {len(shapes)} parameters, but {len(gaps)} alignment paddings")
+        # Parameters follow each other, with paddings between them.
         last = offset
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             if name in first:
@@ -114,15 +118,16 @@ def cut_groups(
             offset += prod(shape)
             last = offset
             offset += gap
-        held = [0, *accumulate(rank[group] for rank in sizes)]
-        starts.append(held)
+        # The ranks' parts must add up to the group.
+        rank_starts = [0, *accumulate(rank[group] for rank in sizes)]
+        starts.append(rank_starts)
         # DeepSpeed pads to multiples of 2 × ranks, and strips some of it, in ways that depend on its version.
         step = 2 * n_ranks
-        if held[-1] < last or -(-offset // step) != -(-held[-1] // step):
+        if rank_starts[-1] < last or -(-offset // step) != -(-rank_starts[-1] // step):
             raise CorruptError(
-                f"the {len(shapes)} parameters of group {group} need {offset} elements, its parts on {n_ranks} ranks "
-                f"have {held[-1]}",
-                hint="files of different checkpoints were mixed, or one is of another run",
+                f"the {len(shapes)} parameters of group {group} need {offset} elements, but its parts on {n_ranks} "
+                f"ranks have {rank_starts[-1]}",
+                hint="files of different checkpoints were mixed, or one belongs to another run",
             )
     return CutGroups(groups, first, starts)
 
@@ -143,46 +148,47 @@ class CutParameters:
     starts: Sequence[int]
     n_ranks: int
 
-    def runs(self, name: str) -> Iterator[Run]:
-        """See Partition."""
+    def runs(self, name: str) -> Iterator[PartitionRun]:
+        """Yield the parts of a parameter, in the order of its elements."""
         n = prod(self.shapes[name])
         part = -(-n // self.n_ranks)
         for rank in range(self.n_ranks):
             start, stop = rank * part, min((rank + 1) * part, n)
-            at = self.first[name]
+            position = self.first[name]
             while start < stop:
-                group = bisect_right(self.starts, at) - 1
-                length = min(stop - start, self.starts[group + 1] - at)
-                yield Run(rank, group, at - self.starts[group], start, length)
-                start, at = start + length, at + length
+                group = bisect_right(self.starts, position) - 1
+                length = min(stop - start, self.starts[group + 1] - position)
+                yield PartitionRun(rank, group, position - self.starts[group], start, length)
+                start, position = start + length, position + length
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """See Partition."""
+        """Return the flat groups that hold a parameter."""
         return tuple(dict.fromkeys(run.group for run in self.runs(name)))
 
 
 def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> CutParameters:
-    """The partition of ZeRO-3.
+    """Return the partition of ZeRO-3.
 
     Args:
         groups: the parameters of each group.
-        sizes: per rank, the elements of each flat group.
+        sizes: per rank, the number of elements of each flat group.
 
     Raises:
         CorruptError: the sizes do not add up, or differ between ranks.
     """
     n_ranks = len(sizes)
-    for rank, found in enumerate(sizes):
-        if list(found) != list(sizes[0]):
+    for rank, rank_sizes in enumerate(sizes):
+        if list(rank_sizes) != list(sizes[0]):
             raise CorruptError(
-                f"the flat groups of rank {rank} have {list(found)[:8]} elements, those of rank 0 {list(sizes[0])[:8]}",
+                f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those of rank 0 "
+                f"{list(sizes[0])[:8]}",
                 hint="files of different checkpoints were mixed",
             )
     shapes: dict[str, Shape] = {}
     first: dict[str, int] = {}
     offset = 0
-    for found_shapes in groups:
-        for name, shape in found_shapes.items():
+    for group_shapes in groups:
+        for name, shape in group_shapes.items():
             if name in shapes:
                 raise CorruptError("the parameter is in two groups", key=name)
             shapes[name] = shape
@@ -191,7 +197,8 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
     starts = [0, *accumulate(sizes[0])]
     if offset != starts[-1]:
         raise CorruptError(
-            f"the parts of {len(shapes)} parameters need {offset} elements a rank, the flat groups have {starts[-1]}",
-            hint="files of different checkpoints were mixed, or one is of another run",
+            f"the parts of {len(shapes)} parameters need {offset} elements a rank, but the flat groups have "
+            f"{starts[-1]}",
+            hint="files of different checkpoints were mixed, or one belongs to another run",
         )
     return CutParameters(shapes, first, starts, n_ranks)

@@ -1,4 +1,4 @@
-"""From what was found to a catalog: one nested tree of tensors and objects, from which keys and skeleton follow.
+"""Building a catalog from one nested tree of tensors and objects, which gives keys and skeleton.
 
 ::
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError
-from core.formats.deepspeed.pieces import Held, held_whole
+from core.formats.deepspeed.pieces import UnkeyedTensor, tensor_of_array
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 
 if TYPE_CHECKING:
@@ -33,71 +33,77 @@ PARAMS = "params"
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeObject:
     """A value that is one object of the catalog."""
 
     value: object
 
 
 @dataclass(slots=True)
-class _Found:
-    tensors: dict[str, Held]
+class _KeyedEntries:
+    """The tensors and objects of a tree, by key."""
+
+    tensors: dict[str, UnkeyedTensor]
     objects: dict[str, StoredObject]
 
+    def add(self, node: object, path: tuple[str, ...]) -> object:
+        """Add the entries of a tree below a path, and return its skeleton.
 
-def assembled(
+        Raises:
+            CorruptError: two entries have the same key.
+        """
+        if isinstance(node, Mapping):
+            return {name: self.add(item, (*path, name)) for name, item in node.items()}
+        if isinstance(node, list):
+            return [self.add(item, (*path, str(index))) for index, item in enumerate(node)]
+        key = ".".join(path)
+        if key in self.tensors or key in self.objects:
+            raise CorruptError("two entries have the same name", key=key)
+        if isinstance(node, UnkeyedTensor):
+            self.tensors[key] = node
+            return TensorLeaf(key)
+        assert isinstance(node, WholeObject)
+        self.objects[key] = StoredObject(key, value=node.value)
+        return ObjectLeaf(key)
+
+
+def assemble_catalog(
     tree: Mapping[str, object],
     *,
     format: str,
     version: str | None,
     files: Sequence[StateFile],
 ) -> Catalog:
-    """The catalog of a tree.
+    """Return the catalog of a tree.
 
     Args:
-        tree: nested dicts and lists with ``Held`` (a tensor) and ``Whole`` (an object) as leaves.
-        files: where the tensors lie that objects hold.
+        tree: nested dicts and lists with ``UnkeyedTensor`` and ``WholeObject`` as leaves.
+        files: the files with the tensors inside objects.
 
     Raises:
-        CorruptError: two entries have one key.
+        CorruptError: two entries have the same key.
     """
-    found = _Found({}, {})
-    skeleton = _skeleton(tree, (), found)
-    hidden = dict(_inside(found.objects.values(), files))
+    entries = _KeyedEntries({}, {})
+    skeleton = entries.add(tree, ())
+    hidden = dict(_inside(entries.objects.values(), files))
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        held = found.tensors.get(key) or held_whole(hidden[key])
-        return held.fragments(key)
+        tensor = entries.tensors.get(key) or tensor_of_array(hidden[key])
+        return tensor.fragments(key)
 
     return Catalog(
         format=format,
         version=version,
-        tensors={key: TensorMeta(key, held.dtype, held.shape) for key, held in found.tensors.items()},
+        tensors={key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in entries.tensors.items()},
         fragments_of=fragments_of,
-        objects=found.objects,
+        objects=entries.objects,
         hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
         skeleton=skeleton,
     )
 
 
-def _skeleton(node: object, path: tuple[str, ...], found: _Found) -> object:
-    if isinstance(node, Mapping):
-        return {name: _skeleton(item, (*path, name), found) for name, item in node.items()}
-    if isinstance(node, list):
-        return [_skeleton(item, (*path, str(index)), found) for index, item in enumerate(node)]
-    key = ".".join(path)
-    if key in found.tensors or key in found.objects:
-        raise CorruptError("two entries have this name", key=key)
-    if isinstance(node, Held):
-        found.tensors[key] = node
-        return TensorLeaf(key)
-    assert isinstance(node, Whole)
-    found.objects[key] = StoredObject(key, value=node.value)
-    return ObjectLeaf(key)
-
-
 def _inside(objects: Iterable[StoredObject], files: Sequence[StateFile]) -> Iterator[tuple[str, StoredArray]]:
-    """The tensors inside the objects, by their keys."""
+    """Yield the tensors inside the objects, by their keys."""
     arrays: dict[str, StoredArray] = {}
     for file in files:
         arrays.update(file.arrays)
@@ -107,7 +113,8 @@ def _inside(objects: Iterable[StoredObject], files: Sequence[StateFile]) -> Iter
 
 
 def spread(value: object, file: StateFile) -> object:
-    """A stored value as a tree: every tensor in it a tensor of the catalog, everything else objects.
+    """Return a stored value as a tree: tensors in it become tensors of the catalog, all else
+    objects.
 
     Lists without tensors and mappings in them stay whole.
     """
@@ -117,8 +124,8 @@ def spread(value: object, file: StateFile) -> object:
     if isinstance(value, (list, tuple)) and any(_is_container(item) for item in value):
         return [spread(item, file) for item in value]
     if isinstance(value, TensorLeaf):
-        return held_whole(file.arrays[value.key])
-    return Whole(value)
+        return tensor_of_array(file.arrays[value.key])
+    return WholeObject(value)
 
 
 def _is_container(value: object) -> bool:
@@ -130,54 +137,58 @@ def _is_container(value: object) -> bool:
 def group_trees(
     param_groups: Sequence[Mapping[object, object]], names_of: Mapping[int, Sequence[str]]
 ) -> list[dict[str, object]]:
-    """The settings of the optimizer's groups, ``params`` by name.
+    """Return the settings of the optimizer's groups, with ``params`` by name.
 
     Args:
         param_groups: as stored; their ``params`` are numbers of flat groups.
         names_of: number of a flat group → the names of its parameters.
     """
-    made = []
+    trees = []
     for group in param_groups:
-        tree: dict[str, object] = {str(name): Whole(value) for name, value in group.items() if name != PARAMS}
+        tree: dict[str, object] = {str(name): WholeObject(value) for name, value in group.items() if name != PARAMS}
         numbers = group.get(PARAMS)
         if isinstance(numbers, (list, tuple)) and all(number in names_of for number in numbers):
-            tree[PARAMS] = Whole([name for number in numbers for name in names_of[number]])
+            tree[PARAMS] = WholeObject([name for number in numbers for name in names_of[number]])
         elif PARAMS in group:
-            tree[PARAMS] = Whole(numbers)
-        made.append(tree)
-    return made
+            tree[PARAMS] = WholeObject(numbers)
+        trees.append(tree)
+    return trees
 
 
 def tree_of(
     *,
-    weights: Mapping[str, Held],
+    weights: Mapping[str, UnkeyedTensor],
     states: Mapping[str, Mapping[str, object]],
     groups: Sequence[Mapping[str, object]],
     optimizer: Mapping[str, object],
     beside: Mapping[str, object],
 ) -> dict[str, object]:
-    """The tree of the module's docstring.
+    """Return the tree of the module's docstring.
 
     Args:
-        weights: by name.
-        states: parameter name → state name → ``Held`` or ``Whole``.
-        groups: from ``group_trees``.
-        optimizer: what else the optimizer keeps, by name; None is left out.
-        beside: everything else, by name; None is left out.
+        weights: weights by name.
+        states: parameter name → state name → ``UnkeyedTensor`` or ``WholeObject``.
+        groups: result of ``group_trees``.
+        optimizer: other values of the optimizer, by name; None is left out.
+        beside: all other values, by name; None is left out.
 
     Raises:
-        CorruptError: a parameter is called like one of the other entries.
+        CorruptError: a parameter has the name of another entry.
     """
     tree: dict[str, object] = dict(weights)
-    below: dict[str, object] = {}
+    optimizer_tree: dict[str, object] = {}
     if states:
-        below[STATE] = dict(states)
+        optimizer_tree[STATE] = dict(states)
     if groups:
-        below[PARAM_GROUPS] = list(groups)
-    below |= {name: Whole(value) for name, value in optimizer.items() if value is not None and name not in below}
-    others: dict[str, object] = {OPTIMIZER: below} if below else {}
-    others |= {name: Whole(value) for name, value in beside.items() if value is not None and name != OPTIMIZER}
-    for name, item in others.items():
+        optimizer_tree[PARAM_GROUPS] = list(groups)
+    optimizer_tree |= {
+        name: WholeObject(value)
+        for name, value in optimizer.items()
+        if value is not None and name not in optimizer_tree
+    }
+    top_level: dict[str, object] = {OPTIMIZER: optimizer_tree} if optimizer_tree else {}
+    top_level |= {name: WholeObject(value) for name, value in beside.items() if value is not None and name != OPTIMIZER}
+    for name, item in top_level.items():
         if name in tree:
             raise CorruptError("a parameter has the name of another entry of the checkpoint", key=name)
         tree[name] = item

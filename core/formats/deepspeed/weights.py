@@ -1,13 +1,14 @@
-"""The weights that model files hold beside the flat groups: buffers, frozen, shared and other parameters."""
+"""The weights in model files, outside the flat groups: buffers, frozen, shared and other parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
-from core.formats.deepspeed.pieces import Held, Piece, held_flat, held_whole, reshaped
+from core.formats.deepspeed.pieces import PartitionPiece, UnkeyedTensor, reshaped, tensor_of_array, tensor_of_pieces
 from core.formats.deepspeed.widened import as_float32
 
 if TYPE_CHECKING:
@@ -16,38 +17,41 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.model_states import ModelStates
 
 
-def buffers(model: ModelStates) -> dict[str, Held]:
-    return {name: held_whole(as_float32(model.module[name])) for name in model.buffers if name in model.module}
+def buffers(model: ModelStates) -> dict[str, UnkeyedTensor]:
+    """Return the buffers of the module, 16-bit ones as float32."""
+    return {name: tensor_of_array(as_float32(model.module[name])) for name in model.buffers if name in model.module}
 
 
-def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, Held]:
-    """Frozen parameters: whole in ZeRO-2, a part on every rank in ZeRO-3."""
-    found: dict[str, Held] = {}
+def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor]:
+    """Return the frozen parameters: complete in ZeRO-2, a part on every rank in ZeRO-3."""
+    tensors: dict[str, UnkeyedTensor] = {}
     for name, shape in models[0].frozen.items():
         arrays = []
         for model in models:
             if name not in model.fragments:
                 raise MissingShardError(
-                    "frozen_param_fragments does not hold the parameter that frozen_param_shapes lists",
+                    "frozen_param_shapes lists the parameter, but frozen_param_fragments lacks it",
                     file=model.state.file,
                     key=name,
                 )
             arrays.append(model.fragments[name])
-        found[name] = (
+        tensors[name] = (
             _frozen_3(models, name, shape, arrays) if stage == 3 else _frozen_2(models[0], name, shape, arrays[0])
         )
-    return found
+    return tensors
 
 
-def _frozen_2(model: ModelStates, name: str, shape: Shape, array: StoredArray) -> Held:
+def _frozen_2(model: ModelStates, name: str, shape: Shape, array: StoredArray) -> UnkeyedTensor:
+    """Return a frozen parameter of ZeRO-2."""
     if array.shape == shape:
-        return held_whole(array)
+        return tensor_of_array(array)
     if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise model.state.corrupt(f"the frozen parameter has shape {array.shape}, not {shape}", key=name)
-    return held_whole(reshaped(array, shape))
+    return tensor_of_array(reshaped(array, shape))
 
 
-def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]) -> Held:
+def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]) -> UnkeyedTensor:
+    """Return a frozen parameter of ZeRO-3, of which every rank has a part."""
     n = prod(shape)
     part = -(-n // len(models))
     flat = []
@@ -58,38 +62,57 @@ def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Se
             )
         flat.append(reshaped(array, (part,)))
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[PartitionPiece]:
         for rank, array in enumerate(flat):
             start, stop = rank * part, min((rank + 1) * part, n)
             if start < stop:
-                yield Piece(array, 0, start, stop - start)
+                yield PartitionPiece(array, 0, start, stop - start)
 
-    return held_flat(arrays[0].dtype, shape, pieces)
+    return tensor_of_pieces(arrays[0].dtype, shape, pieces)
 
 
-def unlisted(
-    model: ModelStates, known: Mapping[str, Held], stage: int, notes: list[str], dropped: list[str]
-) -> dict[str, Held]:
-    """Parameters that only the module has."""
-    names = [name for name in model.module if name not in known and name not in model.shared]
-    if stage == 3:
-        lost = [name for name in names if 0 in model.module[name].shape]
-        dropped += [f"{name} (ZeRO-3 keeps its parts nowhere)" for name in lost]
-        names = [name for name in names if 0 not in model.module[name].shape]
+@dataclass(frozen=True, slots=True)
+class UnlistedWeights:
+    """Parameters that no optimizer group and no list of frozen parameters names.
+
+    Args:
+        tensors: the parameters by name.
+        notes: what the user should know about them.
+        dropped: parameters that are stored nowhere.
+    """
+
+    tensors: dict[str, UnkeyedTensor]
+    notes: list[str]
+    dropped: list[str]
+
+
+def unlisted_weights(model: ModelStates, listed: Mapping[str, UnkeyedTensor], stage: int) -> UnlistedWeights:
+    """Return the parameters that only the module has.
+
+    Args:
+        listed: the weights that are known from other entries.
+    """
+    names = [name for name in model.module if name not in listed and name not in model.shared]
+    lost = [name for name in names if stage == 3 and 0 in model.module[name].shape]
+    names = [name for name in names if name not in lost]
+    notes = []
     if names:
         notes.append(
-            f"{len(names)} parameters that no optimizer group has, such as {names[0]}, are the model's copies in its "
-            "own precision; zero_to_fp32 leaves them out"
+            f"{len(names)} parameters that are in no optimizer group, such as {names[0]}, are the model's copies in "
+            "its own precision; zero_to_fp32 leaves them out"
         )
-    return {name: held_whole(model.module[name]) for name in names}
+    tensors = {name: tensor_of_array(model.module[name]) for name in names}
+    return UnlistedWeights(tensors, notes, [f"{name} (ZeRO-3 does not store its parts)" for name in lost])
 
 
-def with_shared(model: ModelStates, weights: Mapping[str, Held]) -> tuple[dict[str, Held], dict[str, str]]:
-    """The weights with the names that are other names of one of them; and name → owner."""
-    found = dict(weights)
+def with_shared(
+    model: ModelStates, weights: Mapping[str, UnkeyedTensor]
+) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
+    """Return the weights with their shared names added, and name → owner."""
+    tensors = dict(weights)
     aliases = {}
     for name, owner in model.shared.items():
-        if owner in found and name not in found:
-            found[name] = found[owner]
+        if owner in tensors and name not in tensors:
+            tensors[name] = tensors[owner]
             aliases[name] = owner
-    return found, aliases
+    return tensors, aliases

@@ -1,4 +1,4 @@
-"""16-bit buffers as float32, which is what DeepSpeed's own tools make of them."""
+"""16-bit buffers as float32, as DeepSpeed's own tools convert them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _UNIT_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """An ``Encoding``: elements of a 16-bit dtype, without gaps; every value of it is a float32.
+    """An ``Encoding``: elements of a 16-bit dtype, without gaps, read as float32 without loss.
 
     Args:
-        dtype: as stored, ``bfloat16`` or ``float16``.
+        dtype: the stored dtype, ``bfloat16`` or ``float16``.
     """
 
     dtype: str
 
     @property
     def name(self) -> str:
-        """See Encoding."""
+        """Return the name of the encoding."""
         return f"{self.dtype} as float32"
 
     @property
     def unit_bytes(self) -> int:
-        """See Encoding."""
+        """Return the bytes of a unit."""
         return 4 * _UNIT_ELEMENTS
 
     @property
     def working_bytes(self) -> int:
-        """See Encoding."""
+        """Return the memory for decoding a unit."""
         return (itemsize(self.dtype) + 4) * _UNIT_ELEMENTS
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
-        """See Encoding."""
+        """Return the float32 bytes of a unit."""
         import numpy as np
 
         first = unit * _UNIT_ELEMENTS
@@ -54,7 +54,10 @@ class Widened:
 
 
 def as_float32(array: StoredArray) -> StoredArray:
-    """The array as float32, if it is of a 16-bit floating dtype and has no gaps; else as it is."""
+    """Return an array of a 16-bit floating dtype without gaps as float32.
+
+    Any other array unchanged.
+    """
     extent = array.extent
     if array.dtype not in ("bfloat16", "float16") or extent.strides is not None:
         return array

@@ -6,7 +6,7 @@ On disk, beside the weights::
     tokenizer.json  tokenizer.model  vocab.json  merges.txt  special_tokens_map.json  added_tokens.json …
     chat_template.jinja  README.md  LICENSE  modeling_x.py …
 
-They are *carried*: a directory that is written gets them byte for byte. Nothing of them is run, and only
+They are *carried*: a written directory contains them byte for byte. None of them is run, and only
 ``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the whole file, and
 ``Catalog.carried`` maps its path to that tensor's key. ``Catalog.documents`` maps paths to the bytes of small files
 that this project made.
@@ -50,13 +50,15 @@ _NOT_CARRIED = re.compile(
 
 
 def carried_files(store: ReadStore) -> dict[str, int]:
-    """Path → bytes of the files directly in a store that are carried, sorted by path."""
+    """Return path → bytes of the files directly in a store that are carried, sorted by path."""
     names = [name for name in store.files() if "\\" not in name and name.isprintable()]
     return {name: store.size(name) for name in names if _CARRIED.fullmatch(name) and not _NOT_CARRIED.fullmatch(name)}
 
 
 def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
-    """A catalog with the small files beside its weights as hidden tensors and in ``carried``."""
+    """Return a catalog with the small files beside its weights as hidden tensors and in
+    ``carried``.
+    """
     files = carried_files(store)
     if not files:
         return catalog
@@ -72,7 +74,7 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def file_images(target: TargetCatalog) -> list[FileImage]:
-    """The images of the carried files and the documents of a target catalog.
+    """Return the images of the carried files and the documents of a target catalog.
 
     Raises:
         UnsupportedError: a document has the path of a carried file, or a carried file is in several pieces.
@@ -81,17 +83,17 @@ def file_images(target: TargetCatalog) -> list[FileImage]:
     images = []
     for path, key in carried_of(target).items():
         if path in documents:
-            raise UnsupportedError("the file is both carried and made anew", file=path, key=key)
+            raise UnsupportedError("the file is both carried over and newly written", file=path, key=key)
         array = target.whole_array(key)
         images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
     return images + [literal_file(path, data) for path, data in documents.items()]
 
 
 def config_of(store: ReadStore) -> dict[str, object] | None:
-    """The content of ``config.json``, or None if there is none.
+    """Read ``config.json``; return None if it does not exist.
 
     Raises:
-        CorruptError: it is too large, not JSON, or no object.
+        CorruptError: the file is too large, or not a JSON object.
     """
     if not store.exists(CONFIG):
         return None
@@ -99,16 +101,18 @@ def config_of(store: ReadStore) -> dict[str, object] | None:
 
 
 def config_number(config: Mapping[str, object], name: str) -> int | None:
-    """A size that a model's configuration states, at the top or for the text part of a multimodal one; None if neither.
+    """Return a size from a model's configuration; None if it states none.
+
+    The size may be at the top or in the text part of a multimodal configuration.
 
     Raises:
-        CorruptError: it is no positive integer.
+        CorruptError: the size is not a positive integer.
     """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
-        found = part.get(name)
-        if found is not None:
-            if type(found) is not int or found <= 0:
-                raise CorruptError(f"{name} is {str(found)[:40]}, not a positive number", file=CONFIG)
-            return found
+        number = part.get(name)
+        if number is not None:
+            if type(number) is not int or number <= 0:
+                raise CorruptError(f"{name} is {str(number)[:40]}, not a positive number", file=CONFIG)
+            return number
     return None

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class WeightIndex:
     """The content of an index.
 
     Args:
-        file: its name.
+        file: name of the index.
         file_of: tensor → file.
-        total_bytes: what it says the tensors have in all; None if it does not say.
+        total_bytes: size of all tensors, as the index states it; None if it does not.
     """
 
     file: str
@@ -36,19 +36,20 @@ class Index:
     total_bytes: int | None
 
 
-def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
-    """An index, its names checked.
+def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
+    """Read an index and check its names.
 
     Args:
-        suffix: of the files that it may name.
+        suffix: suffix of the files that it may name.
 
     Raises:
-        CorruptError: it is no JSON object with a ``weight_map`` of strings, or names another kind of file.
+        CorruptError: it is not a JSON object with a ``weight_map`` of strings, or names another kind
+            of file.
         UnsafeError: it names a file outside the directory.
-        MissingShardError: there is no such index.
+        MissingShardError: the index does not exist.
     """
-    found = read_json_object(store, file)
-    weight_map = found.get("weight_map")
+    content = read_json_object(store, file)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(
             "the index has no weight_map of tensors and files",
@@ -59,9 +60,11 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
     for key, name in file_of.items():
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")
-            raise CorruptError(f"the index places the tensor in {name!r}, no {kind} file", file=file, key=key)
-    metadata = found.get("metadata")
+            raise CorruptError(
+                f"the index places the tensor in {name!r}, which is not a {kind} file", file=file, key=key
+            )
+    metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, float) and total.is_integer():
         total = int(total)  # transformers summed in floating point for a while
-    return Index(file, file_of, total if type(total) is int else None)
+    return WeightIndex(file, file_of, total if type(total) is int else None)

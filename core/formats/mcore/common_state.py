@@ -1,4 +1,4 @@
-"""The common state of Megatron-core's distributed checkpoints: what every rank shares, saved once.
+"""The common state of Megatron-core's distributed checkpoints: the values that all ranks share, saved once.
 
 On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the optimizer's settings and
 so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has an object among the others instead.)
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 COMMON_FILE = "common.pt"
 
 
-def common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
-    """The content of ``common.pt``, inert, and the arrays of the tensors in it.
+def read_common_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
+    """Read ``common.pt``; return its content, inert, and the arrays of the tensors in it.
 
     Raises:
-        MissingShardError: it is absent.
+        MissingShardError: the file is missing.
         CorruptError, UnsupportedError, UnsafeError: as for ``core.formats.torch.format.load_object``.
     """
     stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
@@ -42,14 +42,14 @@ def common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]
 
 
 def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
-    """Return a catalog with the fields that a common state gives: ``common``, ``args`` and ``iteration``.
+    """Return a catalog with the fields from a common state: ``common``, ``args`` and ``iteration``.
 
     Args:
         value: the common state, inert.
-        file: named in the error.
+        file: the file that holds it, for the error.
 
     Raises:
-        CorruptError: it is no dict.
+        CorruptError: the common state is not a dict.
     """
     common = as_mapping(value)
     if common is None:
@@ -64,10 +64,12 @@ def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
 
 
 def common_state(target: TargetCatalog) -> dict[object, object]:
-    """Return a target's ``common`` and the values of its objects, nested as the skeleton says; without ShardedObjects.
+    """Return a target's ``common`` and the values of its objects, nested as in the skeleton.
+
+    No ShardedObjects.
 
     Raises:
-        UnsupportedError: such an object has not been loaded.
+        UnsupportedError: an object of the common state has not been loaded.
     """
     loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
     for key, item in loose.items():
@@ -82,15 +84,15 @@ def common_state(target: TargetCatalog) -> dict[object, object]:
         placed.add(entry.key)
         return loose[entry.key].value
 
-    found: dict[object, object] = {}
+    common: dict[object, object] = {}
     if loose and target.skeleton is not None:
-        found |= as_mapping(map_leaves(target.skeleton, value_of)) or {}
-    found |= {key: item.value for key, item in loose.items() if key not in placed}
-    return {**found, **(target.common or {})}
+        common |= as_mapping(map_leaves(target.skeleton, value_of)) or {}
+    common |= {key: item.value for key, item in loose.items() if key not in placed}
+    return {**common, **(target.common or {})}
 
 
 def common_image(target: TargetCatalog, common: Mapping[object, object]) -> FileImage:
-    """The image of ``common.pt``.
+    """Return the image of ``common.pt``.
 
     Raises:
         UnsupportedError: a tensor in it lies in several arrays.

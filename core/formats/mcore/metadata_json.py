@@ -34,10 +34,10 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 def config_of(store: ReadStore) -> dict[str, object]:
-    """The content of ``metadata.json``, which is there.
+    """Read ``metadata.json``, which must exist.
 
     Raises:
-        CorruptError: it is not a JSON object.
+        CorruptError: the file is not a JSON object.
     """
     return read_json_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
@@ -53,45 +53,48 @@ def names_backend(store: ReadStore) -> bool:
     return store.exists(CONFIG) and BACKEND_KEY in config_of(store)
 
 
-def checked_version(store: ReadStore, *, backend: str) -> int:
-    """The version of the backend, once the file says that it is ``backend`` and of a version that is handled.
+def check_version(store: ReadStore, *, backend: str) -> int:
+    """Check that the file names ``backend`` in a supported version, and return the version.
 
     Raises:
-        MissingShardError: the file is absent.
-        CorruptError: it is no JSON object, or it names another backend.
-        UnsupportedError: an unknown backend, or another version of it or of the common state.
+        MissingShardError: the file is missing.
+        CorruptError: it is not a JSON object, or names another backend.
+        UnsupportedError: the backend is unknown, or its version or that of the common state is not
+            supported.
     """
     if not store.exists(CONFIG):
         raise MissingShardError(
-            f"{CONFIG} is not there; Megatron writes it last, so the save did not finish",
+            f"{CONFIG} is missing; Megatron writes it last, so the save did not finish",
             file=store.label,
             hint="use an older checkpoint",
         )
     config = config_of(store)
     stated, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
     if stated not in BACKENDS:
-        named = f"the backend {stated!r:.60}, which is not known" if BACKEND_KEY in config else "no backend"
+        named = f"the unknown backend {stated!r:.60}" if BACKEND_KEY in config else "no backend"
         raise UnsupportedError(
             f"{CONFIG} names {named}",
             file=CONFIG,
-            hint=f"known backends: {', '.join(BACKENDS)}; the files that lie there are those of {backend}",
+            hint=f"known backends: {', '.join(BACKENDS)}; the files in the directory are those of {backend}",
         )
     if stated != backend:
         raise CorruptError(
-            f"{CONFIG} names the backend {stated!r}, but the files that lie there are those of {backend}",
+            f"{CONFIG} names the backend {stated!r}, but the files in the directory are those of {backend}",
             file=CONFIG,
             hint="find out which of the two belongs to another save",
         )
     if version != VERSION:
-        raise UnsupportedError(f"version {version!r:.60} of the backend {stated!r} is not handled", file=CONFIG)
+        raise UnsupportedError(f"version {version!r:.60} of the backend {stated!r} is not supported", file=CONFIG)
     common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
     if common != ("torch", 1):
-        raise UnsupportedError(f"the common backend {common[0]!r} of version {common[1]!r} is not handled", file=CONFIG)
+        raise UnsupportedError(
+            f"the common backend {common[0]!r} of version {common[1]!r} is not supported", file=CONFIG
+        )
     return VERSION
 
 
 def config_image(*, backend: str, has_common_file: bool, is_metadata: bool = False) -> FileImage:
-    """The image of ``metadata.json``, as Megatron writes it."""
+    """Return the image of ``metadata.json``, as Megatron writes it."""
     config: dict[str, object] = {"sharded_backend": backend, "sharded_backend_version": VERSION}
     if has_common_file:
         config |= {"common_backend": "torch", "common_backend_version": 1}

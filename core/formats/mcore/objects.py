@@ -20,22 +20,22 @@ COMMON_OBJECT = "common_state/shard_0_1"
 
 
 def parts_of_sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Name, offset and shape in shards, of a key ``<name>/shard_<offset>_<shape>``; None for another key."""
-    found = _SHARDED_OBJECT.fullmatch(key)
-    if found is None:
+    """Return name, offset and shape in shards of a ShardedObject's key; None for another key."""
+    match = _SHARDED_OBJECT.fullmatch(key)
+    if match is None:
         return None
-    offset, shape = (tuple(map(int, numbers.split("."))) for numbers in found.groups()[1:])
-    return found[1], offset, shape
+    offset, shape = (tuple(map(int, numbers.split("."))) for numbers in match.groups()[1:])
+    return match[1], offset, shape
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """The shards of one ShardedObject, of which some are there.
+    """The shards of one ShardedObject, some of which exist.
 
     Args:
-        name: of the object.
-        shape: of the grid, in shards.
-        offsets: those of the shards that are there.
+        name: name of the object.
+        shape: shape of the grid, in shards.
+        offsets: offsets of the shards that exist.
     """
 
     name: str
@@ -43,7 +43,7 @@ class ShardGrid:
     offsets: frozenset[tuple[int, ...]]
 
     def absent_keys(self) -> Iterator[str]:
-        """Yield the keys of the shards that are not there."""
+        """Yield the keys of the missing shards."""
         if prod(self.shape) > len(self.offsets):
             for offset in product(*map(range, self.shape)):
                 if offset not in self.offsets:
@@ -61,5 +61,5 @@ def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
 
 
 def is_sharded_object(key: str) -> bool:
-    """Whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
+    """Return whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
     return parts_of_sharded_object(key) is not None

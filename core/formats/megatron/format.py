@@ -40,7 +40,7 @@ from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
 from core.formats.format import Format
-from core.formats.megatron.ranks import RankFiles
+from core.formats.megatron.ranks import RankContent, RankFiles
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import OPTIMIZER, iteration_of
 from core.megatron.model.args import disagreements, fields_of, topology_of
@@ -59,39 +59,46 @@ _OTHER_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether there are rank directories, or this is one, or its file."""
+    """Return whether there are rank directories, or this is one, or its file."""
     if store.entry is not None:
         return store.entry == MODEL_FILE
     return store.exists(MODEL_FILE) or any(map(_RANK_DIR.match, store.folders()))
 
 
 def sample(store: ReadStore) -> Catalog:
-    """What ``read`` gives, but opening one file of each pipeline stage and length; ``RankFacts.n_unopened`` says how
-    many were not. For looking at a checkpoint; the errors are those of ``read``.
+    """Read the rank catalog, but open only one file of each pipeline stage and length.
+
+    ``RankFacts.n_unopened`` is the number of files that were not opened. For looking at a
+    checkpoint; the errors are those of ``read``.
     """
     return read(store, samples=True)
 
 
 def read(store: ReadStore, *, samples: bool = False) -> Catalog:
-    """The rank catalog of an iteration's directory, of one rank directory, or of one rank's file.
+    """Read the rank catalog of an iteration's directory, of one rank directory, or of one rank's
+    file.
 
     Raises:
-        MissingShardError: a rank directory or its file is absent.
-        CorruptError: a file is damaged, or the ranks are not of one checkpoint.
-        UnsupportedError: files of an older kind, or no training arguments.
-        UnsafeError: a hostile pickle.
+        MissingShardError: a rank directory or its file is missing.
+        CorruptError: a file is damaged, or the ranks belong to different checkpoints.
+        UnsupportedError: the files are of an older kind, or have no training arguments.
+        UnsafeError: a pickle is hostile.
     """
     if store.entry is not None or store.exists(MODEL_FILE):
         return _read_single(store)
+    # Every rank directory needs its file.
     folders = [name for name in store.folders() if _RANK_DIR.match(name)]
     files_in = {folder: store.files(folder) for folder in folders}
     for folder, names in files_in.items():
         _check_folder(folder, names)
+    # The first rank's arguments tell the topology, hence the expected directories.
     files = RankFiles(store, samples=samples)
     args = files.root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
     expected = rank_dirs(
-        topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1
+        topology,
+        world_size=_integer_argument(args, "world_size"),
+        cp=_integer_argument(args, "context_parallel_size") or 1,
     )
     coords_of = matched_dirs(folders, expected, topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
@@ -99,16 +106,18 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """The rank catalog of those files that can be read; arguments are those that most ranks have.
+    """Read the rank catalog of those files that can be read, with the arguments that most ranks
+    have.
 
     Args:
-        report: takes what is wrong: rules ``ranks.folders``, ``.files``, ``.arguments``.
+        report: receives the problems: rules ``ranks.folders``, ``.files``, ``.arguments``.
 
     Raises:
-        CheckpointingException: as ``read``, where no file can be read.
+        CheckpointingException: as for ``read``, if no file can be read.
     """
     if store.entry is not None or store.exists(MODEL_FILE):
         return _read_single(store)
+    # Leave out the rank directories that cannot be read.
     files_in: dict[str, Sequence[str]] = {}
     roots: dict[str, object] = {}
     files = RankFiles(store)
@@ -123,24 +132,30 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             report(err.breaking("ranks.files"))
     if not files_in:
         raise MissingShardError("no rank's file can be read", file=store.label)
-    usual = _usual(files_in, roots)
-    args = roots[usual]
+    # The layout is that of most ranks; a few may have other arguments.
+    common_rank = _most_common_rank(files_in, roots)
+    args = roots[common_rank]
     topology = topology_of(args)
-    sets = rank_dirs(topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1)
+    possible_dirs = rank_dirs(
+        topology,
+        world_size=_integer_argument(args, "world_size"),
+        cp=_integer_argument(args, "context_parallel_size") or 1,
+    )
     try:
-        coords_of = matched_dirs(filter(_RANK_DIR.match, store.folders()), sets, topology=topology)
+        coords_of = matched_dirs(filter(_RANK_DIR.match, store.folders()), possible_dirs, topology=topology)
     except CheckpointingException as err:
         report(err.breaking("ranks.folders"))
-        coords_of = max(sets, key=lambda names: len(names.keys() & files_in.keys()))
-    order = sorted(coords_of.keys() & files_in.keys(), key=lambda folder: (folder != usual, folder))
+        coords_of = max(possible_dirs, key=lambda names: len(names.keys() & files_in.keys()))
+    # Read the rank with the usual arguments first, as it sets those of the catalog.
+    order = sorted(coords_of.keys() & files_in.keys(), key=lambda folder: (folder != common_rank, folder))
     places = {folder: (folder + "/", coords_of[folder]) for folder in order}
     if not places:
-        raise MissingShardError("no rank's directory is one that the arguments ask for", file=store.label)
+        raise MissingShardError("no rank directory matches the training arguments", file=store.label)
     return _catalog(files, places, files_in, topology=topology, report=report)
 
 
-def _usual(folders: Iterable[str], args_of: Mapping[str, object]) -> str:
-    """The first of the ranks with whose training arguments most others agree."""
+def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> str:
+    """Return the first of the ranks whose training arguments most others have too."""
     groups: list[list[str]] = []
     for folder in folders:
         for group in groups:
@@ -152,31 +167,32 @@ def _usual(folders: Iterable[str], args_of: Mapping[str, object]) -> str:
     return max(groups, key=len)[0]
 
 
-def _number(args: object, name: str) -> int | None:
+def _integer_argument(args: object, name: str) -> int | None:
+    """Return an integer argument; None if it is missing or of another type."""
     value = fields_of(args).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _check_folder(folder: str, names: Sequence[str]) -> None:
-    """The rank directory holds its model file."""
+    """Raise unless the rank directory holds its model file."""
     if MODEL_FILE in names:
         return
-    old = [name for name in _OTHER_FILES if name in names]
-    if old:
+    old_files = [name for name in _OTHER_FILES if name in names]
+    if old_files:
         raise UnsupportedError(
-            f"it holds {old[0]}, a kind of rank file that is not read",
+            f"it holds {old_files[0]}, a kind of rank file that is not supported",
             file=folder,
             hint="load and save the checkpoint with a newer Megatron-LM",
         )
     raise MissingShardError(
-        "the rank's file is not there",
+        "the rank's file is missing",
         file=f"{folder}/{MODEL_FILE}",
         hint="copy the checkpoint again, with all its files",
     )
 
 
 def _read_single(store: ReadStore) -> Catalog:
-    """The catalog of one rank."""
+    """Read the catalog of one rank."""
     path = PurePath(store.label)
     name = path.parent.name if store.entry is not None else path.name
     folder = name if _RANK_DIR.match(name) else "mp_rank"
@@ -191,94 +207,143 @@ def _catalog(
     topology: Topology | None,
     report: Report = raising,
 ) -> Catalog:
-    """The catalog of some ranks.
+    """Read the files of some ranks, and return their catalog.
 
     Args:
         places: rank directory → (path before its files, coordinates).
         files_in: rank directory → names of its files.
         topology: None for one rank out of many.
-        report: takes what is wrong (rules ``ranks.files``, ``.arguments``); raises it, if none is given.
+        report: receives the problems (rules ``ranks.files``, ``.arguments``); raises them by default.
     """
-    arrays: dict[str, StoredArray] = {}
-    hidden: dict[str, StoredArray] = {}
-    objects: dict[str, StoredObject] = {}
-    aliases: dict[str, str] = {}
-    unsupported: dict[str, str] = {}
-    ranks: dict[Coords, tuple[str, object]] = {}
-    optim_files: dict[Coords, object] = {}
-    kinds: set[str] = set()
-    first: tuple[str, Mapping[object, object]] | None = None
+    collected = _CollectedRanks()
     for folder, (start, coords) in places.items():
         try:
             content = files.model(start + MODEL_FILE, folder, coords)
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
             continue
-        root = as_mapping(content.skeleton) or {}
-        if first is None:
-            first = (folder, root)
-        elif topology is not None:
-            for error in disagreements(root.get("args"), first[1].get("args"), rank=folder, other_rank=first[0]):
+        collected.add_model(folder, coords, content)
+        if topology is not None:
+            for error in collected.argument_errors(folder, content):
                 report(error.breaking("ranks.arguments"))
-        arrays |= content.arrays
-        hidden |= content.hidden
-        objects |= {item.key: item for item in content.objects}
-        aliases |= content.aliases
-        unsupported |= content.unsupported
-        ranks[coords] = (folder, content.skeleton)
-        if root.get(OPTIMIZER) is not None:
-            kinds.add("float16")
+
+        # The optimizer of a rank may be in a file of its own.
         if OPTIM_FILE in files_in[folder]:
-            kinds.add("distributed")
+            collected.optimizer_kinds.add("distributed")
             try:
                 optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
             except CheckpointingException as err:
                 report(err.breaking("ranks.files"))
                 continue
-            arrays |= optim.arrays
-            aliases |= optim.aliases
-            optim_files[coords] = optim.skeleton
+            collected.add_optimizer(coords, optim)
         elif any(name.startswith("layer_wise_optimizer_") for name in files_in[folder]):
-            kinds.add("layer-wise")
-    if first is None:
-        raise MissingShardError("no rank's file can be read", hint="copy the checkpoint again, with all its files")
-    head = first[1]
-    catalog = catalog_of_arrays(
-        format="megatron",
-        version=None if "checkpoint_version" not in head else str(head["checkpoint_version"]),
-        arrays=arrays,
-        objects=objects,
-        hidden=hidden,
-    )
-    catalog = replace(
-        catalog, args=head.get("args"), iteration=iteration_of(head), aliases=aliases, unsupported=unsupported
-    ).with_facet(
-        RankFacts(
-            ranks=ranks,
-            arrays=arrays,
-            optim_files=optim_files,
-            optimizer_kind=next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
-            is_single_rank=topology is None,
-            n_unopened=files.n_unopened,
+            collected.optimizer_kinds.add("layer-wise")
+    return collected.catalog(topology, n_unopened=files.n_unopened)
+
+
+class _CollectedRanks:
+    """The content of the rank files that were read so far.
+
+    Attributes:
+        optimizer_kinds: kinds of optimizers that the ranks have.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer_kinds: set[str] = set()
+        self._arrays: dict[str, StoredArray] = {}
+        self._hidden: dict[str, StoredArray] = {}
+        self._objects: dict[str, StoredObject] = {}
+        self._aliases: dict[str, str] = {}
+        self._unsupported: dict[str, str] = {}
+        self._ranks: dict[Coords, tuple[str, object]] = {}
+        self._optim_files: dict[Coords, object] = {}
+        self._first: tuple[str, Mapping[object, object]] | None = None
+
+    def add_model(self, folder: str, coords: Coords, content: RankContent) -> None:
+        """Add the content of a rank's model file."""
+        root = as_mapping(content.skeleton) or {}
+        if self._first is None:
+            self._first = (folder, root)
+        self._arrays |= content.arrays
+        self._hidden |= content.hidden
+        self._objects |= {item.key: item for item in content.objects}
+        self._aliases |= content.aliases
+        self._unsupported |= content.unsupported
+        self._ranks[coords] = (folder, content.skeleton)
+        if root.get(OPTIMIZER) is not None:
+            self.optimizer_kinds.add("float16")
+
+    def argument_errors(self, folder: str, content: RankContent) -> Iterable[CheckpointingException]:
+        """Return an error for every training argument in which a rank differs from the first one."""
+        assert self._first is not None
+        first_folder, first_root = self._first
+        if folder == first_folder:
+            return ()
+        args = (as_mapping(content.skeleton) or {}).get("args")
+        return disagreements(args, first_root.get("args"), rank=folder, other_rank=first_folder)
+
+    def add_optimizer(self, coords: Coords, content: RankContent) -> None:
+        """Add the content of a rank's distrib_optim.pt."""
+        self._arrays |= content.arrays
+        self._aliases |= content.aliases
+        self._optim_files[coords] = content.skeleton
+
+    def catalog(self, topology: Topology | None, *, n_unopened: int) -> Catalog:
+        """Return the catalog of all ranks.
+
+        Args:
+            topology: None for one rank out of many.
+            n_unopened: number of files that were not opened.
+
+        Raises:
+            MissingShardError: no rank's file was read.
+        """
+        if self._first is None:
+            raise MissingShardError("no rank's file can be read", hint="copy the checkpoint again, with all its files")
+        head = self._first[1]
+        catalog = catalog_of_arrays(
+            format="megatron",
+            version=None if "checkpoint_version" not in head else str(head["checkpoint_version"]),
+            arrays=self._arrays,
+            objects=self._objects,
+            hidden=self._hidden,
         )
-    )
-    sizes = topology if topology is not None or "args" not in head else topology_of(head["args"])
-    return catalog if sizes is None else catalog.with_facet(sizes)
+        catalog = replace(
+            catalog,
+            args=head.get("args"),
+            iteration=iteration_of(head),
+            aliases=self._aliases,
+            unsupported=self._unsupported,
+        )
+        kinds = (kind for kind in ("distributed", "layer-wise", "float16") if kind in self.optimizer_kinds)
+        facts = RankFacts(
+            ranks=self._ranks,
+            arrays=self._arrays,
+            optim_files=self._optim_files,
+            optimizer_kind=next(kinds, None),
+            is_single_rank=topology is None,
+            n_unopened=n_unopened,
+        )
+        sizes = topology if topology is not None or "args" not in head else topology_of(head["args"])
+        catalog = catalog.with_facet(facts)
+        return catalog if sizes is None else catalog.with_facet(sizes)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of a root: rank files under ``iter_N``, and the tracker.
+    """Return the images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:
-        target: what ``core.megatron.reshard.reshard.shard`` makes: arrays without extent, and ``RankFacts``. Without an
+        target: a result of ``core.megatron.reshard.reshard.shard``, with ``RankFacts``. Without an
             iteration, or with ``WriteOptions.is_release``, it becomes a release.
 
     Raises:
-        UnsupportedError: the target has no rank files, because it was not sharded.
+        UnsupportedError: the target was not sharded, so it has no rank files.
     """
     facts = target.facet(RankFacts)
     if facts is None:
-        raise UnsupportedError("rank files need a parallel layout", hint="the checkpoint's names are not Megatron's")
+        raise UnsupportedError(
+            "rank files need a parallel layout", hint="the checkpoint does not have Megatron's names"
+        )
     number = None if target.write.is_release else target.iteration
     folder = "release" if number is None else f"iter_{number:07d}"
     arrays = target.stored_arrays() if facts.planned is None else facts.planned

@@ -40,7 +40,7 @@ class OrbaxArray:
 
     Args:
         array: its zarr metadata.
-        is_incomplete: some of its chunks are not stored.
+        is_incomplete: whether some of its chunks are not stored.
         fragments: makes its fragments; reads the indexes of shards.
     """
 
@@ -50,16 +50,16 @@ class OrbaxArray:
 
 
 def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
-    """Every array by its name, in the order of the names.
+    """Return every array by its name, in the order of the names.
 
     Args:
         root: directory of the checkpoint's item in the store; "" or ends with "/".
 
     Raises:
-        MissingShardError: a chunk, a data file or the manifest is absent.
-        CorruptError, TruncatedError: something contradicts itself.
-        UnsupportedError: something that is not handled.
-        UnsafeError: a path leaves the checkpoint, or the database unfolds to too much.
+        MissingShardError: a chunk, a data file or the manifest is missing.
+        CorruptError, TruncatedError: the files contradict each other.
+        UnsupportedError: an array is stored in a way that is not supported.
+        UnsafeError: a path leads outside the checkpoint, or the database unfolds to too much.
     """
     if store.exists(root + MANIFEST):
         database = Database(store, root)
@@ -68,44 +68,53 @@ def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
 
 
 def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str, OrbaxArray]:
-    """The arrays below a directory of a store; those inside a database get their true places."""
-    found: dict[str, OrbaxArray] = {}
+    """Return the arrays below a directory of a store.
+
+    Those inside a database get their true locations.
+    """
+    arrays: dict[str, OrbaxArray] = {}
     lost = cache(partial(lost_files, store)) if database is None else tuple
     for name, file, array in _metadata_below(store, root):
         chunks = folder_chunks(store, root + name, array, key=name, fill=array.fill, lost=lost)
-        found[name] = OrbaxArray(array, bool(chunks.absent), _maker(store, array, chunks, file, database))
-    return dict(sorted(found.items()))
+        arrays[name] = OrbaxArray(array, bool(chunks.absent), _fragment_maker(store, array, chunks, file, database))
+    return dict(sorted(arrays.items()))
 
 
-def _maker(
+def _fragment_maker(
     store: ReadStore, array: ZarrArray, chunks: Chunks, file: str, database: Database | None
 ) -> Callable[[str], list[Fragment]]:
+    """Return a function that makes the fragments of an array."""
+
     def fragments(key: str) -> list[Fragment]:
-        made = fragments_of_chunks(store, key, array, chunks, file=file)
-        return made if database is None else [database.located(fragment, array.coding) for fragment in made]
+        zarr_fragments = fragments_of_chunks(store, key, array, chunks, file=file)
+        return (
+            zarr_fragments
+            if database is None
+            else [database.located(fragment, array.coding) for fragment in zarr_fragments]
+        )
 
     return fragments
 
 
 def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArray]]:
-    """(name, metadata file, metadata) of every array."""
-    found = []
+    """Return name, metadata file and metadata of every array."""
+    rows = []
     waiting = [""]
     while waiting:
         name = waiting.pop()
         prefix = f"{root}{name}/" if name else root
-        array = _metadata(store, prefix, name)
+        array = _read_array_metadata(store, prefix, name)
         if array is not None:
-            found.append((name, *array))
+            rows.append((name, *array))
             continue
         if name.count("/") > _MAX_DEPTH:
             raise CorruptError(f"arrays are nested deeper than {_MAX_DEPTH} levels", file=prefix)
         waiting += [f"{name}/{below}" if name else below for below in store.folders(prefix.removesuffix("/"))]
-    return found
+    return rows
 
 
-def _metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray] | None:
-    """The metadata of the array in a directory, or None if there is none."""
+def _read_array_metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray] | None:
+    """Read the metadata of the array in a directory; return None if there is none."""
     for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
         if not store.exists(file):
             continue

@@ -1,6 +1,6 @@
-"""An OCDBT database as a store: every key is a file, so that what reads zarr from directories reads it from there.
+"""An OCDBT database as a store: every key is a file, so that the reader of zarr directories can read it.
 
-Values that lie in a data file are passed through at their address; only those that stand in the tree's nodes are kept.
+Values in a data file are passed through at their address; only those in the tree's nodes are kept in memory.
 A key's file is called ``manifest.ocdbt#<key>``, which no directory of this store has.
 """
 
@@ -15,7 +15,7 @@ from core.catalog.stored import Extent, StoredArray
 from core.errors import MissingShardError, TruncatedError
 from core.files.store import MemoryStore
 from core.formats.ocdbt.entries import MANIFEST, entries_of
-from core.formats.ocdbt.nodes import Place
+from core.formats.ocdbt.nodes import ValueLocation
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import fill_of
 
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InlineValue:
-    """The encoding of an array that lies in a value of the tree itself; the extent names the manifest.
+    """The encoding of an array that lies in a value of the tree itself.
+
+    The extent names the manifest.
 
     Args:
         value: the value.
         offset: byte of the value at which the stored array begins.
-        dense_bytes: of the array.
-        inner: how the array is stored there, or None if its elements are.
+        dense_bytes: size of the array as a dense one.
+        inner: encoding of the array in the value, or None if its elements are stored as they are.
     """
 
     value: bytes = field(repr=False)
@@ -42,21 +44,21 @@ class InlineValue:
 
     @property
     def name(self) -> str:
-        """See Encoding."""
+        """Return the name of the encoding."""
         return "inline value" if self.inner is None else f"inline {self.inner.name}"
 
     @property
     def unit_bytes(self) -> int:
-        """See Encoding: the whole array."""
+        """Return the bytes of a unit: the whole array."""
         return max(self.dense_bytes, 1)
 
     @property
     def working_bytes(self) -> int:
-        """See Encoding."""
+        """Return the memory for decoding."""
         return len(self.value) + (0 if self.inner is None else self.inner.working_bytes)
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """See Encoding."""
+        """Return the dense bytes of the array."""
         assert unit == 0
         file = array.extent.file
         memory = MemoryStore({file: self.value})
@@ -66,7 +68,7 @@ class InlineValue:
 
 
 class Database:
-    """A read store with a file per key, beside the data files that hold the values.
+    """A read store with a file per key, and the data files that hold the values.
 
     Args:
         store: the checkpoint.
@@ -85,98 +87,98 @@ class Database:
         self._folders: dict[str, dict[str, None]] = {"": {}}
         for key, value in self._entries.items():
             folder, _, name = key.rpartition("/")
-            self._folder(folder)[name] = value.n_bytes if isinstance(value, Place) else len(value)
+            self._folder(folder)[name] = value.n_bytes if isinstance(value, ValueLocation) else len(value)
 
     def _folder(self, folder: str) -> dict[str, int]:
-        """The files of a directory, which is made with those above it."""
-        found = self._files.get(folder)
-        if found is None:
-            found = self._files[folder] = {}
-            at = folder
-            while at:
-                above, _, name = at.rpartition("/")
-                is_new = above not in self._folders
-                self._folders.setdefault(above, {})[name] = None
+        """Return the files of a directory; create it with its parents."""
+        files = self._files.get(folder)
+        if files is None:
+            files = self._files[folder] = {}
+            child = folder
+            while child:
+                parent, _, name = child.rpartition("/")
+                is_new = parent not in self._folders
+                self._folders.setdefault(parent, {})[name] = None
                 if not is_new:
                     break
-                at = above
-        return found
+                child = parent
+        return files
 
     @property
     def label(self) -> str:
-        """See ReadStore."""
+        """Return the label of the checkpoint."""
         return self._store.label
 
     @property
     def entry(self) -> str | None:
-        """See ReadStore."""
+        """Return None: a database is a directory."""
         return None
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """Key below a directory of keys, without it → bytes of the value."""
+        """Return key below a directory of keys → bytes of the value."""
         return self._files.get(self._key(under), {})
 
     def files(self, under: str = "") -> list[str]:
-        """See ReadStore."""
+        """Return the names of the files in a directory."""
         return sorted(self.sizes(under))
 
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore."""
+        """Return the names of the directories in a directory."""
         return sorted(self._folders.get(self._key(under), {}))
 
     def exists(self, name: str) -> bool:
-        """See ReadStore."""
+        """Return whether a file exists."""
         return self._key(name) in self._entries if name.startswith(self._prefix) else self._store.exists(name)
 
     def size(self, name: str) -> int:
-        """See ReadStore."""
+        """Return the bytes of a file."""
         if not name.startswith(self._prefix):
             return self._store.size(name)
         value = self._value(name)
-        return value.n_bytes if isinstance(value, Place) else len(value)
+        return value.n_bytes if isinstance(value, ValueLocation) else len(value)
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore."""
+        """Read some bytes of a file."""
         if not name.startswith(self._prefix):
             return self._store.read(name, offset, n_bytes)
         value = self._value(name)
-        if isinstance(value, Place):
+        if isinstance(value, ValueLocation):
             if offset + n_bytes > value.n_bytes:
-                raise TruncatedError(f"the value has {value.n_bytes} bytes, too few", file=name)
+                raise TruncatedError(f"the value has only {value.n_bytes} bytes", file=name)
             return self._store.read(value.path, value.offset + offset, n_bytes)
         if offset + n_bytes > len(value):
-            raise TruncatedError(f"the value has {len(value)} bytes, too few", file=name)
+            raise TruncatedError(f"the value has only {len(value)} bytes", file=name)
         return value[offset : offset + n_bytes]
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See ReadStore."""
+        """Read bytes of a file into a buffer."""
         buffer[:] = self.read(name, offset, len(buffer))
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ReadStore."""
+        """Read several ranges of a file."""
         return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """See ReadStore."""
+        """Read consecutive bytes of a file into several buffers."""
         for buffer in buffers:
             self.read_into(name, offset, buffer)
             offset += len(buffer)
 
     def file_of(self, key: str) -> str:
-        """What this store calls the value of a key (or a directory of keys)."""
+        """Return this store's name for the value of a key (or a directory of keys)."""
         return self._prefix + key
 
     def _key(self, name: str) -> str:
         return name.removeprefix(self._prefix)
 
-    def _value(self, name: str) -> bytes | Place:
+    def _value(self, name: str) -> bytes | ValueLocation:
         value = self._entries.get(self._key(name))
         if value is None:
-            raise MissingShardError("the database has no such key", file=name)
+            raise MissingShardError("the key is not in the database", file=name)
         return value
 
     def located(self, fragment: Fragment, coding: ChunkCoding) -> Fragment:
-        """A fragment of an array of this store, as one of the checkpoint's files.
+        """Return a fragment of an array of this store as one of the checkpoint's files.
 
         Args:
             coding: how the array's chunks are stored.
@@ -185,12 +187,14 @@ class Database:
         if array is None or not array.extent.file.startswith(self._prefix):
             return fragment
         extent = array.extent
+        # The fill value is in no data file.
         if fill_of(array) is not None:
             return replace(fragment, array=replace(array, extent=replace(extent, file=self._manifest)))
+        # Values in data files are moved as they are; inline ones become an encoding.
         value = self._value(extent.file)
         if array.n_bytes == 0:
             moved = Extent(self._manifest, 0)
-        elif isinstance(value, Place):
+        elif isinstance(value, ValueLocation):
             moved = replace(extent, file=value.path, offset=value.offset + extent.offset)
         else:
             inner = extent.encoding

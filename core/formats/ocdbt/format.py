@@ -60,109 +60,116 @@ _MAX_ITERATION = 1 << 48
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory, or an item in it, holds an OCDBT manifest or Orbax's metadata."""
+    """Return whether the directory, or an item in it, holds an OCDBT manifest or Orbax's metadata."""
     if store.entry is not None:
         return False
-    if any(map(store.exists, (MANIFEST, TREE, CHECKPOINT))) or _unmerged(store, ""):
+    if any(map(store.exists, (MANIFEST, TREE, CHECKPOINT))) or _unmerged_database(store, ""):
         return True
     return any(store.exists(f"{item}/{MANIFEST}") for item in _USUAL_ITEMS)
 
 
-def _unmerged(store: ReadStore, root: str) -> str | None:
-    """The database of a process, where there is one, else None."""
+def _unmerged_database(store: ReadStore, root: str) -> str | None:
+    """Return the database of a single process, if there is one, else None."""
     return next((name for name in store.folders(root.removesuffix("/")) if _PROCESS.fullmatch(name)), None)
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of an Orbax checkpoint, or of an OCDBT database of zarr arrays.
+    """Read the catalog of an Orbax checkpoint, or of an OCDBT database of zarr arrays.
 
     Raises:
-        MissingShardError: a chunk, a file or an array that ``_METADATA`` lists is absent.
-        CorruptError, TruncatedError: something contradicts itself.
-        UnsupportedError: something that is not handled.
-        UnsafeError: a path leaves the checkpoint, or the database unfolds to far more than it holds.
+        MissingShardError: a chunk, a file or an array that ``_METADATA`` lists is missing.
+        CorruptError, TruncatedError: the files contradict each other.
+        UnsupportedError: an item or array is stored in a way that is not supported.
+        UnsafeError: a path leads outside the checkpoint, or the database unfolds to far more than it
+            holds.
     """
-    roots, notes = _items(store)
-    parts = {root.replace("/", ".") if len(roots) > 1 else "": _item(store, root, notes) for root in roots}
-    arrays = {prefix + name: found for prefix, part in parts.items() for name, found in part.arrays.items()}
+    # Each item has arrays, objects and a nesting; with several, its name comes first.
+    roots, notes = _find_items(store)
+    parts = {root.replace("/", ".") if len(roots) > 1 else "": _read_item(store, root) for root in roots}
+    arrays = {prefix + name: array for prefix, part in parts.items() for name, array in part.arrays.items()}
     objects = {prefix + name: value for prefix, part in parts.items() for name, value in part.objects.items()}
 
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[Fragment]:
         return tuple(arrays[key].fragments(key))
 
+    # Join them to one catalog.
     catalog = Catalog(
         format="orbax",
         version=None,
-        tensors={key: TensorMeta(key, found.array.dtype, found.array.grid.shape) for key, found in arrays.items()},
+        tensors={key: TensorMeta(key, array.array.dtype, array.array.grid.shape) for key, array in arrays.items()},
         fragments_of=fragments_of,
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
         skeleton=_skeleton(store, parts),
     )
-    iteration = _iteration(catalog, store, notes)
+    iteration, iteration_notes = _iteration(catalog, store)
+    notes += [note for part in parts.values() for note in part.notes] + iteration_notes
     catalog = replace(catalog, iteration=iteration, notes=tuple(notes))
+    # Arrays that may lack chunks.
     incomplete = {
-        key: found.array.sharding is not None and not found.is_incomplete
-        for key, found in arrays.items()
-        if found.is_incomplete or found.array.sharding is not None
+        key: array.array.sharding is not None and not array.is_incomplete
+        for key, array in arrays.items()
+        if array.is_incomplete or array.array.sharding is not None
     }
     return catalog.with_facet(ZarrFacts(incomplete)) if incomplete else catalog
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """What one item holds.
+class OrbaxItem:
+    """The content of one item.
 
     Args:
-        arrays: by name.
-        objects: values of the leaves that are no arrays, by name.
-        paths: name → path in the tree; None where nothing tells the nesting.
+        arrays: arrays by name.
+        objects: values of the other leaves, by name.
+        paths: name → path in the tree; None if the nesting is not stored.
+        notes: what the user should know.
     """
 
     arrays: dict[str, OrbaxArray]
     objects: dict[str, object]
     paths: dict[str, Path] | None
+    notes: tuple[str, ...] = ()
 
 
-def _items(store: ReadStore) -> tuple[list[str], list[str]]:
-    """Directories of the items that hold arrays, and notes about what is left out."""
+def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
+    """Return the directories of the items that hold arrays, and notes on the others."""
     if store.exists(MANIFEST) or store.exists(TREE):
         return [""], []
-    if _unmerged(store, ""):
-        raise _not_merged(store, "")
+    if _unmerged_database(store, ""):
+        raise _not_merged_error(store, "")
     folders = store.folders()
     roots = [f"{name}/" for name in folders if any(store.exists(f"{name}/{file}") for file in (MANIFEST, TREE))]
-    torn = next((name for name in folders if f"{name}/" not in roots and _unmerged(store, f"{name}/")), None)
-    if torn is not None:
-        raise _not_merged(store, f"{torn}/")
+    unmerged = next(
+        (name for name in folders if f"{name}/" not in roots and _unmerged_database(store, f"{name}/")), None
+    )
+    if unmerged is not None:
+        raise _not_merged_error(store, f"{unmerged}/")
     if not roots:
         raise UnsupportedError(
-            "no item of this checkpoint holds a tree of arrays",
+            "no item of this checkpoint is a tree of arrays",
             file=store.label,
-            hint=f"items here: {', '.join(folders) or 'none'}",
+            hint=f"items: {', '.join(folders) or 'none'}",
         )
-    others = [name for name in folders if f"{name}/" not in roots]
-    return roots, [f"items that are no trees of arrays are not read: {', '.join(others)}"] if others else []
+    other_items = [name for name in folders if f"{name}/" not in roots]
+    return roots, [f"items that are not trees of arrays are not read: {', '.join(other_items)}"] if other_items else []
 
 
-def _not_merged(store: ReadStore, root: str) -> MissingShardError:
+def _not_merged_error(store: ReadStore, root: str) -> MissingShardError:
     return MissingShardError(
-        f"there is {root}{_unmerged(store, root)}, but no {root}{MANIFEST}: the save did not finish",
+        f"{root}{_unmerged_database(store, root)} exists, but {root}{MANIFEST} is missing: the save did not finish",
         file=root + MANIFEST,
         hint="use an older checkpoint",
     )
 
 
-def _item(store: ReadStore, root: str, notes: list[str]) -> _Item:
-    if not store.exists(root + MANIFEST) and _unmerged(store, root):
-        raise _not_merged(store, root)
+def _read_item(store: ReadStore, root: str) -> OrbaxItem:
+    """Read the arrays and objects of one item."""
+    if not store.exists(root + MANIFEST) and _unmerged_database(store, root):
+        raise _not_merged_error(store, root)
     arrays = arrays_in(store, root)
     if not store.exists(root + TREE):
-        if store.exists(root + _AGGREGATE):
-            notes.append(
-                f"{root}{_AGGREGATE} (msgpack) is not read: the nesting, and values that stand in it, are lost"
-            )
-        return _Item(arrays, {}, None)
+        note = f"{root}{_AGGREGATE} (msgpack) is not read, so the nesting and the values in it are lost"
+        return OrbaxItem(arrays, {}, None, (note,) if store.exists(root + _AGGREGATE) else ())
     leaves = leaves_of(store, root)
     objects: dict[str, object] = {}
     for name, leaf in leaves.items():
@@ -170,32 +177,36 @@ def _item(store: ReadStore, root: str, notes: list[str]) -> _Item:
             continue
         if leaf.is_array:
             raise MissingShardError(
-                f"{TREE} lists it ({leaf.kind}), but no array of this name is stored",
+                f"{TREE} lists it ({leaf.kind}), but its array is missing",
                 file=root + TREE,
                 key=name,
                 hint="copy the checkpoint again, with all its files",
             )
         objects[name] = leaf.value
     paths = {name: leaf.path for name, leaf in leaves.items()}
-    return _Item(arrays, objects, paths | {name: (name,) for name in arrays if name not in paths})
+    return OrbaxItem(arrays, objects, paths | {name: (name,) for name in arrays if name not in paths})
 
 
-def _skeleton(store: ReadStore, parts: Mapping[str, _Item]) -> object:
-    """The nesting of all items, or None where one of them does not tell its own."""
+def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
+    """Return the nesting of all items, or None if an item has none."""
     leaves: dict[Path, object] = {}
     for prefix, part in parts.items():
         if part.paths is None:
             return None
         for name, path in part.paths.items():
-            at: Path = (prefix[:-1], *path) if prefix else path
-            if not at or at in leaves:
-                raise CorruptError(f"{TREE} gives the path {at!r:.200} to two entries", file=store.label)
-            leaves[at] = ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)
+            full_path: Path = (prefix[:-1], *path) if prefix else path
+            if not full_path or full_path in leaves:
+                raise CorruptError(f"{TREE} has the path {full_path!r:.200} for two entries", file=store.label)
+            leaves[full_path] = ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)
     return nest_leaves(leaves)
 
 
-def _iteration(catalog: Catalog, store: ReadStore, notes: list[str]) -> int | None:
-    """What an integer scalar called ``step``, or so, says; None without one."""
+def _iteration(catalog: Catalog, store: ReadStore) -> tuple[int | None, list[str]]:
+    """Return the value of an integer scalar called ``step`` or similar, or None.
+
+    And notes on unreadable ones.
+    """
+    notes: list[str] = []
     for key in _ITERATIONS:
         meta = catalog.tensors.get(key)
         if meta is None or meta.shape != () or dtype_of(meta.dtype).kind not in ("int", "uint"):
@@ -213,8 +224,8 @@ def _iteration(catalog: Catalog, store: ReadStore, notes: list[str]) -> int | No
             continue
         number = int.from_bytes(data, "little", signed=dtype_of(meta.dtype).kind == "int")
         if 0 <= number < _MAX_ITERATION:
-            return number
-    return None
+            return number, notes
+    return None, notes
 
 
 FORMAT = Format(

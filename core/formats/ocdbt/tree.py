@@ -1,4 +1,4 @@
-"""The nesting of an Orbax checkpoint, as its ``_METADATA`` tells it.
+"""The nesting of an Orbax checkpoint, from its ``_METADATA``.
 
 ::
 
@@ -8,8 +8,8 @@
      "use_ocdbt": true, "use_zarr3": false, …}
 
 A key of the type 1 is an index, one of the type 2 a name (also of a field of a NamedTuple or a class). The name under
-which a leaf is stored is its keys, dot-joined. Empty containers and None are values by their type alone; text stands in
-``_strings.json``, by name; all else is an array.
+which a leaf is stored is its keys, dot-joined. Empty containers and None are given by their type alone; text is in
+``_strings.json``, by name; everything else is an array.
 
 Source: ``_METADATA`` written by orbax-checkpoint 0.12.8.
 """
@@ -38,13 +38,13 @@ _INDEX, _NAME = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class OrbaxLeaf:
     """A leaf of the tree.
 
     Args:
-        path: how to get there.
-        kind: the type of its value, in Orbax's words.
-        value: of one that is no array, else None.
+        path: path in the tree.
+        kind: type of its value, in Orbax's words.
+        value: its value if it is not an array, else None.
     """
 
     path: Path
@@ -53,46 +53,46 @@ class Leaf:
 
     @property
     def is_array(self) -> bool:
-        """Whether its value is stored as an array."""
+        """Return whether its value is stored as an array."""
         return self.kind != _TEXT and self.kind not in _EMPTY
 
 
-def leaves_of(store: ReadStore, root: str) -> dict[str, Leaf]:
-    """Every leaf by its name.
+def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
+    """Return every leaf by its name.
 
     Args:
         root: directory of the item in the store; "" or ends with "/".
 
     Raises:
-        CorruptError: a file is malformed, or two leaves have one name.
-        MissingShardError: a text is not there.
+        CorruptError: a file is malformed, or two leaves have the same name.
+        MissingShardError: a text is missing.
     """
     file = root + TREE
-    tree: Any = _object(store, file).get("tree_metadata")
-    texts = _object(store, root + STRINGS) if store.exists(root + STRINGS) else {}
-    found: dict[str, Leaf] = {}
+    tree: Any = _read_json(store, file).get("tree_metadata")
+    texts = _read_json(store, root + STRINGS) if store.exists(root + STRINGS) else {}
+    leaves: dict[str, OrbaxLeaf] = {}
     try:
-        rows = [(_path(row["key_metadata"]), row["value_metadata"]["value_type"]) for row in tree.values()]
+        rows = [(_parse_path(row["key_metadata"]), row["value_metadata"]["value_type"]) for row in tree.values()]
     except (AttributeError, KeyError, TypeError, ValueError) as err:
         raise CorruptError(f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file) from err
     for path, kind in rows:
         name = ".".join(map(str, path))
-        if name in found or type(kind) is not str:
-            raise CorruptError(f"{TREE} has two leaves of this name, or one of no type", file=file, key=name)
+        if name in leaves or type(kind) is not str:
+            raise CorruptError(f"{TREE} has two leaves with this name, or one without a type", file=file, key=name)
         value = _EMPTY.get(kind)
         if kind == _TEXT:
             value = texts.get(name)
             if not isinstance(value, str):
-                raise MissingShardError(f"{STRINGS} does not hold this text", file=root + STRINGS, key=name)
-        found[name] = Leaf(path, kind, value)
-    return found
+                raise MissingShardError(f"the text is missing in {STRINGS}", file=root + STRINGS, key=name)
+        leaves[name] = OrbaxLeaf(path, kind, value)
+    return leaves
 
 
-def _path(steps: Any) -> Path:
-    """A path out of ``key_metadata``.
+def _parse_path(steps: Any) -> Path:
+    """Return the path in ``key_metadata``.
 
     Raises:
-        ValueError, KeyError, TypeError: it is malformed.
+        ValueError, KeyError, TypeError: the metadata is malformed.
     """
     path: list[object] = []
     for step in steps:
@@ -107,5 +107,5 @@ def _path(steps: Any) -> Path:
     return tuple(path)
 
 
-def _object(store: ReadStore, file: str) -> dict[str, object]:
+def _read_json(store: ReadStore, file: str) -> dict[str, object]:
     return read_json_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)

@@ -1,4 +1,4 @@
-"""Which files of a directory are the checkpoint: one file, shards with an index, loose files, or torch's pieces.
+"""The files of a directory that are the checkpoint: one file, shards with an index, loose files, or torch's pieces.
 
 On disk, one of::
 
@@ -10,7 +10,7 @@ On disk, one of::
     sharded/shard-00001-model-00001-of-00002.safetensors …               the same, beside consolidated files or alone
 
 The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides which files count;
-where there are whole files and pieces, the whole files do. Without an index, files of a usual name count alone.
+if there are complete files and pieces, the complete files do. Without an index, files with a usual name count alone.
 
 Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/checkpoint/hf_storage.py``.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError, UnsupportedError
-from core.formats.huggingface.index import Index, read_index
+from core.formats.huggingface.index import WeightIndex, read_index
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -34,25 +34,25 @@ PIECES_DIR = "sharded"
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 """Names that transformers, peft and diffusers look for; any other name becomes the first one when it is written."""
 _OF_A_MODEL = ("config.json", "adapter_config.json", "params.json", "ckpt-manifest.json")
-"""Files that lie beside a model's weights."""
+"""WeightFiles that lie beside a model's weights."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class WeightFiles:
     """The files of a checkpoint.
 
     Args:
-        names: what holds tensors, sorted.
+        names: the files with tensors, sorted.
         index: the index that counts, if there is one.
-        is_pieces: they are the pieces of single ranks.
-        stem: one of ``STEMS``: how a file with all tensors would be called, without the suffix.
+        is_pieces: whether the files are the pieces of single ranks.
+        stem: one of ``STEMS``: the name of a file with all tensors, without the suffix.
         notes: what the user should know about the choice.
     """
 
     names: tuple[str, ...]
-    index: Index | None = None
+    index: WeightIndex | None = None
     is_pieces: bool = False
     stem: str = "model"
     notes: tuple[str, ...] = field(default=())
@@ -75,73 +75,97 @@ def has_tensors(store: ReadStore) -> bool:
 
 
 def is_piece(name: str) -> bool:
-    """Whether a file is called as one rank's pieces are."""
+    """Return whether a file has the name of one rank's pieces."""
     return _PIECE.fullmatch(name) is not None
 
 
 def shard_number(name: str) -> tuple[int, int] | None:
-    """(number, how many) of a file of a numbered series, else None."""
-    matched = _SHARD.fullmatch(name)
-    return None if matched is None else (int(matched[2]), int(matched[3]))
+    """Return number and total of a file of a numbered series; None for other files."""
+    match = _SHARD.fullmatch(name)
+    return None if match is None else (int(match[2]), int(match[3]))
 
 
 def _stem(name: str) -> str:
+    """Return the stem of a file or an index, if it is one of ``STEMS``; else the first of them."""
     stem = _series(name.removesuffix(".index.json"))
     return stem if stem in STEMS else STEMS[0]
 
 
-def files_of(store: ReadStore) -> Files:
-    """The files of a directory, or of the index that the user pointed at, that are the checkpoint.
+def files_of(store: ReadStore) -> WeightFiles:
+    """Return the files of a directory, or of the index that the user passed, that are the
+    checkpoint.
 
     Raises:
-        MissingShardError: the index names a file that is not there, or a shard of a numbered series is not there.
+        MissingShardError: a file that the index names, or a shard of a numbered series, is missing.
         CorruptError: the index is malformed.
-        UnsafeError: it names a file outside the directory.
-        UnsupportedError: several indexes, and none is the usual one.
+        UnsafeError: the index names a file outside the directory.
+        UnsupportedError: there are several indexes, and none has the usual name.
     """
     names = [name for name in store.files() if name.endswith(SUFFIX)]
     pieces = [name for name in names if _PIECE.fullmatch(name)]
-    whole = [name for name in names if not _PIECE.fullmatch(name)]
+    weights = [name for name in names if not _PIECE.fullmatch(name)]
     if not pieces:
-        inside = store.files(PIECES_DIR)
-        pieces = [f"{PIECES_DIR}/{name}" for name in inside if _PIECE.fullmatch(name)]
-    whole, others = _of_usual_name(whole)
-    index, notes = _chosen_index(store, whole)
+        pieces = [f"{PIECES_DIR}/{name}" for name in store.files(PIECES_DIR) if _PIECE.fullmatch(name)]
+    weights, odd_names = _split_by_usual_name(weights)
+    index, notes = _choose_index(store, weights)
+
+    # An index decides which files count.
     if index is not None:
-        whole += others
-        missing = [name for name in sorted(set(index.file_of.values())) if not store.exists(name)]
-        if missing and pieces and not whole:
-            return _of_pieces(pieces, index=index)
-        if missing:
-            key = next(key for key, name in index.file_of.items() if name == missing[0])
-            raise MissingShardError(
-                f"{index.file} names {len(missing)} files that are not there",
-                file=missing[0],
-                key=key,
-                hint="copy the checkpoint again, with all its files"
-                + (f", or point at the pieces in {PIECES_DIR}" if pieces else ""),
+        return _files_of_index(store, index, weights + odd_names, pieces, notes)
+
+    # Without one, complete files count before pieces.
+    if weights:
+        _refuse_gaps(weights)
+        if odd_names:
+            notes.append(
+                f"{weights[0]}{' …' * (len(weights) > 1)} is what loaders take, so not read: {listed(odd_names)}"
             )
-        used = set(index.file_of.values())
-        odd = [name for name in whole if name not in used]
-        if odd:
-            notes.append(f"not listed in {index.file}, so not read: {listed(odd)}")
-        return Files(tuple(sorted(used)), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
-    if whole:
-        _refuse_gaps(whole)
-        if others:
-            notes.append(f"{whole[0]}{' …' * (len(whole) > 1)} is what loaders take, so not read: {listed(others)}")
-        if len(whole) > 1:
-            notes.append(f"{len(whole)} files without an index were read as one checkpoint: {listed(whole)}")
-        return Files(tuple(whole), stem=_stem(whole[0]), notes=(*notes, *_unread(pieces)))
+        if len(weights) > 1:
+            notes.append(f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}")
+        return WeightFiles(tuple(weights), stem=_stem(weights[0]), notes=(*notes, *_unread(pieces)))
     if pieces:
-        return _of_pieces(pieces)
+        return _complete_pieces(pieces)
     raise MissingShardError("the directory holds no safetensors file", file=store.label)
 
 
-def _of_usual_name(names: list[str]) -> tuple[list[str], list[str]]:
-    """(files that are called as the first of ``STEMS`` that is there, all others); all and none without such a file.
+def _files_of_index(
+    store: ReadStore, index: WeightIndex, weights: list[str], pieces: list[str], notes: list[str]
+) -> WeightFiles:
+    """Return the files that an index names.
 
-    What else lies beside ``model.safetensors`` is another checkpoint (an adapter, the weights under other names).
+    Args:
+        weights: the directory's files with complete tensors.
+        pieces: its files with pieces of tensors; they count if the others are missing.
+        notes: notes on the choice of the index.
+
+    Raises:
+        MissingShardError: a file is missing.
+    """
+    used = sorted(set(index.file_of.values()))
+    missing = [name for name in used if not store.exists(name)]
+    if missing and pieces and not weights:
+        return _complete_pieces(pieces, index=index)
+    if missing:
+        key = next(key for key, name in index.file_of.items() if name == missing[0])
+        raise MissingShardError(
+            f"files named by {index.file} are missing ({len(missing)} in all)",
+            file=missing[0],
+            key=key,
+            hint="copy the checkpoint again, with all its files"
+            + (f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""),
+        )
+    unlisted = [name for name in weights if name not in used]
+    if unlisted:
+        notes = [*notes, f"not listed in {index.file}, so not read: {listed(unlisted)}"]
+    return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
+
+
+def _split_by_usual_name(names: list[str]) -> tuple[list[str], list[str]]:
+    """Return the files named after the first of ``STEMS`` that occurs, and all other files.
+
+    If none of ``STEMS`` occurs, return all files and none.
+
+    Other files beside ``model.safetensors`` are another checkpoint (an adapter, a variant).
     """
     for stem in STEMS:
         usual = [name for name in names if _series(name) == stem]
@@ -151,78 +175,82 @@ def _of_usual_name(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _series(name: str) -> str:
-    matched = _SHARD.fullmatch(name)
-    return matched[1] if matched is not None else name.removesuffix(SUFFIX)
+    """Return the name of a file without number and suffix."""
+    match = _SHARD.fullmatch(name)
+    return match[1] if match is not None else name.removesuffix(SUFFIX)
 
 
-def _of_pieces(pieces: list[str], *, index: Index | None = None) -> Files:
-    """The pieces, once every number of a file that one of them states is there."""
-    found: set[int] = set()
+def _complete_pieces(pieces: list[str], *, index: WeightIndex | None = None) -> WeightFiles:
+    """Return the pieces, after checking that every file number that one of them states exists."""
+    numbers: set[int] = set()
     n_files = 0
     for name in pieces:
-        matched = _PIECE.fullmatch(name.rpartition("/")[2])
-        assert matched is not None
-        found.add(int(matched[1]))
-        n_files = max(n_files, int(matched[2]))
-    if len(found) != n_files or max(found) > n_files:
-        lost = next((n for n in range(1, n_files + 1) if n not in found), n_files)
+        match = _PIECE.fullmatch(name.rpartition("/")[2])
+        assert match is not None
+        numbers.add(int(match[1]))
+        n_files = max(n_files, int(match[2]))
+    if len(numbers) != n_files or max(numbers) > n_files:
+        missing = next((n for n in range(1, n_files + 1) if n not in numbers), n_files)
         raise MissingShardError(
-            f"of the files 1 to {n_files}, no rank's piece of file {lost} is there",
-            file=f"shard-*-model-{lost:05d}-of-{n_files:05d}{SUFFIX}",
+            f"no rank's piece of file {missing} of {n_files} exists",
+            file=f"shard-*-model-{missing:05d}-of-{n_files:05d}{SUFFIX}",
             hint="copy the checkpoint again, with all its files",
         )
-    return Files(tuple(sorted(pieces)), index, is_pieces=True)
+    return WeightFiles(tuple(sorted(pieces)), index, is_pieces=True)
 
 
 def _unread(pieces: list[str]) -> tuple[str, ...]:
+    """Return a note on the files with pieces that are not read."""
     if not pieces:
         return ()
-    return (f"whole tensors were read; {len(pieces)} files with pieces of them ({pieces[0]} …) were not",)
+    return (
+        f"{len(pieces)} files with pieces of tensors ({pieces[0]} …) were not read, only those with complete tensors",
+    )
 
 
 def _refuse_gaps(names: list[str]) -> None:
-    """Returns if every numbered series among the names is complete.
+    """Raise unless every numbered series among the names is complete.
 
     Raises:
-        MissingShardError: names the first file that is not there.
+        MissingShardError: names the first missing file.
     """
     series: dict[tuple[str, str], set[int]] = {}
     for name in names:
-        matched = _SHARD.fullmatch(name)
-        if matched is not None:
-            series.setdefault((matched[1], matched[3]), set()).add(int(matched[2]))
-    for (stem, total), found in series.items():
-        n_files, first = int(total), min(found)
-        if first != 0 and len(found) < n_files:
-            lost = next(n for n in range(1, n_files + 1) if n not in found)
+        match = _SHARD.fullmatch(name)
+        if match is not None:
+            series.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, total), numbers in series.items():
+        n_files, first = int(total), min(numbers)
+        if first != 0 and len(numbers) < n_files:
+            missing = next(n for n in range(1, n_files + 1) if n not in numbers)
             raise MissingShardError(
-                f"of {n_files} shards, {len(found)} are there",
-                file=f"{stem}-{lost:0{len(total)}d}-of-{total}{SUFFIX}",
+                f"only {len(numbers)} of {n_files} shards found",
+                file=f"{stem}-{missing:0{len(total)}d}-of-{total}{SUFFIX}",
                 hint="copy the checkpoint again, with all its files",
             )
 
 
-def _chosen_index(store: ReadStore, whole: list[str]) -> tuple[Index | None, list[str]]:
-    """The index that counts, and notes on those that do not.
+def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | None, list[str]]:
+    """Return the index that counts, and notes on those that do not.
 
     Args:
-        whole: the files with tensors, those with one of the usual names if there are any.
+        weights: the files with complete tensors, those with one of the usual names if there are any.
     """
     if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
         return read_index(store, store.entry, suffix=SUFFIX), []
     names = [name for name in store.files() if name.endswith(INDEX_SUFFIX)]
     if not names:
         return None, []
-    usual = STEMS[0] + INDEX_SUFFIX
-    if usual not in names and any(_series(name) == STEMS[0] for name in whole):
+    usual_name = STEMS[0] + INDEX_SUFFIX
+    if usual_name not in names and any(_series(name) == STEMS[0] for name in weights):
         return None, [f"not read: {listed(names)}"]
-    if len(names) > 1 and usual not in names:
+    if len(names) > 1 and usual_name not in names:
         raise UnsupportedError(
-            f"there are {len(names)} indexes: {listed(names)}", file=store.label, hint="point at one of them"
+            f"there are {len(names)} indexes: {listed(names)}", file=store.label, hint="pass one of them as the source"
         )
-    chosen = usual if usual in names else names[0]
-    others = [name for name in names if name != chosen]
-    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {listed(others)}"] if others else []
+    chosen = usual_name if usual_name in names else names[0]
+    ignored = [name for name in names if name != chosen]
+    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {listed(ignored)}"] if ignored else []
 
 
 def listed(names: Sequence[str]) -> str:

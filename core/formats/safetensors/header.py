@@ -11,7 +11,7 @@ Byte by byte::
 
 All little endian. ``data_offsets`` count from byte 8 + N; in their order the tensors follow each other without a gap
 and end where the file ends. N is at most 100,000,000; the JSON begins with ``{``. Every rule is checked here, so that
-an array whose extent comes out of a header lies in its file.
+the extent of an array from a header lies in its file.
 
 ``F4`` holds two elements a byte. Its JSON shape counts elements; the catalog has torch's ``float4_e2m1fn_x2``, whose
 last axis counts bytes, so the last axis is halved on reading and doubled on writing.
@@ -62,7 +62,7 @@ _MAX_EXTENT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of itself, checked.
+    """The content of a safetensors header, checked.
 
     Args:
         file: name in the store.
@@ -76,12 +76,15 @@ class Header:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(array.n_bytes for array in self.arrays.values())
 
 
 def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
-    """Whether a file, or what of it begins at byte ``begin``, begins as a safetensors file does; reads 9 bytes."""
+    """Return whether a file has the beginning of a safetensors file at byte ``begin``.
+
+    Reads 9 bytes.
+    """
     size = store.size(file) - begin
     if size < 10:
         return False
@@ -91,18 +94,19 @@ def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
 
 
 def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report = raising) -> Header:
-    """The header of a file, checked against the file's size.
+    """Read the header of a file and check it against the file's size.
 
     Args:
-        begin: byte of the file at which the header begins, where something else comes before it.
-        report: told of what is wrong with single entries.
+        begin: byte of the file at which the header begins.
+        report: receives the problems of single entries.
 
     Raises:
-        CorruptError: it breaks a rule of the format.
+        CorruptError: the header breaks a rule of the format.
         TruncatedError: the file ends before the header or the last tensor does.
-        UnsupportedError: a dtype that is not known or not handled.
+        UnsupportedError: a dtype is unknown or not supported.
         MissingShardError, StorageError: the file cannot be read.
     """
+    # Check the length of the header before reading it.
     size = store.size(file)
     if size < begin + 8:
         raise TruncatedError(f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file)
@@ -113,7 +117,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         if substitute is not None:
             raise CorruptError(substitute.title, file=file, hint=substitute.hint)
         raise CorruptError(
-            f"the header is said to have {n} bytes, but at most {MAX_HEADER_BYTES} are allowed",
+            f"the header length is {n:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
             file=file,
             hint="this may not be a safetensors file",
         )
@@ -124,23 +128,26 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
             span=(size, start),
             hint="copy the file again",
         )
+    # Read the entries; one that is refused does not hide the others.
     metadata: dict[str, str] = {}
-    found = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata, report=report)
+    scanned_entries = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata, report=report)
     entries = []
     n_refused = 0
-    for name, fields in found:
+    for name, fields in scanned_entries:
         try:
-            entries.append(_entry(name, fields, file))
+            entries.append(_parse_entry(name, fields, file))
         except CheckpointingException as err:
             err.rule = err.rule or "safetensors.entry"
             report(err)
             n_refused += 1
-    return Header(file, _placed(entries, start=start, size=size, file=file, report=report, lacks=n_refused), metadata)
+    return Header(
+        file, _arrays_in_order(entries, start=start, size=size, file=file, report=report, n_refused=n_refused), metadata
+    )
 
 
 @value(frozen=True, slots=True)
-class _Entry:
-    """A tensor as the header has it, its dtype and shape already torch's; begin and end in bytes of the data."""
+class _HeaderEntry:
+    """A tensor of the header with torch's dtype and shape; begin and end in bytes of the data."""
 
     name: str
     dtype: DType
@@ -149,30 +156,31 @@ class _Entry:
     end: int
 
 
-def _entry(name: str, fields: Fields, file: str) -> _Entry:
+def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
+    """Check the fields of an entry, and return the tensor."""
     if fields.keys() != _FIELDS:
-        odd = sorted(fields.keys() ^ _FIELDS)[0]
-        what = f"lacks the field {odd!r}" if odd in _FIELDS else f"has the unknown field {odd[:40]!r}"
-        raise CorruptError(f"the entry {what}", file=file, key=name)
-    shape = _numbers(fields["shape"], "shape", file, name)
-    offsets = _numbers(fields["data_offsets"], "data_offsets", file, name)
+        field = sorted(fields.keys() ^ _FIELDS)[0]
+        problem = f"lacks the field {field!r}" if field in _FIELDS else f"has the unknown field {field[:40]!r}"
+        raise CorruptError(f"the entry {problem}", file=file, key=name)
+    shape = _parse_numbers(fields["shape"], "shape", file, name)
+    offsets = _parse_numbers(fields["data_offsets"], "data_offsets", file, name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptError(f"data_offsets {list(offsets[:4])} are no begin and end", file=file, key=name)
-    dtype = _dtype(fields["dtype"], file, name)
+        raise CorruptError(f"data_offsets {list(offsets[:4])} are not a begin and an end", file=file, key=name)
+    dtype = _parse_dtype(fields["dtype"], file, name)
     if dtype.kind == "packed":
-        shape = _packed(shape, dtype, file, name)
+        shape = _shape_in_bytes(shape, dtype, file, name)
     n_bytes = prod(shape) * dtype.itemsize
     if n_bytes != offsets[1] - offsets[0]:
         raise CorruptError(
-            f"dtype {dtype.safetensors} and shape {_shown(shape)} make {n_bytes} bytes, "
+            f"dtype {dtype.safetensors} and shape {_short_shape(shape)} make {n_bytes} bytes, "
             f"data_offsets {list(offsets)} are {offsets[1] - offsets[0]}",
             file=file,
             key=name,
         )
-    return _Entry(name, dtype, shape, *offsets)
+    return _HeaderEntry(name, dtype, shape, *offsets)
 
 
-def _numbers(value: object, field: str, file: str, name: str) -> Shape:
+def _parse_numbers(value: object, field: str, file: str, name: str) -> Shape:
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n < _MAX_EXTENT for n in value):
         raise CorruptError(
             f"{field} is {str(value)[:60]}, not a list of numbers from 0 to {_MAX_EXTENT - 1}", file=file, key=name
@@ -180,52 +188,54 @@ def _numbers(value: object, field: str, file: str, name: str) -> Shape:
     return tuple(value)
 
 
-def _dtype(value: object, file: str, name: str) -> DType:
-    found = _BY_NAME.get(value) if isinstance(value, str) else None
-    if found is not None:
-        return found
+def _parse_dtype(value: object, file: str, name: str) -> DType:
+    dtype = _BY_NAME.get(value) if isinstance(value, str) else None
+    if dtype is not None:
+        return dtype
     if value in _SIX_BITS:
         raise UnsupportedError(
-            f"dtype {value} (six bits an element) is not handled",
+            f"dtype {value} (six bits an element) is not supported",
             file=file,
             key=name,
             hint="leave it out, or recast it",
         )
     raise UnsupportedError(
-        f"dtype {str(value)[:40]!r} is not known",
+        f"dtype {str(value)[:40]!r} is unknown",
         file=file,
         key=name,
         hint="update ckpt-toolkit, or ask where the file came from",
     )
 
 
-def _packed(shape: Shape, dtype: DType, file: str, name: str) -> Shape:
-    """The shape in bytes of a tensor with two elements a byte."""
+def _shape_in_bytes(shape: Shape, dtype: DType, file: str, name: str) -> Shape:
+    """Return the shape in bytes of a tensor with two elements a byte."""
     if not shape or shape[-1] % 2:
         raise UnsupportedError(
-            f"{dtype.safetensors} of shape {_shown(shape)}: a byte holds two elements, the last axis must be even",
+            f"{dtype.safetensors} of shape {_short_shape(shape)}: with two elements a byte, the last axis must be even",
             file=file,
             key=name,
         )
     return (*shape[:-1], shape[-1] // 2)
 
 
-def _shown(shape: Sequence[int]) -> str:
+def _short_shape(shape: Sequence[int]) -> str:
     return f"{list(shape)}" if len(shape) <= 8 else f"{list(shape[:8])}… of {len(shape)} axes"
 
 
-def _placed(
-    entries: Iterable[_Entry], *, start: int, size: int, file: str, report: Report, lacks: int
+def _arrays_in_order(
+    entries: Iterable[_HeaderEntry], *, start: int, size: int, file: str, report: Report, n_refused: int
 ) -> dict[str, StoredArray]:
-    """The arrays in the order of their bytes, which they must fill from ``start`` to ``size``.
+    """Return the arrays in the order of their bytes, which must fill the file from ``start`` to
+    ``size``.
 
     Args:
-        report: told of each tensor that lies elsewhere.
-        lacks: entries that are not understood, so that holes tell nothing.
+        report: receives each tensor that lies elsewhere.
+        n_refused: number of entries that were refused; if there are any, holes are no problem.
     """
     arrays: dict[str, StoredArray] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        # Each tensor must begin where the one before it ends.
         if start + entry.end > size:
             problem: CheckpointingException = TruncatedError(
                 f"the file has {size} bytes, but the tensor ends at byte {start + entry.end}",
@@ -235,10 +245,10 @@ def _placed(
                 hint="copy the file again",
             )
             report(problem)
-        elif entry.begin != end and not (lacks and entry.begin > end):
-            what = "overlaps the one before it" if entry.begin < end else "leaves a hole behind the one before it"
+        elif entry.begin != end and not (n_refused and entry.begin > end):
+            problem_text = "overlaps the one before it" if entry.begin < end else "leaves a gap after the one before it"
             problem = CorruptError(
-                f"the tensor {what}: it begins at byte {entry.begin} of the data, that one ends at {end}",
+                f"the tensor {problem_text}: it begins at byte {entry.begin} of the data, that one ends at {end}",
                 file=file,
                 key=entry.name,
                 rule="safetensors.order",
@@ -246,14 +256,14 @@ def _placed(
             report(problem)
         arrays[entry.name] = StoredArray(entry.name, entry.dtype.name, entry.shape, Extent(file, start + entry.begin))
         end = max(end, entry.end)
-    if start + end < size and not lacks:
+    if start + end < size and not n_refused:
         message = f"{size - start - end} bytes at the end belong to no tensor"
         report(CorruptError(message, file=file, span=(start + end, size), rule="safetensors.rest"))
     return arrays
 
 
 def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[str, str]) -> FileImage:
-    """The image of a safetensors file.
+    """Return the image of a safetensors file.
 
     Args:
         path: name of the file.
@@ -261,30 +271,32 @@ def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[
         metadata: ``__metadata__``.
 
     Raises:
-        UnsupportedError: a dtype or a name that the format does not have, or a header that is too large.
+        UnsupportedError: the format has no such dtype or name, or the header would be too large.
     """
-    order = sorted(arrays, key=lambda name: (_RANK[_spelling(name, arrays[name])], name))
+    # List the tensors in safetensors' order.
+    order = sorted(arrays, key=lambda name: (_RANK[_dtype_name(name, arrays[name])], name))
     parts = [f'"{METADATA}":{_dumped(dict(sorted(metadata.items())))}'] if metadata else []
     ends = [0]
     for name in order:
         array = arrays[name]
         ends.append(ends[-1] + array.n_bytes)
-        shape = ",".join(map(str, _logical(name, array)))
-        spelling = _spelling(name, array)
+        shape = ",".join(map(str, _shape_in_elements(name, array)))
+        spelling = _dtype_name(name, array)
         parts.append(
             f'{_dumped(name)}:{{"dtype":"{spelling}","shape":[{shape}],"data_offsets":[{ends[-2]},{ends[-1]}]}}'
         )
+    # Encode the header, padded to 8 bytes.
     try:
         text = f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as err:
         odd = next((name for name in order if name.encode("utf-8", "replace").decode() != name), None)
         raise UnsupportedError(
-            f"a name is no text that can be written: {err.reason}", file=path, key=odd, hint="rename it with --rename"
+            f"a name cannot be written as UTF-8: {err.reason}", file=path, key=odd, hint="rename it with --rename"
         ) from err
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            f"the header would have {len(text)} bytes, but at most {MAX_HEADER_BYTES} are allowed",
+            f"the header would have {len(text):,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
             file=path,
             hint="write several files: --max-shard-size",
         )
@@ -301,24 +313,24 @@ def _dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _spelling(name: str, array: PlannedArray) -> str:
-    """The dtype as the format spells it."""
-    found = DTYPES[array.dtype].safetensors
-    if found is None:
+def _dtype_name(name: str, array: PlannedArray) -> str:
+    """Return the dtype as the format spells it."""
+    dtype_name = DTYPES[array.dtype].safetensors
+    if dtype_name is None:
         raise UnsupportedError(
             f"safetensors has no dtype {array.dtype}", key=name, hint=f"leave the tensor out: --exclude {name!r}"
         )
     if name == METADATA:
         raise UnsupportedError(f"no tensor can be called {METADATA}", key=name, hint=rename_hint([name]))
-    return found
+    return dtype_name
 
 
-def _logical(name: str, array: PlannedArray) -> Shape:
-    """The shape in elements."""
+def _shape_in_elements(name: str, array: PlannedArray) -> Shape:
+    """Return the shape in elements."""
     if DTYPES[array.dtype].kind != "packed":
         return array.shape
     if not array.shape:
         raise UnsupportedError(
-            "two elements in a tensor without axes cannot be written", key=name, hint=f"--exclude {name!r}"
+            "a tensor with two elements a byte needs at least one axis", key=name, hint=f"--exclude {name!r}"
         )
     return (*array.shape[:-1], 2 * array.shape[-1])

@@ -28,13 +28,13 @@ _USUAL = re.compile(
     rb'\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],"data_offsets":\[(%b),(%b)\]\}'
     % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-"""An entry as safetensors itself writes it; others go the slower way."""
+"""An entry as safetensors itself writes it; others are parsed as JSON, which is slower."""
 _NEXT = re.compile(_SPACE + rb"([,}])")
 _REST = re.compile(_SPACE + rb"\Z")
 _PAIRS = json.JSONDecoder(object_pairs_hook=list)
 
 Fields = dict[str, object]
-"""What an entry says; its values are numbers, strings and lists."""
+"""The fields of an entry; values are numbers, strings and lists."""
 
 
 def scanned(
@@ -45,22 +45,23 @@ def scanned(
     metadata: dict[str, str] | None = None,
     report: Report = raising,
 ) -> Iterator[tuple[str, Fields]]:
-    """The entries of a JSON object of objects that hold no others, in order.
+    """Yield the entries of a JSON object of objects that hold no others, in order.
 
     Args:
         data: the text.
-        file, what: where it comes from, for messages.
-        metadata: gets the members of the entry ``__metadata__``, which must be strings; None if there is no such entry.
-        report: told of names that are there twice, and of entries that are no objects of fields.
+        file, what: the file and the part of it that the text is, for messages.
+        metadata: receives the members of the entry ``__metadata__``, which must be strings; None if
+            that name has no special meaning.
+        report: receives names that occur twice, and entries that are not objects of fields.
 
     Raises:
-        CorruptError: anything else is wrong.
+        CorruptError: the text breaks another rule.
     """
-    return _Scan(data, file, what, report).entries(metadata)
+    return _HeaderScanner(data, file, what, report).entries(metadata)
 
 
-class _Scan:
-    """One text, and how far it has been read."""
+class _HeaderScanner:
+    """Scans one text from begin to end."""
 
     def __init__(self, data: bytes, file: str, what: str, report: Report) -> None:
         self._data = data
@@ -70,19 +71,23 @@ class _Scan:
         self._at = 0
 
     def entries(self, metadata: dict[str, str] | None) -> Iterator[tuple[str, Fields]]:
-        seen: set[str] = set()
-        is_open = self._opened()
+        """Yield name and fields of every entry.
+
+        The strings of ``__metadata__`` go into ``metadata``.
+        """
+        names: set[str] = set()
+        is_open = self._enter_object()
         while is_open:
-            name = self._name()
-            is_first = name not in seen
+            name = self._read_name()
+            is_first = name not in names
             if not is_first:
-                message = f"the {self._what} has two entries of one name"
+                message = f"the {self._what} has two entries with the same name"
                 self._report(CorruptError(message, file=self._file, key=name, rule="safetensors.duplicate"))
-            seen.add(name)
+            names.add(name)
             if metadata is not None and name == METADATA:
-                self._strings(metadata)
+                self._read_strings(metadata)
             else:
-                fields = self._fields(name)
+                fields = self._read_fields(name)
                 if fields is not None and is_first:
                     yield name, fields
             is_open = self._has_more()
@@ -91,66 +96,69 @@ class _Scan:
                 f"{len(self._data) - self._at} bytes follow the JSON object of the {self._what}", file=self._file
             )
 
-    def _opened(self) -> bool:
-        """Steps into an object; whether it has members."""
-        found = _OPEN.match(self._data, self._at)
-        if found is None:
+    def _enter_object(self) -> bool:
+        """Step into an object; return whether it has members."""
+        match = _OPEN.match(self._data, self._at)
+        if match is None:
             raise self._error("an opening brace")
-        self._at = found.end()
-        return found[1] is None
+        self._at = match.end()
+        return match[1] is None
 
-    def _name(self) -> str:
-        """A member's name; its value follows."""
-        found = _NAME.match(self._data, self._at)
-        if found is None:
+    def _read_name(self) -> str:
+        """Read a member's name; its value follows."""
+        match = _NAME.match(self._data, self._at)
+        if match is None:
             raise self._error("a name and a colon")
-        self._at = found.end()
-        return self._text(found[1])
+        self._at = match.end()
+        return self._decode_string(match[1])
 
     def _has_more(self) -> bool:
-        """Steps over a comma, or out of an object."""
-        found = _NEXT.match(self._data, self._at)
-        if found is None:
+        """Step over a comma, or out of an object; return whether a member follows."""
+        match = _NEXT.match(self._data, self._at)
+        if match is None:
             raise self._error("a comma or a closing brace")
-        self._at = found.end()
-        return found[1] == b","
+        self._at = match.end()
+        return match[1] == b","
 
-    def _strings(self, into: dict[str, str]) -> None:
-        is_open = self._opened()
+    def _read_strings(self, into: dict[str, str]) -> None:
+        is_open = self._enter_object()
         while is_open:
-            name = self._name()
+            name = self._read_name()
             value = _TEXT.match(self._data, self._at)
             if value is None:
                 raise CorruptError(
-                    f"{METADATA} holds strings only, but {name[:100]!r} is none",
+                    f"{METADATA} may hold only strings, but {name[:100]!r} is not one",
                     file=self._file,
                     rule="safetensors.metadata",
                 )
             if name in into:
                 message = f"{METADATA} has {name[:100]!r} twice"
                 self._report(CorruptError(message, file=self._file, rule="safetensors.duplicate"))
-            into[name] = self._text(value[0])
+            into[name] = self._decode_string(value[0])
             self._at = value.end()
             is_open = self._has_more()
 
-    def _fields(self, name: str) -> Fields | None:
-        """What an entry says; None if it is no JSON, or says it twice, which was reported."""
-        usual = _USUAL.match(self._data, self._at)
-        if usual is not None:
-            self._at = usual.end()
-            dtype, shape, begin, end = usual.groups()
+    def _read_fields(self, name: str) -> Fields | None:
+        """Read the fields of an entry.
+
+        None if it is not JSON or has a field twice, which was reported.
+        """
+        plain = _USUAL.match(self._data, self._at)
+        if plain is not None:
+            self._at = plain.end()
+            dtype, shape, start, end = plain.groups()
             extents = [int(extent) for extent in shape.split(b",")] if shape else []
-            return {"dtype": dtype.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
-        found = _FLAT.match(self._data, self._at)
-        if found is None:
+            return {"dtype": dtype.decode(), "shape": extents, "data_offsets": [int(start), int(end)]}
+        match = _FLAT.match(self._data, self._at)
+        if match is None:
             raise CorruptError(
-                f"the entry is no JSON object of at most {MAX_ENTRY_BYTES} bytes", file=self._file, key=name
+                f"the entry is not a JSON object of at most {MAX_ENTRY_BYTES} bytes", file=self._file, key=name
             )
-        self._at = found.end()
+        self._at = match.end()
         try:
-            pairs: list[tuple[str, object]] = _PAIRS.decode(found[0].decode())
+            pairs: list[tuple[str, object]] = _PAIRS.decode(match[0].decode())
         except (ValueError, RecursionError) as err:
-            self._report(CorruptError(f"the entry is no JSON: {err}", file=self._file, key=name))
+            self._report(CorruptError(f"the entry is not valid JSON: {err}", file=self._file, key=name))
             return None
         fields = dict(pairs)
         if len(fields) != len(pairs):
@@ -158,19 +166,19 @@ class _Scan:
             return None
         return fields
 
-    def _text(self, token: bytes) -> str:
-        """The string of a JSON token."""
+    def _decode_string(self, token: bytes) -> str:
+        """Return the string of a JSON token."""
         try:
             if b"\\" not in token:
                 return token[1:-1].decode()
             text: str = json.loads(token)
             text.encode()  # half a surrogate pair can neither be printed nor written
         except ValueError as err:
-            raise CorruptError(f"the {self._what} has a string that is no text: {err}", file=self._file) from err
+            raise CorruptError(f"the {self._what} has a string that is not valid text: {err}", file=self._file) from err
         return text
 
-    def _error(self, wanted: str) -> CorruptError:
-        found = self._data[self._at : self._at + 20].decode("utf-8", "replace")
+    def _error(self, expected: str) -> CorruptError:
+        rest = self._data[self._at : self._at + 20].decode("utf-8", "replace")
         return CorruptError(
-            f"the {self._what} is no JSON: {wanted} should stand at its byte {self._at}, not {found!r}", file=self._file
+            f"the {self._what} is not valid JSON: expected {expected} at byte {self._at}, not {rest!r}", file=self._file
         )

@@ -1,7 +1,7 @@
-"""Laying out safetensors files: which tensors go into which file, and what lies around them.
+"""Laying out safetensors files: the tensors of each file, and the files around them.
 
 On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and ``model.safetensors.index.json``; beside
-them the small files (``hf_files``) and ``ckpt-objects.pt`` (``torch_objects``).
+them the small files (``huggingface.files``) and ``ckpt-objects.pt`` (``torch.side_file``).
 
 Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor that is larger than a
 file may be ends the file before it.
@@ -31,33 +31,37 @@ DEFAULT_METADATA = {"format": "pt"}
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of a directory: weights, the small files around them, objects, and the index last.
+    """Return the images of a directory: weights, the small files around them, objects, and the
+    index last.
 
     Args:
-        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is not placed; its name
-            is recorded in the metadata of the file that holds the other. What else is honoured:
-            ``core.formats.safetensors.format``.
+        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is not
+            written; its name is recorded in the metadata of the file that holds the other.
+            ``core.formats.safetensors.format`` lists the other fields that are used.
 
     Raises:
-        UnsupportedError: a dtype or name that the format does not have, a tensor in several pieces, or an object that
-            was not read.
+        UnsupportedError: the format has no such dtype or name, a tensor is in several pieces, or an
+            object was not read.
     """
+    # Distribute the tensors over files.
     aliases = _kept_aliases(target)
     arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
     shards = _shards(arrays, _max_bytes(target))
     facts = target.facet(WeightFileFacts)
     stem = facts.stem if facts is not None and facts.stem in STEMS else STEMS[0]
     metadata = _written_metadata(target)
+    # Each file records the aliases of its tensors.
     weights = []
     file_of: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
         file_of |= dict.fromkeys(keys, name)
-        held = set(keys)
-        recorded = {key: first for key, first in aliases.items() if first in held}
+        keys_in_file = set(keys)
+        recorded = {key: first for key, first in aliases.items() if first in keys_in_file}
         weights.append(file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded}))
     if target.write.is_file:
         return tuple(weights)
+    # Small files, objects and the index complete a directory.
     images = [*weights, *file_images(target)]
     objects = objects_image(target)
     if objects is not None:
@@ -67,12 +71,17 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
-    _refuse_doubles(images)
+    # A carried file may have the name of one that is written.
+    paths: set[str] = set()
+    for image in images:
+        if image.path in paths:
+            raise UnsupportedError("two files would have the same name", file=image.path)
+        paths.add(image.path)
     return tuple(images)
 
 
 def _max_bytes(target: TargetCatalog) -> int | None:
-    """Most bytes of tensors in one file; None for no limit."""
+    """Return the maximum number of tensor bytes in one file; None for no limit."""
     if target.write.is_file:
         return None
     limit = target.write.max_file_bytes
@@ -80,7 +89,10 @@ def _max_bytes(target: TargetCatalog) -> int | None:
 
 
 def _shards(arrays: Mapping[str, PlannedArray], max_bytes: int | None) -> list[list[str]]:
-    """Keys of each file: filled in order, begun anew when the next tensor does not fit; at least one file."""
+    """Return the keys of each file, filled in order.
+
+    A new file begins when the next tensor does not fit; there is at least one file.
+    """
     shards: list[list[str]] = [[]]
     n_bytes = 0
     for key, array in arrays.items():
@@ -93,28 +105,28 @@ def _shards(arrays: Mapping[str, PlannedArray], max_bytes: int | None) -> list[l
 
 
 def _written_metadata(target: TargetCatalog) -> dict[str, str]:
-    """``__metadata__`` without aliases: what the source had, and the ``format`` that transformers asks for."""
+    """Return ``__metadata__`` without aliases: the source's, and the ``format`` that transformers
+    asks for.
+    """
     facts = target.facet(WeightFileFacts)
     return {**DEFAULT_METADATA, **({} if facts is None else facts.metadata)}
 
 
 def _kept_aliases(target: TargetCatalog) -> dict[str, str]:
-    """Key → key whose bytes serve for it, where both are still alike and the name can be recorded."""
+    """Return key → key whose bytes serve for it, if both have equal form and the name can be
+    recorded.
+    """
     stated = target.aliases
-    taken = _written_metadata(target)
+    metadata = _written_metadata(target)
     aliases: dict[str, str] = {}
     for key, first in stated.items():
         first = stated.get(first, first)
-        one, other = target.tensors.get(key), target.tensors.get(first)
-        is_alike = one is not None and other is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
-        if is_alike and key != first and first not in stated and key not in taken:
+        alias, original = target.tensors.get(key), target.tensors.get(first)
+        is_alike = (
+            alias is not None
+            and original is not None
+            and (alias.dtype, alias.shape) == (original.dtype, original.shape)
+        )
+        if is_alike and key != first and first not in stated and key not in metadata:
             aliases[key] = first
     return aliases
-
-
-def _refuse_doubles(images: Sequence[FileImage]) -> None:
-    seen: set[str] = set()
-    for image in images:
-        if image.path in seen:
-            raise UnsupportedError("two files would have one name", file=image.path)
-        seen.add(image.path)

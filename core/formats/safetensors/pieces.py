@@ -1,4 +1,4 @@
-"""Pieces of tensors in safetensors files, as torch's Hugging Face storage writer leaves them.
+"""TensorPieces of tensors in safetensors files, as torch's Hugging Face storage writer leaves them.
 
 On disk, one file per rank and file number, ``shard-0000R-model-0000i-of-0000n.safetensors``, and in its header::
 
@@ -39,7 +39,7 @@ _KNOWN_VERSION = "1.0"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorPieces:
     """Global tensors and the pieces that tile them.
 
     Args:
@@ -52,66 +52,78 @@ class Pieces:
 
 
 def has_pieces(header: Header) -> bool:
-    """Whether a file says that its tensors are pieces."""
+    """Return whether the metadata of a file marks its tensors as pieces."""
     return SHARDING_INFO in header.metadata
 
 
-def pieces_of(headers: Iterable[Header]) -> Pieces:
-    """The global tensors of some files; a file that does not speak of pieces holds whole tensors.
+def pieces_of(headers: Iterable[Header]) -> TensorPieces:
+    """Return the global tensors of some files.
+
+    Files without sharding information hold complete tensors.
 
     Raises:
-        CorruptError: pieces overlap, differ in dtype or axes, or the sharding information does not fit the file.
+        CorruptError: pieces overlap, differ in dtype or axes, or the sharding information does not match
+            the file.
         MissingShardError: a region of a tensor is in no piece.
-        UnsupportedError: another version, or a cut through bytes of two elements.
+        UnsupportedError: the version is unknown, or a tensor with two elements a byte is cut along its
+            last axis.
     """
-    found: dict[str, list[tuple[Box, StoredArray]]] = {}
+    pieces_of_key: dict[str, list[tuple[Box, StoredArray]]] = {}
     for header in headers:
-        offset_of = _offsets(header)
+        offset_of = _piece_offsets(header)
         for key, array in header.arrays.items():
             offset = (0,) * len(array.shape) if offset_of is None else offset_of[key]
             if DTYPES[array.dtype].kind == "packed" and offset and offset[-1]:
                 raise UnsupportedError(
-                    f"a {array.dtype} tensor that is cut along its last axis is not handled", file=header.file, key=key
+                    f"a {array.dtype} tensor that is cut along its last axis is not supported",
+                    file=header.file,
+                    key=key,
                 )
-            found.setdefault(key, []).append((Box(offset, array.shape), array))
-    tensors = {key: _meta(key, pieces) for key, pieces in found.items()}
-    return Pieces(tensors, {key: _fragments(tensors[key], pieces) for key, pieces in found.items()})
+            pieces_of_key.setdefault(key, []).append((Box(offset, array.shape), array))
+    tensors = {key: _global_tensor(key, pieces) for key, pieces in pieces_of_key.items()}
+    return TensorPieces(
+        tensors, {key: _tiling_fragments(tensors[key], pieces) for key, pieces in pieces_of_key.items()}
+    )
 
 
-def _offsets(header: Header) -> dict[str, Shape] | None:
-    """Tensor → where its piece begins, for every tensor of the file; None if the file has no such information."""
+def _piece_offsets(header: Header) -> dict[str, Shape] | None:
+    """Return tensor → offset of its piece, for every tensor of a file.
+
+    None without sharding information.
+    """
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         return None
     version = header.metadata.get(VERSION, _KNOWN_VERSION)
     if version != _KNOWN_VERSION:
         raise UnsupportedError(
-            f"{VERSION} {version[:40]!r} is not handled, only {_KNOWN_VERSION!r}",
+            f"{VERSION} {version[:40]!r} is not supported, only {_KNOWN_VERSION!r}",
             file=header.file,
             hint="update ckpt-toolkit",
         )
+    # Each entry must match a tensor of the file, and each tensor an entry.
     offsets: dict[str, Shape] = {}
     for key, fields in scanned(text.encode(), file=header.file, what=SHARDING_INFO):
         array = header.arrays.get(key)
         if array is None:
-            raise CorruptError(f"{SHARDING_INFO} names a tensor that the file does not hold", file=header.file, key=key)
+            raise CorruptError(f"{SHARDING_INFO} names a tensor that is not in the file", file=header.file, key=key)
         offset = fields.get("saved_offsets")
         is_list = isinstance(offset, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in offset)
         if not isinstance(offset, list) or not is_list or len(offset) != len(array.shape):
             raise CorruptError(
-                f"saved_offsets {str(offset)[:60]} do not fit the {len(array.shape)} axes of the piece",
+                f"saved_offsets {str(offset)[:60]} do not match the {len(array.shape)} axes of the piece",
                 file=header.file,
                 key=key,
             )
         offsets[key] = tuple(offset)
     for key in header.arrays:
         if key not in offsets:
-            raise CorruptError(f"{SHARDING_INFO} does not say where the piece lies", file=header.file, key=key)
+            raise CorruptError(f"{SHARDING_INFO} has no offset for the piece", file=header.file, key=key)
     return offsets
 
 
-def _meta(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMeta:
-    """The global tensor of some pieces."""
+def _global_tensor(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMeta:
+    """Return the global tensor of some pieces."""
     box, first = pieces[0]
     for other, array in pieces:
         if array.dtype != first.dtype or other.rank != box.rank:
@@ -124,20 +136,24 @@ def _meta(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMeta:
     return TensorMeta(key, first.dtype, tuple(max(axis) for axis in ends))
 
 
-def _fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple[Fragment, ...]:
-    """The pieces, once they are known to tile the tensor; empty ones are left out unless the tensor is empty."""
+def _tiling_fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple[Fragment, ...]:
+    """Return the pieces of a tensor, after checking that they tile it.
+
+    Empty pieces are left out unless the tensor is empty.
+    """
     if meta.n_elements:
         pieces = [(box, array) for box, array in pieces if not box.is_empty]
     else:
         pieces = pieces[:1]
+    # Equal pieces are replicas; different ones must neither overlap nor leave a hole.
     array_of = dict(reversed(pieces))  # of equal pieces the first
     boxes = list(array_of)
     overlap = first_overlap(boxes) if meta.n_elements else None
     if overlap is not None:
-        one, other = boxes[overlap[0]], boxes[overlap[1]]
+        first, other = boxes[overlap[0]], boxes[overlap[1]]
         raise CorruptError(
-            f"two pieces overlap: offset {list(one.offset)} shape {list(one.shape)} in {array_of[one].extent.file}, "
-            f"and offset {list(other.offset)} shape {list(other.shape)}",
+            f"two pieces overlap: offset {list(first.offset)} shape {list(first.shape)} in "
+            f"{array_of[first].extent.file}, and offset {list(other.offset)} shape {list(other.shape)}",
             file=array_of[other].extent.file,
             key=meta.key,
         )
@@ -157,27 +173,27 @@ def _fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple
 
 
 def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> None:
-    """Compares the sizes that pieces add up to with those that a model's configuration states.
+    """Compare the sizes that pieces add up to with those that a model's configuration states.
 
     Raises:
         MissingShardError: an embedding has fewer rows than the vocabulary, or a final norm fewer than the hidden size.
-        CorruptError: the configuration states no proper size.
+        CorruptError: a size in the configuration is not a positive number.
     """
-    stated = {name: config_number(config, name) for name in ("vocab_size", "hidden_size")}
+    config_sizes = {name: config_number(config, name) for name in ("vocab_size", "hidden_size")}
     for key, meta in tensors.items():
-        for ends, axis, name in _STATED:
-            wanted = stated[name]
-            if key.endswith(ends) and axis < len(meta.shape) and wanted is not None and meta.shape[axis] < wanted:
+        for ends, axis, name in _SIZES_IN_CONFIG:
+            least = config_sizes[name]
+            if key.endswith(ends) and axis < len(meta.shape) and least is not None and meta.shape[axis] < least:
                 raise MissingShardError(
-                    f"the pieces add up to shape {list(meta.shape)}, but config.json states {name} {wanted}",
+                    f"the pieces add up to shape {list(meta.shape)}, but config.json states {name} {least}",
                     key=key,
                     hint="the files of the last ranks may be missing: copy the checkpoint again",
                 )
 
 
-_STATED = (
+_SIZES_IN_CONFIG = (
     (("embed_tokens.weight", "wte.weight"), 0, "vocab_size"),
     (("embed_tokens.weight",), 1, "hidden_size"),
     (("model.norm.weight",), 0, "hidden_size"),
 )
-"""Ends of names, axis, and the size in config.json that the axis has at least."""
+"""Suffixes of names, axis, and the size in config.json that is the minimum for this axis."""

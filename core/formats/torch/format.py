@@ -1,13 +1,13 @@
 """``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
 
-A file is a torch zip (``torch_zip``): a pickle and one record per storage; or, from before torch 1.6, a stream of both
-(``torch_legacy``). Reading it runs nothing: the pickle becomes an inert tree (``core.pickle.reader``) with a
-``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the file. Records that were deflated by another
-program, and those of a big-endian machine, are decoded (``torch_record``).
+A file is a torch zip (``torch.zip``): a pickle and one record per storage; or, from before torch 1.6, a stream of both
+(``torch.legacy``). Reading it runs nothing: the pickle becomes an inert tree (``core.pickle.reader``) with a
+``TensorLeaf`` where a tensor is (``torch.tensors``), whose bytes stay in the file. Records that were deflated by
+another program, and those of a big-endian machine, are decoded (``torch.zip.records``).
 
 A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key;
-where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what
-is no tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; other
+values stand in it inline and are listed in ``objects`` too. Tensors inside other objects are ``hidden``.
 
 ``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported`` are not plain dense
 ones: they are objects of the skeleton and cannot be written. ``iteration`` and ``args`` are the root's. Facet:
@@ -16,7 +16,7 @@ ones: they are objects of the skeleton and cannot be written. ``iteration`` and 
 On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name that is written.
 
 Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
-refuses lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with
+refuses lies below a reserved key of a written file, see ``torch.weights_only``, and comes back on reading; with
 ``WriteOptions.weights_only`` false it stays what it was.
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
@@ -51,7 +51,6 @@ from core.pickle.nesting import map_leaves
 from core.pickle.reader import gc_paused
 
 if TYPE_CHECKING:
-    from core.arrays.box import Shape
     from core.catalog.catalog import Catalog
     from core.files.store import ReadStore
     from core.pickle.nesting import LeafEntry
@@ -63,44 +62,45 @@ _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the file, or ``checkpoint.pt`` of the directory, is of one of torch's formats (the old ones too).
+    """Return whether the file, or ``checkpoint.pt`` of the directory, is in one of torch's formats
+    (old ones too).
 
     Any other file of a directory may be anything: it has to be named.
     """
-    name = _file_of(store)
+    name = _checkpoint_file(store)
     if name is None or store.size(name) < 4:
         return False
     kind = stream_kind(store, name, 0, store.size(name))
     return kind in ("zip", "legacy", "tar") or (kind == "pickle" and name.endswith(SUFFIXES))
 
 
-def _file_of(store: ReadStore) -> str | None:
-    """The file that is the checkpoint, or None."""
+def _checkpoint_file(store: ReadStore) -> str | None:
+    """Return the name of the file that is the checkpoint, or None."""
     if store.entry is not None:
         return store.entry if store.exists(store.entry) else None
     return FILE_NAME if store.exists(FILE_NAME) else None
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of a single file, or of a directory that holds one.
+    """Read the catalog of a single file, or of a directory that holds ``checkpoint.pt``.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged.
-        UnsupportedError: another kind of file.
+        UnsupportedError: the file is of another kind.
         UnsafeError: a hostile pickle.
     """
-    name = _file_of(store)
+    name = _checkpoint_file(store)
     if name is None:
-        raise UnsupportedError(f"the directory holds no {FILE_NAME}", file=store.label, hint="name the file itself")
+        raise UnsupportedError(f"the directory holds no {FILE_NAME}", file=store.label, hint="pass the file itself")
     catalog = catalog_of(store, name)
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
         return catalog
-    return catalog.noted([f"this is file {int(shard[1])} of {int(shard[2])}; point at the directory to read all"])
+    return catalog.noted([f"this is file {int(shard[1])} of {int(shard[2])}; pass the directory to read all of them"])
 
 
 def catalog_of(store: ReadStore, name: str) -> Catalog:
-    """The catalog of one file of a store; errors as for ``read``."""
+    """Read the catalog of one file of a store; raises the errors of ``read``."""
     tree = parse(store, name)
     root = as_mapping(tree.value) or {}
     iteration, args = root.get("iteration"), root.get("args")
@@ -123,20 +123,21 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The image of one file, ``checkpoint.pt``.
+    """Return the image of one file, ``checkpoint.pt``.
 
     Args:
-        target: every tensor is one array. Its skeleton is what will be saved; without one, a dict of all tensors and
-            objects by key. Tensors that its ``aliases`` call equal share a storage, of which only the first one's array
-            is placed. Objects keep their classes if ``WriteOptions.weights_only`` is false.
+        target: every tensor is one array. Its skeleton is saved; without one, a dict of all tensors
+            and objects by key. Tensors that its ``aliases`` call equal share a storage, and only
+            the array of the first one is placed. Objects keep their classes if
+            ``WriteOptions.weights_only`` is false.
 
     Raises:
-        UnsupportedError: a tensor of a kind that is not handled is still there, or a tensor is in several pieces.
+        UnsupportedError: a tensor is of a kind that is not supported, or is in several pieces.
     """
     refuse_unsupported(target)
-    same_as = _aliases(target)
+    same_as = _valid_aliases(target)
     with gc_paused():
-        root = _root(target)
+        root = _value_to_save(target)
         if target.write.weights_only:
             root = set_aside(root)
     plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
@@ -144,10 +145,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
 
 def refuse_unsupported(catalog: AnyCatalog) -> None:
-    """Returns if every tensor of the catalog can be copied.
+    """Raise if a tensor or object of the catalog cannot be copied.
 
     Raises:
-        UnsupportedError: one is of a kind that is not handled; names it.
+        UnsupportedError: names the first tensor of a kind that is not supported.
     """
     for key, kind in catalog.unsupported.items():
         if key in catalog.objects:
@@ -167,20 +168,17 @@ def refuse_unsupported(catalog: AnyCatalog) -> None:
             )
 
 
-def _aliases(target: TargetCatalog) -> dict[str, str]:
-    """Key → the key whose array serves for it, where both are still alike."""
+def _valid_aliases(target: TargetCatalog) -> dict[str, str]:
+    """Return key → key whose array serves for it, for aliases that still have equal dtype and
+    shape.
+    """
 
-    def looks(key: str) -> tuple[str, Shape] | None:
-        meta = target.tensors.get(key)
-        return None if meta is None else (meta.dtype, meta.shape)
-
-    return {
-        key: first for key, first in target.aliases.items() if looks(key) is not None and looks(key) == looks(first)
-    }
+    forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}
+    return {key: first for key, first in target.aliases.items() if key in forms and forms[key] == forms.get(first)}
 
 
-def _root(target: TargetCatalog) -> object:
-    """What is to be saved, every object in its place."""
+def _value_to_save(target: TargetCatalog) -> object:
+    """Return the value to save, with every object in its place."""
     if target.skeleton is None:
         flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}
         flat.update((key, item.value) for key, item in target.objects.items())
@@ -191,7 +189,7 @@ def _root(target: TargetCatalog) -> object:
             return entry.leaf
         item = target.objects[entry.leaf.key]
         if item.raw_key is not None:
-            raise UnsupportedError("an object was not read yet", key=item.key)
+            raise UnsupportedError("the object has not been read", key=item.key)
         return item.value
 
     return map_leaves(target.skeleton, value_of)

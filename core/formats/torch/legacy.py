@@ -56,7 +56,7 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class LegacyStream:
-    """What a stream holds.
+    """The content of a stream.
 
     Args:
         value: the inert object.
@@ -70,47 +70,49 @@ class LegacyStream:
 def read_legacy(
     store: ReadStore, file: str, *, start: int, n_bytes: int, hooks: Mapping[tuple[str, str], Hook]
 ) -> LegacyStream:
-    """The content of a stream; its storages are not read.
+    """Read a stream; the data of its storages is not read.
 
     Args:
-        file: name in the store.
-        start, n_bytes: which bytes of the file are the stream.
-        hooks: what makes tensors of their pickles, see ``core.formats.torch.tensors``.
+        start, n_bytes: the bytes of the file that are the stream.
+        hooks: build tensors, see ``core.formats.torch.tensors``.
 
     Raises:
         TruncatedError: the stream ends too early.
-        CorruptError: it contradicts itself.
+        CorruptError: the stream contradicts itself.
         UnsupportedError: an unknown version, or a storage of an unknown element type.
         UnsafeError: a hostile pickle.
         CapacityError: a pickle of more than 1 GiB.
     """
     stop = start + n_bytes
     at = start
-    storages = _Storages()
+    storages = _StorageTable()
 
-    def value_of(**options: object) -> object:
+    def next_value(**options: object) -> object:
         nonlocal at
         end = pickle_end(store, file, at, stop)
-        made = load(store.read(file, at, end - at), label=file, **options)  # type: ignore[arg-type]
+        content = load(store.read(file, at, end - at), label=file, **options)  # type: ignore[arg-type]
         at = end
-        return made
+        return content
 
-    value_of()  # the magic number
-    version, system = value_of(), value_of()
+    # Four pickles precede the storages: magic number, version, system, object; then the keys.
+    next_value()
+    version, system = next_value(), next_value()
     if version != VERSION:
-        raise UnsupportedError(f"a legacy torch file of version {version!r:.40}, not {VERSION}", file=file)
+        raise UnsupportedError(
+            f"version {version!r:.40} of the legacy torch format is not supported, only {VERSION}", file=file
+        )
     is_little = not (isinstance(system, dict) and system.get("little_endian") is False)
-    value = value_of(persistent_load=storages.taken, hooks=hooks)
-    keys = value_of()
+    value = next_value(persistent_load=storages.resolve, hooks=hooks)
+    keys = next_value()
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
-        raise CorruptError("the list of storages is malformed", file=file, span=(start, at))
-    records = storages.records(keys, _Places(store, file, at, stop, is_little))
+        raise CorruptError("the list of storage keys is malformed", file=file, span=(start, at))
+    records = storages.records(keys, _StorageCursor(store, file, at, stop, is_little))
     return LegacyStream(value, records)
 
 
 @dataclass(slots=True)
-class _Storage:
-    """A storage as its first persistent id describes it: class, elements, bytes of an element."""
+class _LegacyStorage:
+    """A storage as its first persistent id describes it: class, elements, bytes per element."""
 
     kind: Global
     n: int
@@ -118,35 +120,39 @@ class _Storage:
 
     @property
     def n_bytes(self) -> int:
+        """Return the size of the storage in bytes."""
         return self.n * self.itemsize
 
 
-class _Storages:
-    """The storages that an object refers to, and the parts of them that are called storages of their own."""
+class _StorageTable:
+    """The storages that an object refers to, and the parts of them that count as storages of their
+    own.
+    """
 
     def __init__(self) -> None:
-        self._roots: dict[str, _Storage] = {}
+        self._roots: dict[str, _LegacyStorage] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
         """Key of a part → key of the storage, first byte, bytes."""
 
-    def taken(self, pid: object) -> object:
-        """What stands in the tree for a persistent id: a ``Persistent`` as zips have it, or a class.
+    def resolve(self, pid: object) -> object:
+        """Return what stands in the tree for a persistent id: a ``Persistent`` as in zips, or a
+        class.
 
         Raises:
-            CorruptError: it is none that torch writes, or contradicts another one.
+            CorruptError: torch does not write such an id, or it contradicts another one.
             UnsupportedError: the element type has no known size.
         """
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Global):
             return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6:
-            raise CorruptError(f"a persistent id is {pid!r:.120}")
+            raise CorruptError(f"malformed persistent id {pid!r:.120}")
         view = pid[5]
         plain = Persistent(pid[:5])
         kind, key, n = storage_of(plain)
         itemsize = storage_itemsize(kind)
         if itemsize is None:
-            raise UnsupportedError(f"a storage of the unknown type {kind}")
-        first = self._roots.setdefault(key, _Storage(kind, n, itemsize))
+            raise UnsupportedError(f"unknown storage type {kind}")
+        first = self._roots.setdefault(key, _LegacyStorage(kind, n, itemsize))
         if first.n_bytes != n * itemsize:
             raise CorruptError(f"storage {key!r:.80} has {first.n_bytes} bytes at one place, {n * itemsize} at another")
         if view is None:
@@ -165,8 +171,8 @@ class _Storages:
             raise CorruptError(f"the view {key!r:.80} is stated in two ways")
         return Persistent(("storage", kind, key, "cpu", n))
 
-    def records(self, keys: list[str], places: _Places) -> dict[str, Record]:
-        """Where the storages and their parts lie.
+    def records(self, keys: list[str], places: _StorageCursor) -> dict[str, Record]:
+        """Return the positions of the storages and of their parts.
 
         Args:
             keys: the storages in their order in the file.
@@ -198,8 +204,8 @@ class _Storages:
         return records
 
 
-class _Places:
-    """The storages of a stream, from the first to the last."""
+class _StorageCursor:
+    """A cursor over the storages of a stream, from the first to the last."""
 
     def __init__(self, store: ReadStore, file: str, at: int, stop: int, is_little: bool) -> None:
         self.file = file
@@ -208,39 +214,39 @@ class _Places:
         self._stop = stop
         self._is_little = is_little
 
-    def take(self, key: str, storage: _Storage) -> Record:
-        """The next storage, which has to be as its persistent id says."""
-        begin = self._at + 8
-        if begin > self._stop:
+    def take(self, key: str, storage: _LegacyStorage) -> Record:
+        """Return the position of the next storage, after comparing it with its persistent id."""
+        data_start = self._at + 8
+        if data_start > self._stop:
             raise TruncatedError(
-                f"the file ends before storage {key!r:.80}", file=self.file, span=(self._at, begin), hint=_HINT
+                f"the file ends before storage {key!r:.80}", file=self.file, span=(self._at, data_start), hint=_HINT
             )
         if not self._is_little and storage.kind.name.startswith("Complex"):
-            raise UnsupportedError("complex numbers that a big-endian machine saved", file=self.file)
-        stated = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
-        if stated != storage.n:
+            raise UnsupportedError("complex numbers saved by a big-endian machine are not supported", file=self.file)
+        n_stated = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
+        if n_stated != storage.n:
             raise CorruptError(
-                f"storage {key!r:.80} has {stated} elements, the object says {storage.n}",
+                f"storage {key!r:.80} has {n_stated} elements, but the object refers to {storage.n}",
                 file=self.file,
-                span=(self._at, begin),
+                span=(self._at, data_start),
                 hint=_HINT,
             )
-        self._at = begin + storage.n_bytes
+        self._at = data_start + storage.n_bytes
         if self._at > self._stop:
             raise TruncatedError(
-                f"storage {key!r:.80} has {storage.n_bytes} bytes, of which the file holds {self._stop - begin}",
+                f"storage {key!r:.80} has {storage.n_bytes} bytes, of which the file holds {self._stop - data_start}",
                 file=self.file,
-                span=(begin, self._at),
+                span=(data_start, self._at),
                 hint=_HINT,
             )
-        return Record(begin, storage.n_bytes)
+        return Record(data_start, storage.n_bytes)
 
     def finish(self) -> None:
-        """Nothing may follow the last storage."""
+        """Raise if anything follows the last storage."""
         if self._at == self._stop:
             return
-        behind = self._store.read(self.file, self._at, min(32, self._stop - self._at))
-        if MAGIC.match(behind):
+        rest = self._store.read(self.file, self._at, min(32, self._stop - self._at))
+        if MAGIC.match(rest):
             raise UnsupportedError(
                 "several objects were saved into the file, one after the other",
                 file=self.file,
@@ -256,11 +262,15 @@ _HINT = "copy the file again, or use an older checkpoint"
 
 
 def _argument_bytes() -> list[int]:
-    """Opcode → bytes of its argument, or as ``pickletools`` has it: -1 for lines, -2 … -5 for a length before them."""
-    found = [_UNKNOWN] * 256
+    """Return the length of the argument of every opcode.
+
+    Negative numbers as ``pickletools`` has them: -1 for lines, -2 … -5 for a length before the
+    data.
+    """
+    lengths = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
-        found[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
-    return found
+        lengths[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
+    return lengths
 
 
 _UNKNOWN = -100
@@ -276,7 +286,8 @@ _STOP = ord(".")
 
 
 def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
-    """The byte after the pickle that begins at byte ``start``; skips from opcode to opcode and makes nothing.
+    """Return the byte after the pickle that begins at byte ``start``, by skipping from opcode to
+    opcode.
 
     Args:
         stop: where the stream ends.
@@ -290,40 +301,39 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
     data, base = b"", start
 
     def window(at: int) -> bytes:
-        """The bytes from ``at`` on."""
+        """Return the next bytes of the file, from ``at`` on."""
         if at >= limit:
-            _refuse_long(file, start, stop, limit)
+            if limit < stop:
+                message = f"a pickle of more than {MAX_PICKLE_BYTES >> 30} GiB"
+                raise CapacityError(message, file=file, span=(start, limit))
+            raise TruncatedError("the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT)
         return store.read(file, at, min(_WINDOW_BYTES, limit - at))
 
-    i = 0
+    position = 0
     while True:
-        if i >= len(data):
-            base, i = base + i, 0
+        # Refill the window at an opcode.
+        if position >= len(data):
+            base, position = base + position, 0
             data = window(base)
-        op = data[i]
-        i += 1
-        n = _ARGUMENT_BYTES[op]
-        if n >= 0:
+        op = data[position]
+        position += 1
+        # Skip the argument: of fixed length, up to a newline, or with its length before it.
+        n_argument = _ARGUMENT_BYTES[op]
+        if n_argument >= 0:
             if op == _STOP:
-                return base + i
-            i += n
-        elif n == pickletools.UP_TO_NEWLINE:
+                return base + position
+            position += n_argument
+        elif n_argument == pickletools.UP_TO_NEWLINE:
             for _ in range(2 if op in _TWO_LINES else 1):
-                while (end := data.find(b"\n", i)) < 0:
-                    base, i = base + max(i, len(data)), 0
+                while (end := data.find(b"\n", position)) < 0:
+                    base, position = base + max(position, len(data)), 0
                     data = window(base)
-                i = end + 1
-        elif n == _UNKNOWN:
-            raise CorruptError(f"malformed pickle at byte {base + i - 1 - start}: opcode {op:#04x}", file=file)
+                position = end + 1
+        elif n_argument == _UNKNOWN:
+            raise CorruptError(f"malformed pickle at byte {base + position - 1 - start}: opcode {op:#04x}", file=file)
         else:
-            width = _LENGTH_BYTES[n]
-            if i + width > len(data):
-                base, i = base + i, 0
+            width = _LENGTH_BYTES[n_argument]
+            if position + width > len(data):
+                base, position = base + position, 0
                 data = window(base)
-            i += width + int.from_bytes(data[i : i + width], "little")
-
-
-def _refuse_long(file: str, start: int, stop: int, limit: int) -> None:
-    if limit < stop:
-        raise CapacityError(f"a pickle of more than {MAX_PICKLE_BYTES} bytes", file=file, span=(start, limit))
-    raise TruncatedError("the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT)
+            position += width + int.from_bytes(data[position : position + width], "little")

@@ -1,4 +1,4 @@
-"""Names in pickles that lie inside other values: bytes that are themselves a stream of ``torch.save`` or a pickle.
+"""Names in nested pickles: bytes inside a value that are themselves a stream of ``torch.save`` or a pickle.
 
 ``torch.storage._load_from_bytes(b"…")`` unpickles its argument, Transformer Engine and Megatron keep a ``BytesIO`` with
 a saved object in it, and whoever wants to hide a call wraps it so. Nothing is unwrapped here for its value: the streams
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _MAX_DEPTH = 4
 _MAX_LOADED = PickleLimits().max_streams
-"""Nested streams of one value that are read if something loads them: a tensor each where a model was pickled."""
-_MAX_LYING = 1000
+"""Maximum number of nested streams of one value that something loads; a pickled model has one a tensor."""
+_MAX_UNLOADED = 1000
 _MAX_BYTES = 64 << 20
-"""Those that only lie there, and their bytes."""
+"""Maximum number of nested streams that nothing loads, and their maximum size in total."""
 _MAX_TRIED = 10_000
-"""Bytes that are looked at whether they are such streams."""
+"""Maximum number of bytes objects that are tested for being streams."""
 _MAX_USES = 3 * PickleLimits().max_names
 """Uses beyond which no further stream is read."""
 _SMALL_BYTES = 8192
@@ -56,44 +56,44 @@ _LOADS = Global("pickle", "load")
 def uses_of_stream(
     store: ReadStore, file: str, start: int, n_bytes: int, *, read: Sequence[ReadPickle] = ()
 ) -> set[Use]:
-    """Return what a stream does with names: a file of ``torch.save`` or a pickle, and what is nested in it.
+    """Return what a stream does with names: a file of ``torch.save`` or a pickle, and what is
+    nested in it.
 
     Args:
-        file: name in the store.
-        start, n_bytes: which bytes of it.
-        read: those of its pickles that were read before, which torch would load; () to read them now.
+        start, n_bytes: the bytes of the file that are the stream.
+        read: its pickles that torch would load, if they were read before; () to read them now.
     """
     with noting_uses() as noted:
-        reading = _read(store, file, start, n_bytes, has_root=not read)
-    uses = _collected(
+        reading = _read_stream(store, file, start, n_bytes, has_root=not read)
+    uses = _collect_uses(
         [*reading.trees, *(pickle.tree for pickle in read)], noted.union(*(pickle.uses for pickle in read))
     )
     return uses | {Use(_LOADS, "unread")} if reading.is_refused else uses
 
 
 def trees_of_stream(store: ReadStore, file: str) -> tuple[object, ...]:
-    """Return what the pickles of a file that is a stream hold, as far as they are sound; nothing is noted of them."""
+    """Return the content of the pickles of a stream, as far as they are sound; no uses are noted."""
     with noting_uses(passes_on=False):
-        return _read(store, file, 0, store.size(file)).trees
+        return _read_stream(store, file, 0, store.size(file)).trees
 
 
 def uses_in(value: object) -> set[Use]:
-    """Return what an inert value does with names, and the streams inside it; the value is walked once."""
-    return _collected([value], ())
+    """Return what an inert value and the streams inside it do with names; the value is walked once."""
+    return _collect_uses([value], ())
 
 
 def with_nested(uses: Iterable[Use]) -> set[Use]:
-    """Return the uses that ``noting_uses`` collected, and those of the streams handed to torch."""
-    return _collected((), uses)
+    """Return the uses that ``noting_uses`` collected, and those of the streams passed to torch."""
+    return _collect_uses((), uses)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _NestedStream:
     """Bytes that are, or look like, a stream.
 
     Args:
-        loaded_by: what loads them; None if they only lie there.
-        depth: streams around it.
+        loaded_by: the use that loads them; None if nothing does.
+        depth: number of streams around this one.
     """
 
     data: bytes
@@ -102,85 +102,89 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scan:
-    """What some pickles use, without what is used by the streams in them.
+class _PickleScan:
+    """The uses in some pickles, without those in nested streams.
 
     Args:
-        uses: what they do with names.
-        streams: the streams in them.
-        is_whole: they were read to their ends.
+        uses: what the pickles do with names.
+        streams: the streams in the pickles.
+        is_complete: whether all pickles were read to their ends.
     """
 
     uses: frozenset[Use]
-    streams: tuple[_Stream, ...]
-    is_whole: bool = True
+    streams: tuple[_NestedStream, ...]
+    is_complete: bool = True
 
 
-def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
+def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
     """Return the uses in trees and those that were noted, and what the streams in them use in turn."""
     with gc_paused():
         scan = _scan_pickles(trees, noted)
         uses = set(scan.uses)
         streams = list(scan.streams)
-        is_whole: dict[bytes, bool] = {}
-        n_loaded = n_lying = n_lying_bytes = 0
+        is_complete: dict[bytes, bool] = {}
+        n_loaded = n_unloaded = n_unloaded_bytes = 0
         while streams:
             stream = streams.pop()
-            if stream.data in is_whole:
-                if stream.loaded_by is not None and not is_whole[stream.data]:
+            # A stream that occurs again is not read again.
+            if stream.data in is_complete:
+                if stream.loaded_by is not None and not is_complete[stream.data]:
                     uses.add(Use(stream.loaded_by.name, "unread"))
                 continue
+            # Count loaded streams and others separately, each with its own limit.
             if stream.loaded_by is not None:
                 n_loaded += 1
                 is_read = n_loaded <= _MAX_LOADED and stream.depth <= _MAX_DEPTH
             else:
-                n_lying, n_lying_bytes = n_lying + 1, n_lying_bytes + len(stream.data)
-                is_read = n_lying <= _MAX_LYING and n_lying_bytes <= _MAX_BYTES and stream.depth <= _MAX_DEPTH
+                n_unloaded, n_unloaded_bytes = n_unloaded + 1, n_unloaded_bytes + len(stream.data)
+                is_read = n_unloaded <= _MAX_UNLOADED and n_unloaded_bytes <= _MAX_BYTES and stream.depth <= _MAX_DEPTH
+            # Read the stream, and queue the streams in it.
             if is_read and len(uses) <= _MAX_USES:
                 inner = (_scan_small if len(stream.data) <= _SMALL_BYTES else _scan_stream)(stream.data)
                 note_uses(inner.uses)
                 uses |= inner.uses
                 streams += [replace(below, depth=stream.depth + 1) for below in inner.streams]
-                is_read = is_whole[stream.data] = inner.is_whole
+                is_read = is_complete[stream.data] = inner.is_complete
             else:
                 is_read = False
+            # A loaded stream that could not be read completely is reported as unread.
             if not is_read and stream.loaded_by is not None:
                 uses.add(Use(stream.loaded_by.name, "unread"))
     return uses
 
 
-def _scan_stream(data: bytes) -> _Scan:
-    """Return what a stream uses."""
+def _scan_stream(data: bytes) -> _PickleScan:
+    """Return the uses in a stream, without those in nested streams."""
     store = MemoryStore({_FILE: memoryview(data)})
     with noting_uses(passes_on=False) as noted:
-        reading = _read(store, _FILE, 0, len(data))
-    return replace(_scan_pickles(reading.trees, noted), is_whole=reading.is_whole)
+        reading = _read_stream(store, _FILE, 0, len(data))
+    return replace(_scan_pickles(reading.trees, noted), is_complete=reading.is_complete)
 
 
 _scan_small = lru_cache(maxsize=_MAX_LOADED)(_scan_stream)
 """Several checks and plans ask for the streams of the same objects."""
 
 
-def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _Scan:
-    """Return the uses in trees and those that were noted, and the streams in them."""
+def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _PickleScan:
+    """Return the uses in trees, the uses that were noted, and the streams in both."""
     uses: set[Use] = set()
-    streams: list[_Stream] = []
+    streams: list[_NestedStream] = []
     n_tried = 0
 
-    def take(found: Iterable[Use]) -> None:
-        for use in found:
+    def take(new_uses: Iterable[Use]) -> None:
+        for use in new_uses:
             if use.stream is None:
                 uses.add(use)
             else:
                 plain = Use(use.name, use.how)
                 uses.add(plain)
-                streams.append(_Stream(use.stream, plain))
+                streams.append(_NestedStream(use.stream, plain))
 
     take(noted)
     for tree in trees:
+        # Most nodes repeat the names and plain calls of others; each is looked at once a tree.
         names: set[int] = set()
         calls: set[tuple[int, str, bool]] = set()
-        """ids of the names in this tree, and of the functions of plain calls: most nodes repeat what others do."""
         for node in walk(tree):
             kind = type(node)
             if kind is Global:
@@ -197,17 +201,17 @@ def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _Scan:
             elif (kind is bytes or kind is bytearray) and n_tried < _MAX_TRIED and _may_be_stream(node):  # type: ignore[arg-type]
                 n_tried += 1
                 if _is_stream(node):  # type: ignore[arg-type]
-                    streams.append(_Stream(bytes(node), None))  # type: ignore[call-overload]
-    return _Scan(frozenset(uses), tuple(streams))
+                    streams.append(_NestedStream(bytes(node), None))  # type: ignore[call-overload]
+    return _PickleScan(frozenset(uses), tuple(streams))
 
 
 def _may_be_stream(data: bytes | bytearray) -> bool:
-    """Return whether the first and last bytes are those of a stream, which is quick to see."""
+    """Return whether the first and last bytes are those of a stream, which is quick to check."""
     return len(data) >= _LEAST_BYTES and (data[0] in _FIRST_BYTES or data.endswith(b"."))
 
 
 def _is_stream(data: bytes | bytearray) -> bool:
-    """Return whether bytes begin as a stream does, or are all of a pickle in the protocols of text."""
+    """Return whether bytes begin as a stream does, or are a complete pickle in a text protocol."""
     if stream_kind(MemoryStore({_FILE: memoryview(data)}), _FILE, 0, len(data)) in ("zip", "legacy", "pickle"):
         return True
     if len(data) > _MAX_TEXT_BYTES or not data.endswith(b".") or b"\n" not in data:
@@ -219,43 +223,45 @@ def _is_stream(data: bytes | bytearray) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _StreamPickles:
     """The pickles of a stream.
 
     Args:
-        trees: what they hold, as far as they are sound.
-        is_refused: one of them asks for what is never done, so that what follows there is not known.
-        is_whole: all of them were read to their ends; where one was not, a more lenient reader may go on.
+        trees: their content, as far as they are sound.
+        is_refused: whether one asks for something that is never done, so that the rest is unknown.
+        is_complete: whether all were read to their ends; a more lenient reader may read further.
     """
 
     trees: tuple[object, ...]
     is_refused: bool
-    is_whole: bool = True
+    is_complete: bool = True
 
 
-def _read(store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool = True) -> _Reading:
+def _read_stream(store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool = True) -> _StreamPickles:
     """Read the pickles of a stream; uses are noted also of those that are damaged.
 
     Args:
-        has_root: also those that torch would load.
+        has_root: also read the pickles that torch would load.
     """
     trees: list[object] = []
     try:
         kind = stream_kind(store, file, start, n_bytes)
         if not has_root and kind != "zip":
-            return _Reading((), is_refused=False)
+            return _StreamPickles((), is_refused=False)
         if kind is None:
-            return _Reading(_text_trees(store, file, start, n_bytes), is_refused=False)
-        trees.extend(_trees(store, file, start, n_bytes, kind, has_root=has_root))
+            return _StreamPickles(_read_text_trees(store, file, start, n_bytes), is_refused=False)
+        trees.extend(_read_trees(store, file, start, n_bytes, kind, has_root=has_root))
     except UnsafeError:
-        return _Reading(tuple(trees), is_refused=True, is_whole=False)
+        return _StreamPickles(tuple(trees), is_refused=True, is_complete=False)
     except CheckpointingException:
-        return _Reading(tuple(trees), is_refused=False, is_whole=False)
-    return _Reading(tuple(trees), is_refused=False)
+        return _StreamPickles(tuple(trees), is_refused=False, is_complete=False)
+    return _StreamPickles(tuple(trees), is_refused=False)
 
 
-def _text_trees(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[object, ...]:
-    """Return the pickle in bytes that do not begin like one, as protocols 0 and 1 are, if it calls anything.
+def _read_text_trees(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[object, ...]:
+    """Read bytes that do not begin like a pickle as one of protocol 0 or 1, if it calls anything.
+
+    Bytes that are not a pickle may look like the beginning of one.
 
     What is no pickle may look like the begin of one, and name what is no name.
     """
@@ -263,24 +269,27 @@ def _text_trees(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[
     with noting_uses(passes_on=False) as uses, suppress(CheckpointingException):
         head = store.read(file, start, min(n_bytes, _HEAD_BYTES))
         try:
-            trees += _pickles(head, file)
+            trees += _read_pickles(head, file)
         except TruncatedError:
             if n_bytes > _HEAD_BYTES:
-                trees += _pickles(store.read(file, start, min(n_bytes, _MAX_BYTES)), file)
+                trees += _read_pickles(store.read(file, start, min(n_bytes, _MAX_BYTES)), file)
     if all(use.how == "named" for use in uses):
         return ()
     note_uses(uses)
     return tuple(trees)
 
 
-def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str, *, has_root: bool) -> Iterator[object]:
-    """Yield what the pickles of a stream hold.
+def _read_trees(
+    store: ReadStore, file: str, start: int, n_bytes: int, kind: str, *, has_root: bool
+) -> Iterator[object]:
+    """Yield the content of the pickles of a stream.
 
     Raises:
         CheckpointingException: the stream ends here for any reader.
     """
     if kind == "zip":
         archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+        # Pickles of a zip: one that is damaged does not hide those after it.
         failure: CheckpointingException | None = None
         for name, record in archive.records.items():
             if name.endswith(".pkl") and (has_root or name != "data.pkl"):
@@ -291,12 +300,13 @@ def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str, *, 
         if failure is not None:
             raise failure
     elif kind == "legacy":
+        # The pickles of a legacy stream; those before the object are cached.
         at = start
         for position in range(_N_LEGACY):
             end = pickle_end(store, file, at, start + n_bytes)
             data = store.read(file, at, end - at)
             if position < _N_PREAMBLE and len(data) <= _MAX_PREAMBLE_BYTES:
-                pickle = _preamble(data)
+                pickle = _read_preamble(data)
                 note_uses(pickle.uses)
                 yield pickle.tree
             else:
@@ -305,28 +315,35 @@ def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str, *, 
     elif kind == "tar":
         for at, size in tar_members(store, file, start, n_bytes).values():
             with suppress(CorruptError, UnsupportedError):
-                yield from _pickles(store.read(file, at, min(size, MAX_PICKLE_BYTES)), file)
+                yield from _read_pickles(store.read(file, at, min(size, MAX_PICKLE_BYTES)), file)
     elif kind == "pickle" and n_bytes <= MAX_PICKLE_BYTES:
-        yield from _pickles(store.read(file, start, n_bytes), file)
+        yield from _read_pickles(store.read(file, start, n_bytes), file)
 
 
 @lru_cache(maxsize=64)
-def _preamble(data: bytes) -> ReadPickle:
-    """Read a pickle before the object of a stream of before torch 1.6: the same in all that one machine wrote."""
+def _read_preamble(data: bytes) -> ReadPickle:
+    """Read a pickle before the object of a legacy stream.
+
+    It is the same in all files of one machine.
+    """
     with noting_uses() as uses:
         tree = load(data, label=_FILE, persistent_load=_class_or_storage)
     return ReadPickle(frozenset(uses), tree)
 
 
 def _class_or_storage(pid: object) -> object:
-    """Return the class that stands for a module in files of before torch 1.6, and any other persistent id as it is."""
+    """Return the class that stands for a module in files of before torch 1.6, and any other
+    persistent id as it is.
+    """
     if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
         return pid[1]
     return Persistent(pid)
 
 
-def _pickles(data: bytes, file: str) -> Iterator[object]:
-    """Yield what the first pickles of some bytes hold: torch reads five from a file that is no zip."""
+def _read_pickles(data: bytes, file: str) -> Iterator[object]:
+    """Yield the content of the first pickles of some bytes: torch reads five from a file that is
+    not a zip.
+    """
     at = 0
     for _ in range(_N_LEGACY):
         if at < len(data):

@@ -1,6 +1,6 @@
-"""What ``torch.load(weights_only=True)`` refuses of a state dict, told to the user: by path and class.
+"""Notes to the user about what ``torch.load(weights_only=True)`` refuses of a state dict, by path and class.
 
-The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes,
+The rules of what is refused are those of ``weights_only``. A torch file either keeps such objects under their classes,
 as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has them set aside. Files of other formats
 that torch loads have those set aside that name classes of other packages than torch and numpy.
 """
@@ -27,7 +27,7 @@ _NUMPY = {
     "numpy.core.numeric._frombuffer": "numpy.ndarray",
     "numpy.core.multiarray.scalar": "a numpy scalar",
 }
-"""What numpy's pickles call → what people know it as."""
+"""Functions that numpy's pickles call → the class that they build."""
 
 
 def refusal_notes(target: TargetCatalog) -> list[str]:
@@ -37,19 +37,21 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
         return []
     names = _listed(objects)
     if target.write.weights_only:
-        return [f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"]
+        return [f"set aside below {ASIDE_KEY!r}, because torch.load's weights_only mode refuses these objects: {names}"]
     return [f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"]
 
 
 def loadable(value: object, *, key: str | None = None, packages: Set[str] = frozenset()) -> object:
-    """Return a value as a loader can read it that imports every class that is named: as it is, or set aside.
+    """Return a value so that a loader can read it which imports every class that is named.
+
+    The value is returned as it is if it names only importable classes; otherwise it is set aside.
 
     Args:
-        key: of the object, None for a dict of several.
-        packages: those that the loader has beside torch and numpy.
+        key: key of the object, None for a dict of several; for the error.
+        packages: packages that the loader has in addition to torch and numpy.
 
     Raises:
-        UnsupportedError: it is to be set aside, but contains itself.
+        UnsupportedError: the value must be set aside, but contains itself.
     """
     if names_importable(value, packages=packages):
         return value
@@ -66,21 +68,23 @@ def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> l
     objects = {key: value for key, value in values.items() if not names_importable(value, packages=packages)}
     if not objects:
         return []
-    named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
-    needed = ", ".join(sorted(named - _IMPORTABLE - packages))
-    return [f"set aside below {ASIDE_KEY!r}, as loading these objects needs {needed}: {_listed(objects)}"]
+    packages_named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
+    needed = ", ".join(sorted(packages_named - _IMPORTABLE - packages))
+    return [f"set aside below {ASIDE_KEY!r}, because loading these objects needs {needed}: {_listed(objects)}"]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:
-    """Return whether an inert value names only what is there wherever torch is: Python's, torch's, numpy's."""
+    """Return whether an inert value names only Python's, torch's and numpy's classes, or those of
+    ``packages``.
+    """
     return all(name.module.partition(".")[0] in _IMPORTABLE | packages for name in globals_of(value))
 
 
 def _listed(objects: Mapping[str, object]) -> str:
-    """The names of some objects, each with its class."""
+    """Return the names of some objects as text, each with its class."""
     names = [f"{name} ({class_of(value)})" for name, value in list(objects.items())[:_MAX_SHOWN]]
-    more = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
-    return ", ".join(names) + more
+    rest = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
+    return ", ".join(names) + rest
 
 
 def class_of(value: object) -> str:

@@ -7,8 +7,8 @@ On disk, one ``torch.save`` file that ``torch.load`` opens with its defaults (``
 
 Values hold their tensors in place; what ``weights_only`` refuses is set aside as in any ``.pt`` file
 (``core.formats.torch.weights_only``). ``skeleton`` is how tensors and objects were nested, spelled by
-``core.pickle.plain``, or None for a flat state dict. What stands in a place of it is ``{"$object": "tensor:KEY"}`` (or
-``tensor+grad``, ``parameter``, ``parameter+grad``) or ``{"$object": "object:KEY"}``.
+``core.pickle.plain``, or None for a flat state dict. A tensor in it is ``{"$object": "tensor:KEY"}`` (or
+``tensor+grad``, ``parameter``, ``parameter+grad``), an object ``{"$object": "object:KEY"}``.
 
 Versions: 1 is the only one.
 
@@ -46,12 +46,12 @@ _KINDS: dict[str, tuple[str | None, bool]] = {
     "parameter": ("parameter", False),
     "parameter+grad": ("parameter", True),
 }
-"""How a tensor's place in the skeleton begins → wrapper and requires_grad of the leaf."""
+"""Prefix of a tensor's mark in the skeleton → wrapper and requires_grad of the leaf."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsBeside:
-    """What an objects file holds.
+    """The content of an objects file.
 
     Args:
         objects: non-tensor entries by key, with their values.
@@ -65,20 +65,20 @@ class ObjectsBeside:
 
 
 def objects_image(target: TargetCatalog) -> FileImage | None:
-    """The image of the file that holds a target catalog's objects, or None if it has none.
+    """Return the image of the file that holds a target catalog's objects, or None if it has none.
 
     Args:
-        target: its objects' values are read; the tensors inside them are whole arrays of its hidden tensors, which the
-            image places.
+        target: its objects have been read; the tensors inside them are hidden tensors of one array
+            each, which the image places.
 
     Raises:
-        UnsupportedError: an object was not read yet, or holds a bare storage.
+        UnsupportedError: an object has not been read, or holds a bare storage.
     """
     if not target.objects:
         return None
     for item in target.objects.values():
         if item.raw_key is not None:
-            raise UnsupportedError("an object was not read yet", key=item.key)
+            raise UnsupportedError("the object has not been read", key=item.key)
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
                 "the object holds a bare storage, which cannot be copied",
@@ -90,7 +90,7 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
         root: object = {
             "ckpt_objects": _VERSION,
             "objects": {key: item.value for key, item in target.objects.items()},
-            "skeleton": None if _is_flat(target) else to_plain(_marked(target)),
+            "skeleton": None if _is_flat(target) else to_plain(_skeleton_with_marks(target)),
         }
         try:
             root = set_aside(root)
@@ -102,7 +102,9 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
 
 
 def _is_flat(target: TargetCatalog) -> bool:
-    """Whether the skeleton is that of a flat state dict: every tensor and object under its key."""
+    """Return whether the skeleton is that of a flat state dict: every tensor and object under its
+    key.
+    """
     if target.skeleton is None:
         return True
     if not isinstance(target.skeleton, dict):
@@ -115,8 +117,8 @@ def _is_flat(target: TargetCatalog) -> bool:
     return True
 
 
-def _marked(target: TargetCatalog) -> object:
-    """The skeleton with a mark in the place of every tensor and object; other values stay in it."""
+def _skeleton_with_marks(target: TargetCatalog) -> object:
+    """Return the skeleton with a mark in place of every tensor and object; other values stay in it."""
 
     kind_of = {facts: kind for kind, facts in _KINDS.items()}
 
@@ -132,7 +134,7 @@ def _marked(target: TargetCatalog) -> object:
 
 
 def read_objects(store: ReadStore) -> ObjectsBeside | None:
-    """What the objects file of a store holds, or None if there is no such file.
+    """Read the objects file of a store; return None if there is no such file.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image`` makes.
@@ -146,27 +148,27 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     root, hidden = load_object(store, stream, key=path)
     if not isinstance(root, dict) or not isinstance(root.get("objects"), dict):
         raise CorruptError(
-            "not a file of objects that ckpt wrote", file=path, hint="move it away if you do not need what it holds"
+            "not an objects file written by ckpt", file=path, hint="move it away if you do not need its contents"
         )
     version = root.get("ckpt_objects")
     if version != _VERSION:
         raise UnsupportedError(
-            f"version {version!r} of this file is not handled, only {_VERSION}", file=path, hint="update ckpt-toolkit"
+            f"version {version!r} of this file is not supported, only {_VERSION}", file=path, hint="update ckpt-toolkit"
         )
     objects: dict[str, StoredObject] = {}
     for key, value in root["objects"].items():
         if not isinstance(key, str):
             raise CorruptError(f"an object's key is a {type(key).__name__}, not a string", file=path)
         objects[key] = StoredObject(key, value=value)
-    return ObjectsBeside(objects, _unmarked(root.get("skeleton"), file=path), hidden)
+    return ObjectsBeside(objects, _skeleton_with_leaves(root.get("skeleton"), file=path), hidden)
 
 
-def _unmarked(spelled: object, *, file: str) -> object:
-    """The skeleton that was spelled out."""
-    if spelled is None:
+def _skeleton_with_leaves(plain_tree: object, *, file: str) -> object:
+    """Return the skeleton of a file, with leaves in place of its marks."""
+    if plain_tree is None:
         return None
     try:
-        marked = from_plain(spelled)
+        skeleton = from_plain(plain_tree)
     except CorruptError as err:
         err.file = err.file or file
         raise
@@ -178,44 +180,44 @@ def _unmarked(spelled: object, *, file: str) -> object:
         if kind == "object":
             return ObjectLeaf(key)
         if kind not in _KINDS:
-            raise CorruptError(f"the skeleton has a place of the unknown kind {kind[:40]!r}", file=file)
+            raise CorruptError(f"the skeleton has an entry of the unknown kind {kind[:40]!r}", file=file)
         return TensorLeaf(key, *_KINDS[kind])
 
-    return map_leaves(marked, leaf_of)
+    return map_leaves(skeleton, leaf_of)
 
 
-def with_objects(catalog: Catalog, beside: ObjectsBeside | None) -> Catalog:
-    """A catalog of tensors with the objects that lie beside it.
+def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
+    """Return a catalog of tensors together with the objects beside it.
 
-    A skeleton is taken only if it places exactly the tensors and objects that are there; where it does not (a file was
-    added or taken away), the catalog stays flat and a note says so.
+    A skeleton is used only if it places exactly the tensors and objects that exist. If it does not
+    (a file was added or removed), the catalog stays flat and has a note about it.
 
     Raises:
-        CorruptError: an object, or a tensor inside one, has the key of a tensor.
+        CorruptError: an object, or a tensor inside one, has the same key as a tensor.
     """
-    if beside is None:
+    if contents is None:
         return catalog
-    for key in (*beside.objects, *beside.hidden):
+    for key in (*contents.objects, *contents.hidden):
         if key in catalog.tensors or key in catalog.hidden:
-            raise CorruptError("an object has the key of a tensor", file=OBJECTS_FILE, key=key)
-    made = replace(catalog.with_hidden(beside.hidden), objects={**catalog.objects, **beside.objects})
-    if beside.skeleton is None:
-        return made
-    odd = _misplaced(beside, catalog.tensors)
-    if odd is None:
-        return replace(made, skeleton=beside.skeleton)
-    note = f"{OBJECTS_FILE} does not tell the nesting of these tensors ({odd} differs); they are taken as flat"
-    return made.noted([note])
+            raise CorruptError("an object has the same key as a tensor", file=OBJECTS_FILE, key=key)
+    result = replace(catalog.with_hidden(contents.hidden), objects={**catalog.objects, **contents.objects})
+    if contents.skeleton is None:
+        return result
+    misplaced = _first_misplaced_key(contents, catalog.tensors)
+    if misplaced is None:
+        return replace(result, skeleton=contents.skeleton)
+    note = f"{OBJECTS_FILE} does not match these tensors ({misplaced} differs), so its nesting is ignored"
+    return result.noted([note])
 
 
-def _misplaced(beside: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
-    """The first key that is only in the skeleton or only in the checkpoint, or None."""
+def _first_misplaced_key(contents: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
+    """Return the first key that is only in the skeleton or only in the checkpoint, or None."""
     placed: dict[str, None] = {}
-    for entry in entries(beside.skeleton):
+    for entry in entries(contents.skeleton):
         if isinstance(entry.leaf, TensorLeaf):
-            if entry.leaf.key not in tensors and entry.leaf.key not in beside.hidden:
+            if entry.leaf.key not in tensors and entry.leaf.key not in contents.hidden:
                 return entry.leaf.key
             placed[entry.leaf.key] = None
-        elif isinstance(entry.leaf, ObjectLeaf) and entry.leaf.key not in beside.objects:
+        elif isinstance(entry.leaf, ObjectLeaf) and entry.leaf.key not in contents.objects:
             return entry.leaf.key
     return next((key for key in tensors if key not in placed), None)

@@ -1,4 +1,4 @@
-"""What kind of stream some bytes are: which of torch's formats, a pickle, or nothing that is known.
+"""Recognising streams by their first bytes: one of torch's formats, a pickle, or neither.
 
 A tar file of torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other tar file is none of torch's.
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 _TAR_MEMBERS = frozenset((b"storages", b"tensors", b"pickle"))
 _TAR_BLOCK_BYTES = 512
-_MOST_MEMBERS = 8
-"""Headers that are looked at; torch wrote four."""
+_MAX_MEMBERS = 8
+"""Maximum number of headers that are read; torch wrote four."""
 
 
 def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
-    """What some bytes look like: ``zip``, ``legacy`` (torch before 1.6), ``tar``, ``pickle``, or None."""
+    """Return what some bytes look like: ``zip``, ``legacy`` (torch before 1.6), ``tar``,
+    ``pickle``, or None.
+    """
     head = store.read(file, start, min(n_bytes, _TAR_BLOCK_BYTES))
     if head.startswith(b"PK\x03\x04"):
         return "zip"
@@ -38,7 +40,7 @@ def tar_members(store: ReadStore, file: str, start: int, n_bytes: int) -> dict[b
     """Return the first byte and the length of the first members of a tar file, by name."""
     members: dict[bytes, tuple[int, int]] = {}
     at, stop = start, start + n_bytes
-    for _ in range(_MOST_MEMBERS):
+    for _ in range(_MAX_MEMBERS):
         if at + _TAR_BLOCK_BYTES > stop:
             break
         header = store.read(file, at, _TAR_BLOCK_BYTES)

@@ -35,7 +35,7 @@ from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
 _MAX_ATTRIBUTES = 16
-"""Names of a tensor's Python attributes that are noted."""
+"""Maximum number of attribute names that are noted for a tensor."""
 MAX_EXPANDED_BYTES = 1 << 32
 
 Hook = Callable[..., object]
@@ -43,7 +43,7 @@ Hook = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a tensor lies in a storage.
+    """The position and form of a tensor in a storage.
 
     Args:
         record: name of the record, ``data/<key>``.
@@ -63,23 +63,23 @@ class Location:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor as a dense one."""
+        """Return the size of the tensor as a dense one, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class TensorReader:
-    """The hooks of one pickle, and the tensors that they found.
+class TensorHooks:
+    """Hooks that turn the tensors of one pickle into leaves, and the tensors met so far.
 
     A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a tensor that occurs at
     several places is one leaf.
 
     Args:
-        label: begin of the keys.
-        hooks: more of them, for other names.
+        label: prefix of the keys.
+        hooks: additional hooks, for other names.
 
     Attributes:
-        locations: key → where it lies.
-        attributes: key → names of the Python attributes that the tensor carries, for those that have some.
+        locations: key → location in a storage.
+        attributes: key → names of the tensor's Python attributes, for tensors that have any.
     """
 
     def __init__(self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
@@ -106,7 +106,7 @@ class TensorReader:
         return leaf
 
     def _tensor(self, storage: object, offset: object, size: object, stride: object) -> object:
-        return self._built(storage, offset, size, stride, None, False)
+        return self._build_tensor(storage, offset, size, stride, None, False)
 
     def _tensor_v2(
         self,
@@ -120,7 +120,7 @@ class TensorReader:
     ) -> object:
         if metadata:
             return NotImplemented  # conj or neg bit: the stored numbers are not the tensor's
-        return self._built(storage, offset, size, stride, None, requires_grad)
+        return self._build_tensor(storage, offset, size, stride, None, requires_grad)
 
     def _tensor_v3(
         self,
@@ -135,7 +135,7 @@ class TensorReader:
     ) -> object:
         if metadata:
             return NotImplemented
-        return self._built(storage, offset, size, stride, dtype, requires_grad)
+        return self._build_tensor(storage, offset, size, stride, dtype, requires_grad)
 
     def _parameter(self, data: object, requires_grad: object, hooks: object, state: object = None) -> object:
         if not isinstance(data, TensorLeaf):
@@ -145,13 +145,15 @@ class TensorReader:
         return leaf
 
     def _device_tensor(self, data: object, dtype: object, device: object, requires_grad: object) -> object:
-        """A tensor of a device whose storages torch cannot write (XLA and others), saved by way of the CPU."""
+        """Build a tensor of a device whose storages torch cannot write (XLA and others), saved via
+        the CPU.
+        """
         if not isinstance(data, TensorLeaf) or dtype != Global("torch", self.locations[data.key].dtype):
             return NotImplemented
         return self._leaf(self.locations[data.key], requires_grad)
 
     def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
-        """A tensor with Python attributes, or a subclass."""
+        """Build a tensor with Python attributes, or leave a subclass inert."""
         rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
         if rebuild is None or rebuild == self._from_type or kind not in _PLAIN_CLASSES or not isinstance(args, tuple):
             return NotImplemented
@@ -172,15 +174,15 @@ class TensorReader:
         if names:
             self.attributes[leaf.key] = tuple(names)
 
-    def _built(
+    def _build_tensor(
         self, storage: object, offset: object, size: object, stride: object, dtype: object, requires_grad: object
     ) -> object:
-        found = located(storage, offset, size, stride, dtype)
-        return NotImplemented if found is None else self._leaf(found, requires_grad)
+        location = located(storage, offset, size, stride, dtype)
+        return NotImplemented if location is None else self._leaf(location, requires_grad)
 
 
 def _size(*args: object) -> object:
-    """A ``torch.Size``, which the reader of pickles alone would make a plain tuple."""
+    """Build a ``torch.Size``, which the pickle reader alone would make a plain tuple."""
     extents = args[0] if len(args) == 1 else () if not args else None
     if not isinstance(extents, (tuple, list)) or len(extents) > MAX_RANK:
         return NotImplemented
@@ -198,18 +200,19 @@ _PLAIN_CLASSES = (
 
 
 def located(storage: object, offset: object, size: object, stride: object, dtype: object = None) -> Location | None:
-    """Where a tensor lies, from the arguments of its rebuild function.
+    """Return the location of a tensor, from the arguments of its rebuild function.
 
     Args:
         storage: the persistent id, as ``Persistent``.
         dtype: the ``Global`` that names the element type where the storage does not (v3), else None.
 
     Returns:
-        None if it is well-formed but no tensor that is handled.
+        None if the tensor is well-formed but of a kind that is not supported.
 
     Raises:
-        CorruptError: it is malformed, or reaches outside its storage.
+        CorruptError: the tensor is malformed, or reaches outside its storage.
     """
+    # Check everything the pickle states before any arithmetic with it.
     kind, key, numel = storage_of(storage)
     if not isinstance(size, (tuple, list)) or not isinstance(stride, (tuple, list)) or len(size) != len(stride):
         raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
@@ -219,16 +222,18 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     assert isinstance(offset, int)
     if len(size) > MAX_RANK:
         raise CorruptError(f"a tensor has {len(size)} axes")
-    unit = _STORAGES.get(kind.name)
+    # The element type comes from the storage's class, or (v3) from an argument of its own.
+    storage_dtype = _STORAGES.get(kind.name)
     if dtype is None:
-        name = unit
+        name = storage_dtype
     elif isinstance(dtype, Global) and dtype.module == "torch":
         name = dtype.name
     else:
         raise CorruptError(f"a tensor has the dtype {dtype!r:.80}")
-    if unit is None or name not in DTYPES:
+    if storage_dtype is None or name not in DTYPES:
         return None
-    storage_bytes = numel * DTYPES[unit].itemsize
+    # The last element must lie inside the storage.
+    storage_bytes = numel * DTYPES[storage_dtype].itemsize
     itemsize = DTYPES[name].itemsize
     shape, strides = tuple(size), tuple(stride)
     if 0 not in shape:
@@ -239,11 +244,12 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
                 f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes",
                 rule="torch.storage",
             )
+    # Shapes whose sizes overflow 63 bits cannot be counted by torch either.
     if prod(shape) >= 1 << 63:
         raise CorruptError(
             f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count", rule="torch.storage"
         )
-    found = Location(
+    location = Location(
         f"data/{key}",
         storage_bytes,
         offset * itemsize,
@@ -251,9 +257,10 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
         shape,
         None if is_c_contiguous(shape, strides) else strides,
     )
-    if found.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
+    # An expanded view repeats its elements; a huge one is not worth materializing.
+    if location.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
         return None
-    return found
+    return location
 
 
 _STORAGES = {
@@ -274,13 +281,13 @@ _QUANTIZED_STORAGES = {
 
 
 def storage_itemsize(kind: Global) -> int | None:
-    """Bytes of what a storage class counts as one element; None if the class is not known."""
+    """Return the bytes of one element of a storage class; None if the class is not known."""
     name = _STORAGES.get(kind.name)
     return DTYPES[name].itemsize if name is not None else _QUANTIZED_STORAGES.get(kind.name)
 
 
 def unknown_storage(node: object) -> Global | None:
-    """Return the class of the storage that a node of an inert tree is, if it is none of torch's; else None."""
+    """Return the class of a bare storage if torch has no such class; None for anything else."""
     pid = node.value if isinstance(node, Persistent) else None
     if not isinstance(pid, tuple) or len(pid) < 2 or pid[0] != "storage" or not isinstance(pid[1], Global):
         return None
@@ -288,10 +295,10 @@ def unknown_storage(node: object) -> Global | None:
 
 
 def storage_of(storage: object) -> tuple[Global, str, int]:
-    """Class, key and number of elements of a storage's persistent id.
+    """Return class, key and number of elements from a storage's persistent id.
 
     Raises:
-        CorruptError: it is not one that torch writes.
+        CorruptError: the persistent id is not one that torch writes.
     """
     pid = storage.value if isinstance(storage, Persistent) else None
     if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
@@ -318,7 +325,7 @@ _KINDS = {
 
 
 def unsupported_kind(value: object) -> str | None:
-    """What an inert value is, if it stands for a tensor that is not handled; else None."""
+    """Return what an inert value stands for if it is a tensor that is not supported; else None."""
     if isinstance(value, Persistent):
         return "bare storage"
     if not isinstance(value, Inert) or not isinstance(value.fn, Global) or value.fn.module.split(".")[0] != "torch":
@@ -329,18 +336,19 @@ def unsupported_kind(value: object) -> str | None:
     if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         return unsupported_kind(args[0]) if args else "malformed parameter"
     if name == "_rebuild_from_type_v2":
-        inner = (
-            unsupported_kind(Inert("reduce", args[0], args[2])) if len(args) > 2 and type(args[2]) is tuple else None
-        )
-        is_plain = len(args) > 1 and args[1] in _PLAIN_CLASSES
-        return (
-            inner if inner and is_plain else f"tensor of the class {args[1]}" if len(args) > 1 else "malformed tensor"
-        )
+        if len(args) < 2:
+            return "malformed tensor"
+        # A plain tensor with attributes is unsupported for what it wraps, a subclass for its class.
+        if args[1] in _PLAIN_CLASSES and len(args) > 2 and type(args[2]) is tuple:
+            inner = unsupported_kind(Inert("reduce", args[0], args[2]))
+            if inner:
+                return inner
+        return f"tensor of the class {args[1]}"
     return _KINDS.get(name)
 
 
 def _kind_of_dense(args: tuple[object, ...]) -> str:
-    """Why the arguments of a ``_rebuild_tensor`` were not taken."""
+    """Return why the arguments of a ``_rebuild_tensor`` were not accepted."""
     flags = next((part for part in reversed(args) if isinstance(part, dict) and part), None)
     if flags is not None:
         return f"view with the {' and '.join(str(name)[:40] for name in flags)} bit"

@@ -1,6 +1,6 @@
-"""What a file of ``torch.save`` holds: an inert tree, and the stored arrays of the tensors in it.
+"""The content of a file of ``torch.save``: an inert tree, and the stored arrays of the tensors in it.
 
-A zip (``torch_zip``) or a stream of before torch 1.6 (``torch_legacy``): both are a pickle and named records, and from
+A zip (``torch.zip``) or a stream of before torch 1.6 (``torch.legacy``): both are a pickle and named records, and from
 there on the same. Also where they lie inside other files: Megatron's rank files, and the objects of a DCP checkpoint.
 """
 
@@ -20,7 +20,7 @@ from core.files.substitute import substitute_in
 from core.formats.torch.legacy import VERSION, read_legacy
 from core.formats.torch.nested_names import uses_of_stream
 from core.formats.torch.stream import stream_kind as stream_kind
-from core.formats.torch.tensors import Hook, Location, TensorReader, unsupported_kind
+from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
 from core.formats.torch.zip.container import Record, check_kind, read_archive
 from core.formats.torch.zip.records import encoded, is_big_endian, pickle_limits, read_pickle, read_record
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TorchTree:
-    """A torch file's content.
+    """The content of a torch file.
 
     Args:
-        value: the unpickled root, inert, with a ``TensorLeaf`` for every tensor that is handled. An object whose key is
-            not its path stands in it as an ``ObjectLeaf``; so does a root that is neither tensor nor container.
+        value: the unpickled root, inert, with a ``TensorLeaf`` for every supported tensor. An object
+            whose key is not its path is an ``ObjectLeaf`` in it; so is a root that is neither
+            tensor nor container.
         arrays: the tensors reached through mappings and lists, by key, in order.
         aliases: key → the first key whose bytes are the same.
-        objects: everything else that is reached so, with its value, by key.
+        objects: everything else reached in this way, with its value, by key.
         hidden: the tensors inside those objects, by the keys of their leaves.
-        unsupported: key → kind, for the objects that stand for tensors of a kind that is not handled.
+        unsupported: key → kind, for objects that stand for tensors of an unsupported kind.
         notes: what the user should know.
         version: the zip's version record, or ``legacy 1001``.
-        shared: path of a container → path where the same one stands before; they are separate in ``value``.
-        is_set_aside: objects stood below the reserved key of ``torch_aside``; they are back in their places.
+        shared: path of a container → earlier path of the same one; they are separate in ``value``.
+        is_set_aside: objects were below the reserved key of ``weights_only``; they are back in place.
     """
 
     value: object
@@ -71,13 +72,12 @@ class TorchTree:
 def parse(
     store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, prefix: str = "", coords: Coords = ()
 ) -> TorchTree:
-    """Reads a file of ``torch.save``; metadata only.
+    """Read a file of ``torch.save``; metadata only.
 
     Args:
-        file: name in the store.
-        start, n_bytes: which bytes of the file to read; None for the rest.
-        prefix: begin of every key.
-        coords: rank coordinates that the arrays and objects get.
+        start, n_bytes: the bytes of the file to read; None for the rest.
+        prefix: prefix of every key.
+        coords: rank coordinates of the arrays and objects.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or a tensor lies outside its storage.
@@ -85,15 +85,16 @@ def parse(
         UnsafeError: a hostile pickle.
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
+    # Refuse what is not a torch file, and files that stand for another one (a Git LFS pointer).
     kind = refuse_other_streams(store, file, start, n_bytes)
     substitute = substitute_in(store, file) if kind is None and start == 0 else None
     if substitute is not None:
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
-    reader = TensorReader(f"{prefix}#")
-    with _in_file(file), gc_paused():
-        read_content = _legacy if kind == "legacy" else _zip
+    reader = TensorHooks(f"{prefix}#")
+    with _file_in_errors(file), gc_paused():
+        read_content = _read_legacy_stream if kind == "legacy" else _read_zip
         content = read_content(store, file, start, n_bytes, reader)
-        return _Reading(content, reader, prefix, coords).tree(put_back(content.value))
+        return _TreeBuilder(content, reader, prefix, coords).tree(put_back(content.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,10 @@ class _Content:
     """A pickle and the records beside it.
 
     Args:
-        file: where the records lie.
-        value: the inert object, with the reader's leaves where tensors are.
-        records: by name, ``data/<key>`` those of storages.
-        is_big: the numbers in them are big-endian.
+        file: the file with the records.
+        value: the inert object, with a leaf of the hooks for each tensor.
+        records: by name; ``data/<key>`` are those of storages.
+        is_big: whether the numbers in them are big-endian.
         version: as in ``TorchTree``.
     """
 
@@ -115,7 +116,8 @@ class _Content:
     version: str | None
 
 
-def _zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorReader) -> _Content:
+def _read_zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks) -> _Content:
+    """Read the pickle of a torch zip; none of its tensors' data."""
     archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     check_kind(archive)
     pickle = archive.record("data.pkl")
@@ -127,13 +129,14 @@ def _zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorRe
     return _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
 
 
-def _legacy(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorReader) -> _Content:
+def _read_legacy_stream(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks) -> _Content:
+    """Read the object of a stream of before torch 1.6; none of its tensors' data."""
     stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
     return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
 
 
 def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, dict[str, StoredArray]]:
-    """The value of an object that is stored as a stream of its own.
+    """Read an object that is stored as a stream of its own.
 
     Args:
         array: the stream, uint8: a file of ``torch.save`` or a bare pickle.
@@ -153,7 +156,10 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
             return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
         tree = parse(store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords)
         _refuse_endless(tree, prefix=f"{key}:")
-        value = map_leaves(tree.value, lambda entry: _inlined(tree, entry))
+        value = map_leaves(
+            tree.value,
+            lambda entry: tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf,
+        )
     except CheckpointingException as err:
         err.key = err.key or key
         err.span = err.span or (start, start + n_bytes)
@@ -164,14 +170,15 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
 def load_shared(
     store: ReadStore, array: StoredArray, *, key: str, hooks: Mapping[Name, Hook] | None = None
 ) -> tuple[object, dict[str, StoredArray]]:
-    """The value of an object that is stored as a stream of its own, its shared and cyclic parts as they are.
+    """Read an object that is stored as a stream of its own, with its shared and cyclic parts as
+    they are.
 
-    ``load_object`` makes every container anew for each place of it, and gives every place of a tensor a key; here one
-    leaf object, and one key, stand for what was one tensor.
+    ``load_object`` copies a container for each of its places, and gives each place of a tensor a
+    key of its own. Here one leaf object with one key stands for each tensor.
 
     Args:
         array, key: as for ``load_object``.
-        hooks: more of them, see ``core.pickle.reader.load``.
+        hooks: additional hooks, see ``core.pickle.reader.load``.
 
     Returns:
         The inert value, and the arrays of the tensors in it by the keys of their leaves.
@@ -182,15 +189,17 @@ def load_shared(
     extent = array.extent
     assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
-    reader = TensorReader(f"{key}:#", hooks)
+    reader = TensorHooks(f"{key}:#", hooks)
     try:
+        # A bare pickle has no tensors.
         kind = stream_kind(store, file, start, n_bytes)
         if kind == "pickle":
             return load(store.read(file, start, n_bytes), label=file, hooks=hooks), {}
+        # A torch file: every location of the hooks becomes an array.
         refuse_other_streams(store, file, start, n_bytes)
-        with _in_file(file), gc_paused():
-            content = (_legacy if kind == "legacy" else _zip)(store, file, start, n_bytes, reader)
-            reading = _Reading(content, reader, "", array.coords)
+        with _file_in_errors(file), gc_paused():
+            content = (_read_legacy_stream if kind == "legacy" else _read_zip)(store, file, start, n_bytes, reader)
+            reading = _TreeBuilder(content, reader, "", array.coords)
             value = put_back(content.value)
             arrays = {name: reading.array(name, location) for name, location in reader.locations.items()}
     except CheckpointingException as err:
@@ -204,7 +213,7 @@ def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
     """Raise if a container in a tree contains itself.
 
     Raises:
-        UnsupportedError: names the entries.
+        UnsupportedError: a container contains itself; names the entries.
     """
     keys = [key.removeprefix(prefix) for key, kind in tree.unsupported.items() if kind == ENDLESS]
     if keys:
@@ -213,16 +222,12 @@ def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
         )
 
 
-def _inlined(tree: TorchTree, entry: LeafEntry) -> object:
-    return tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
-
-
 def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
-    """``legacy`` for a stream of before torch 1.6, None for what may be a zip.
+    """Return ``legacy`` for a stream of before torch 1.6, None for what may be a zip.
 
     Raises:
         UnsupportedError: a tar file of torch 0.1, or a bare pickle.
-        UnsafeError: one of those that would run code when it is loaded.
+        UnsafeError: such a file, which would run code when it is loaded.
     """
     kind = stream_kind(store, file, start, n_bytes)
     if kind == "legacy":
@@ -248,8 +253,8 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
 
 
 @contextmanager
-def _in_file(file: str) -> Iterator[None]:
-    """Names the file in errors that do not."""
+def _file_in_errors(file: str) -> Iterator[None]:
+    """Add the name of the file to errors that lack it."""
     try:
         yield
     except CheckpointingException as err:
@@ -257,29 +262,35 @@ def _in_file(file: str) -> Iterator[None]:
         raise
 
 
-class _Reading:
-    """One tree on its way from placeholders to keys."""
+class _TreeBuilder:
+    """Builds one tree, in which keys take the place of placeholders."""
 
-    def __init__(self, content: _Content, reader: TensorReader, prefix: str, coords: Coords) -> None:
+    def __init__(self, content: _Content, reader: TensorHooks, prefix: str, coords: Coords) -> None:
         self._content = content
         self._reader = reader
         self._prefix = prefix
         self._coords = coords
 
     def tree(self, root: object) -> TorchTree:
-        """The content; ``root`` is its value with everything back in its place."""
+        """Build the content of the file.
+
+        Args:
+            root: the pickle's value, with everything that was set aside back in its place.
+        """
         is_set_aside = root is not self._content.value
+        # Containers that contain themselves are cut, so that every path ends.
         if _check_unfolded_size(root):
             root = cut_cycles(root)
             _check_unfolded_size(root)
-        found = list(entries(root))
-        keys = iter(keys_of(found, taken=self._reader.locations))
+        # Give every tensor and object its key, and rebuild the tree with them.
+        tree_entries = list(entries(root))
+        keys = iter(keys_of(tree_entries, reserved=self._reader.locations))
         arrays: dict[str, StoredArray] = {}
         objects: dict[str, StoredObject] = {}
         unsupported: dict[str, str] = {}
         attributes: dict[str, tuple[str, ...]] = {}
 
-        def named(entry: LeafEntry) -> object:
+        def leaf_with_key(entry: LeafEntry) -> object:
             path_key, plain_key = next(keys)
             key = self._prefix + path_key
             leaf = entry.leaf
@@ -298,8 +309,9 @@ class _Reading:
                 unsupported[key] = kind
             return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
-        value = map_leaves(root, named)
-        inside = {
+        value = map_leaves(root, leaf_with_key)
+        # Tensors inside objects keep the keys of the hooks.
+        hidden = {
             node.key: self.array(node.key, self._reader.locations[node.key])
             for node in walk([value, [item.value for item in objects.values()]])
             if isinstance(node, TensorLeaf) and node.key in self._reader.locations
@@ -307,18 +319,18 @@ class _Reading:
         return TorchTree(
             value=value,
             arrays=arrays,
-            aliases=_aliases(arrays),
+            aliases=_same_bytes(arrays),
             objects=objects,
-            hidden=inside,
+            hidden=hidden,
             unsupported=unsupported,
-            notes=_notes(attributes),
+            notes=_attribute_notes(attributes),
             version=self._content.version,
-            shared=_shared(root),
+            shared=_shared_containers(root),
             is_set_aside=is_set_aside,
         )
 
     def array(self, key: str, location: Location) -> StoredArray:
-        """The stored array of a tensor, once its record is known to hold it.
+        """Return the stored array of a tensor, after checking that its record holds it.
 
         Raises:
             CorruptError: the record is missing or too short.
@@ -327,13 +339,13 @@ class _Reading:
         record = content.records.get(location.record)
         if record is None:
             raise CorruptError(
-                f"the tensor lies in the record {location.record!r}, which the file does not have",
+                f"the record {location.record!r} of the tensor is missing",
                 key=key,
                 rule="torch.storage",
             )
         if location.storage_bytes > record.n_bytes:
             raise CorruptError(
-                f"the tensor's storage has {location.storage_bytes} bytes, its record {location.record!r} only "
+                f"the tensor's storage has {location.storage_bytes} bytes, but its record {location.record!r} has only "
                 f"{record.n_bytes}",
                 key=key,
                 span=record.span,
@@ -355,26 +367,28 @@ class _Reading:
         return StoredArray(key, location.dtype, location.shape, extent, self._coords)
 
 
-def keys_of(found: list[LeafEntry], *, taken: Container[str] = ()) -> list[tuple[str, str]]:
-    """A unique key for every entry, and the plain one.
+def keys_of(tree_entries: list[LeafEntry], *, reserved: Container[str] = ()) -> list[tuple[str, str]]:
+    """Return a unique key and the plain key of every entry.
 
     The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them
     escaped (``a\\.b``); what is still the same is numbered.
 
     Args:
-        found: entries of one tree.
-        taken: keys that must not be used.
+        tree_entries: entries of one tree.
+        reserved: keys that must not be used.
     """
-    plain = [_joined(entry.path) for entry in found]
+    plain = [_dotted(entry.path) for entry in tree_entries]
     count = Counter(plain)
     used: set[str] = set()
     keys = []
-    for entry, key in zip(found, plain, strict=True):
+    for entry, key in zip(tree_entries, plain, strict=True):
+        # Escape dots in names where two paths join to the same key.
         chosen = key
         if count[key] > 1 and any("." in text_of(part) for part in entry.path):
             chosen = ".".join(text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path)
+        # Number what is still the same.
         base, number = chosen, 2
-        while chosen in used or chosen in taken or (chosen != key and chosen in count):
+        while chosen in used or chosen in reserved or (chosen != key and chosen in count):
             chosen = f"{base}~{number}"
             number += 1
         used.add(chosen)
@@ -382,58 +396,71 @@ def keys_of(found: list[LeafEntry], *, taken: Container[str] = ()) -> list[tuple
     return keys
 
 
-def _joined(path: Path) -> str:
+def _dotted(path: Path) -> str:
+    """Return a path as a key; ``value`` for the root."""
     return join_path(path) if path else "value"
 
 
-def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
-    """Key → first key with the same address, strides, shape and dtype; empty tensors have no bytes to share."""
+def _same_bytes(arrays: dict[str, StoredArray]) -> dict[str, str]:
+    """Return key → first key with the same address, strides, shape and dtype.
+
+    Empty tensors share no bytes.
+    """
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for key, array in arrays.items():
         if array.n_bytes:
             extent = array.extent
-            place = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
-            same = first.setdefault(place, key)
-            if same != key:
-                aliases[key] = same
+            address = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
+            earlier = first.setdefault(address, key)
+            if earlier != key:
+                aliases[key] = earlier
     return aliases
 
 
-def _shared(root: object) -> dict[str, str]:
-    """Path of a container of entries → path where the same object stands before it; those below it are not listed.
+def _shared_containers(root: object) -> dict[str, str]:
+    """Return path of a container of entries → path of the same object before it.
+
+    Those below it are not listed.
+
+    The path of an object that holds such a container is listed as well.
 
     Of an object that holds a container of entries, its own path.
     """
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
+    # Containers of entries are listed by their own path.
     for path, node in containers(root, once=True):
-        name = _joined(path)
+        name = _dotted(path)
         earlier = first.setdefault(id(node), name)
         if earlier != name and not isinstance(node, tuple):
             shared[name] = earlier
-    seen: set[int] = set()  # what several objects hold is looked at once, and told of the first
+    # Objects are listed if they hold such a container.
+    visited: set[int] = set()  # a container in several objects is reported for the first of them
     for entry in entries(root):
         if isinstance(entry.leaf, TensorLeaf):
             continue
-        inside = [node for node in walk(entry.leaf, seen) if id(node) in first and not isinstance(node, tuple)]
-        if inside:
-            shared.setdefault(_joined(entry.path), first[id(inside[0])])
+        repeated = [node for node in walk(entry.leaf, visited) if id(node) in first and not isinstance(node, tuple)]
+        if repeated:
+            shared.setdefault(_dotted(entry.path), first[id(repeated[0])])
     return shared
 
 
-def _notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _attribute_notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return a note on the Python attributes of tensors, which are not kept."""
     if not attributes:
         return ()
-    names = sorted({name for found in attributes.values() for name in found})
+    names = sorted({name for tensor_names in attributes.values() for name in tensor_names})
     listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-    n = len(attributes)
-    what = f"{n} tensors carry" if n > 1 else f"{next(iter(attributes))} carries"
-    return (f"{what} Python attributes ({listed}), which are not kept",)
+    n_tensors = len(attributes)
+    subject = f"{n_tensors} tensors carry" if n_tensors > 1 else f"{next(iter(attributes))} carries"
+    return (f"{subject} Python attributes ({listed}), which are not kept",)
 
 
 def _check_unfolded_size(root: object) -> bool:
-    """Return whether containers contain themselves; if not, walking every path through them ends soon.
+    """Return whether containers contain themselves.
+
+    If not, walking every path through them ends soon.
 
     A few shared lists or dicts make 2⁶⁰ paths; a checkpoint has not many more than it has containers.
 
@@ -456,21 +483,23 @@ def _check_unfolded_size(root: object) -> bool:
             if not mapping:
                 return 1
             children = list(mapping.values())
-        known = sizes.get(id(node))
-        if known is None:
+        n_paths_below = sizes.get(id(node))
+        if n_paths_below is None:
             if depth > MAX_DEPTH:
                 raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
             sizes[id(node)] = _OPEN
-            known = 1 + (len(children) if is_flat(children) else sum(size(child, depth + 1) for child in children))
-            sizes[id(node)] = known
-        is_endless |= known == _OPEN
-        return known
+            n_paths_below = 1 + (
+                len(children) if is_flat(children) else sum(size(child, depth + 1) for child in children)
+            )
+            sizes[id(node)] = n_paths_below
+        is_endless |= n_paths_below == _OPEN
+        return n_paths_below
 
     n_paths = size(root, 0)
     if is_endless:
         return True
-    if n_paths > 1_000_000 and n_paths > 16 * sum(_lengths(root)):
-        raise UnsafeError(f"containers are shared so often that they unfold to {n_paths} entries")
+    if n_paths > 1_000_000 and n_paths > 16 * sum(_container_lengths(root)):
+        raise UnsafeError(f"containers are shared so often that they unfold to {n_paths:,} entries")
     return False
 
 
@@ -478,8 +507,8 @@ _OPEN = 0
 """The size of a container whose children are being counted; that of any other is more."""
 
 
-def _lengths(root: object) -> Iterator[int]:
-    """The number of elements of every container below ``root``, each container once."""
+def _container_lengths(root: object) -> Iterator[int]:
+    """Yield the number of elements of every container below ``root``, each container once."""
     for node in walk(root):
         mapping = as_mapping(node)
         if mapping is not None:

@@ -1,4 +1,4 @@
-"""A zarr array as its metadata tells it, whichever the version; and the checks that both versions share."""
+"""The metadata of a zarr array in either version, and the checks that both versions share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _MAX_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the chunks of the grid are cut again: each is a *shard*, a file of inner chunks and their index.
+    """The second cut of the grid's chunks: each is a *shard*, a file of inner chunks and their
+    index.
 
     Args:
         inner: how an inner chunk is stored; its shape divides the shard's.
-        has_crc: the index ends with its CRC-32C.
-        is_index_first: the index stands before the inner chunks, not behind them.
+        has_crc: whether the index ends with its CRC-32C.
+        is_index_first: whether the index comes before the inner chunks, not after them.
     """
 
     inner: ChunkCoding
@@ -42,8 +43,8 @@ class ZarrArray:
     Args:
         dtype: canonical dtype name.
         grid: shapes of the array and of its chunks.
-        names: of the chunks' files.
-        coding: how a chunk is stored; of a shard, only the shape is meant.
+        names: names of the chunks' files.
+        coding: how a chunk is stored; of a shard, only the shape is used.
         sharding: how chunks are cut again, or None.
         fill: one element of the fill value, little endian; None if the type has no such value.
     """
@@ -62,7 +63,7 @@ PICKLE_CODECS = frozenset(("pickle", "numcodecs.pickle"))
 
 
 def pickled_array(file: str, key: str) -> UnsafeError:
-    """Return the error of an array whose chunks are pickles."""
+    """Return the error about an array whose chunks are pickles."""
     return UnsafeError(
         "the chunks are pickles, which run code when they are read",
         file=file,
@@ -73,55 +74,58 @@ def pickled_array(file: str, key: str) -> UnsafeError:
 
 
 def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:
-    """A member that must be there.
+    """Return a member that must exist.
 
     Raises:
-        CorruptError: it is not.
+        CorruptError: the member is missing.
     """
     if name not in metadata:
         raise CorruptError(f"{name!r} is missing", file=file)
     return metadata[name]
 
 
-def checked_shape(value: object, what: str, *, least: int, file: str) -> Shape:
-    """A list of whole numbers.
+def checked_shape(value: object, name: str, *, least: int, file: str) -> Shape:
+    """Return a list of whole numbers as a shape.
 
     Args:
-        value: out of JSON.
-        what: its name, for messages.
+        value: the value in the JSON.
+        name: name of the value, for messages.
         least: smallest number allowed.
 
     Raises:
-        CorruptError: it is something else, has too many axes, or a number is too small or absurdly large.
+        CorruptError: the value is not such a list, has too many axes, or a number is too small or
+            absurdly large.
     """
     if not isinstance(value, list) or len(value) > MAX_RANK:
-        raise CorruptError(f"{what} is no list of at most {MAX_RANK} numbers", file=file)
+        raise CorruptError(f"{name} is not a list of at most {MAX_RANK} numbers", file=file)
     for number in value:
         if type(number) is not int or not least <= number <= _MAX_BYTES:
-            raise CorruptError(f"{what} holds {str(number)[:40]}, not a whole number from {least}", file=file)
+            raise CorruptError(f"{name} holds {str(number)[:40]}, not a whole number from {least}", file=file)
     return tuple(value)
 
 
 def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> ChunkGrid:
-    """The grid of two shapes that fit together.
+    """Return the grid of two shapes that fit together.
 
     Raises:
         CorruptError: their ranks differ, or so many bytes cannot be addressed.
     """
     if len(shape) != len(chunk_shape):
         raise CorruptError(f"shape {list(shape)} and chunk shape {list(chunk_shape)} differ in rank", file=file)
-    for what, extents in (("the array", shape), ("a chunk", chunk_shape)):
+    for subject, extents in (("the array", shape), ("a chunk", chunk_shape)):
         if prod(extents) * itemsize(dtype) > _MAX_BYTES:
-            raise CorruptError(f"{what} of shape {list(extents)} has more bytes than can be addressed", file=file)
+            raise CorruptError(f"{subject} of shape {list(extents)} has more bytes than can be addressed", file=file)
     return ChunkGrid(shape, chunk_shape)
 
 
 def checked_order(value: object, rank: int, *, file: str) -> Shape:
-    """A permutation of the axes.
+    """Return a permutation of the axes.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: the value is not a permutation of the axes.
     """
     if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
-        raise CorruptError(f"the order of a transpose is {str(value)[:80]}, no order of {rank} axes", file=file)
+        raise CorruptError(
+            f"the order of a transpose is {str(value)[:80]}, not a permutation of {rank} axes", file=file
+        )
     return tuple(value)

@@ -1,4 +1,4 @@
-"""How zarr spells element types: the dtype table of ``core.arrays.dtypes`` in the words of zarr 2 and zarr 3.
+"""The names of element types in zarr 2 and zarr 3, for the dtype table of ``core.arrays.dtypes``.
 
 zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy lacks, tensorstore, and Megatron before
 it, write the bare name (``bfloat16``). zarr 3 has names throughout. What zarr-python 3.1 cannot open (bfloat16, all
@@ -45,7 +45,10 @@ _V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
 
 
 def v2_dtype(spelling: str) -> tuple[str, bool] | None:
-    """The canonical name of a zarr 2 dtype, and whether it is stored big-endian; None for one that is not handled."""
+    """Return the canonical name of a zarr 2 dtype, and whether it is big-endian.
+
+    None if it is not supported.
+    """
     if spelling in TENSORSTORE_ONLY:
         return spelling, False
     name = _V2_DTYPES.get(spelling[1:])
@@ -58,12 +61,12 @@ def v2_dtype(spelling: str) -> tuple[str, bool] | None:
 
 
 def v3_dtype(spelling: str) -> str | None:
-    """The canonical name of a zarr 3 data type; None for one that is not handled."""
+    """Return the canonical name of a zarr 3 data type; None if it is not supported."""
     return _V3_DTYPES.get(spelling)
 
 
 def v2_spelling(dtype: str, *, key: str) -> str:
-    """A canonical dtype in zarr 2's words.
+    """Return zarr 2's name of a canonical dtype.
 
     Raises:
         UnsupportedError: zarr has no such type.
@@ -75,7 +78,7 @@ def v2_spelling(dtype: str, *, key: str) -> str:
 
 
 def v3_spelling(dtype: str, *, key: str) -> str:
-    """A canonical dtype in zarr 3's words.
+    """Return zarr 3's name of a canonical dtype.
 
     Raises:
         UnsupportedError: zarr has no such type.
@@ -90,6 +93,6 @@ def v3_spelling(dtype: str, *, key: str) -> str:
 
 
 def v3_fill_value(dtype: str) -> object:
-    """Zero, as a ``zarr.json`` spells it for a dtype."""
+    """Return zero as a ``zarr.json`` spells it for a dtype."""
     kind = DTYPES[dtype].kind
     return {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}.get(kind, 0.0)

@@ -1,4 +1,4 @@
-"""What zarr arrays say beyond their elements."""
+"""Facts about zarr arrays beyond their elements."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ZarrFacts:
-    """A facet (``core.catalog.facets``) of catalogs of zarr arrays some of which may lack chunks.
+    """A facet (``core.catalog.facets``) of catalogs of zarr arrays that may lack chunks.
 
     Args:
-        unstored: key of a tensor of which chunks may be absent → whether only the indexes of its shards tell.
+        unstored: key of a tensor that may lack chunks → whether only the indexes of its shards show it.
     """
 
     unstored: Mapping[str, bool] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A zarr array that is a directory: its metadata file and its chunks, read and written alike by zarr 2 and zarr 3."""
+"""A zarr array as a directory of metadata and chunks, read and written in the same way for zarr 2 and zarr 3."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ZarrFolder:
 
     Args:
         array: its metadata.
-        file: that holds them.
-        chunks: which of its chunks are stored, and where.
+        file: the metadata file.
+        chunks: its stored chunks and their positions.
     """
 
     array: ZarrArray
@@ -47,27 +47,30 @@ def catalog_of_folders(
     version: str,
     objects: Mapping[str, StoredObject] | None = None,
 ) -> Catalog:
-    """The catalog of a hierarchy.
+    """Return the catalog of a hierarchy.
 
     Args:
-        store: from which the indexes of shards are read, when the fragments are asked for.
+        store: the checkpoint; indexes of shards are read from it when fragments are asked for.
         folders: the arrays by key.
     """
 
     @lru_cache(maxsize=4)
     def fragments_of(key: str) -> Sequence[Fragment]:
-        found = folders[key]
-        return fragments_of_chunks(store, key, found.array, found.chunks, file=found.file)
+        zarr_folder = folders[key]
+        return fragments_of_chunks(store, key, zarr_folder.array, zarr_folder.chunks, file=zarr_folder.file)
 
     incomplete = {
-        key: found.array.sharding is not None and not found.chunks.absent
-        for key, found in folders.items()
-        if found.chunks.absent or (found.chunks.fill is not None and found.array.sharding is not None)
+        key: zarr_folder.array.sharding is not None and not zarr_folder.chunks.absent
+        for key, zarr_folder in folders.items()
+        if zarr_folder.chunks.absent or (zarr_folder.chunks.fill is not None and zarr_folder.array.sharding is not None)
     }
     catalog = Catalog(
         format=format,
         version=version,
-        tensors={key: TensorMeta(key, found.array.dtype, found.array.grid.shape) for key, found in folders.items()},
+        tensors={
+            key: TensorMeta(key, zarr_folder.array.dtype, zarr_folder.array.grid.shape)
+            for key, zarr_folder in folders.items()
+        },
         fragments_of=fragments_of,
         objects=objects or {},
     )
@@ -75,17 +78,17 @@ def catalog_of_folders(
 
 
 def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]) -> Catalog:
-    """The catalog of a hierarchy in which some arrays are not read.
+    """Return the catalog of a hierarchy with objects in place of the arrays that were not read.
 
-    Those of a kind that is not handled are objects without a value, as the other formats have such tensors
-    (``Catalog.unsupported``); those of pickles are calls of what would read them. The rest can be looked at, and copied
-    once they are left out.
+    Arrays of an unsupported kind are objects without a value, like such tensors in other formats
+    (``Catalog.unsupported``); arrays of pickles are calls of the function that would read them. The
+    rest can be inspected, and copied once these are left out.
 
     Args:
-        unread: key → why.
+        unread: key → the error.
 
     Raises:
-        UnsafeError: something else than pickles.
+        UnsafeError: an array is unsafe for another reason than pickles.
     """
     if not unread:
         return catalog
@@ -106,7 +109,10 @@ _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 
 
 def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]) -> FileImage:
-    """The image of an array's metadata file, in which an array without elements lies, as it has no chunk."""
+    """Return the image of an array's metadata file.
+
+    An array without elements lies in it, as it has no chunk.
+    """
     image = literal_file(path, text)
     if grid.n_chunks:
         return image
@@ -116,7 +122,7 @@ def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shap
 def chunk_files(
     folder: str, names: ChunkNames, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
 ) -> Iterator[tuple[str, PlannedArray]]:
-    """(path, array) of every chunk that is to be written."""
+    """Yield path and array of every chunk to write."""
     if grid.n_chunks:
         for index, array in arrays.items():
             yield f"{folder}/{names.name(index)}", array

@@ -5,7 +5,7 @@ On disk::
     iter_0000010/
     ├── metadata.json                           {"sharded_backend": "zarr", "sharded_backend_version": 1, …}
     ├── common.pt                               what every rank shares (arguments, iteration …)
-    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr_v2``)
+    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr.metadata2``)
     │   ├── .zarray
     │   └── 0.0.0, 0.1.0 …                      one chunk for what one rank holds of one layer, plain bytes
     ├── optimizer.state.exp_avg.….sync/         left-over locks, empty files: ignored
@@ -21,9 +21,10 @@ A directory of zarr 2 arrays that Megatron did not write, groups in groups, is r
 no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
 
 A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is the fill value
-(``zarr_fill``).
+(``zarr.fill``).
 
-Not supported, refused by name: what ``zarr_v2`` does not support; on writing, tensors whose pieces are no regular grid.
+Not supported, refused by name: what ``zarr.metadata2`` does not support; on writing, tensors whose pieces are no
+regular grid.
 
 Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
 ``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.
@@ -44,11 +45,11 @@ from core.errors import CorruptError, MissingShardError, UnsafeError, Unsupporte
 from core.files.json_object import read_small_file
 from core.files.store import LocalStore
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_image, common_of_file, common_state, with_common_state
+from core.formats.mcore.common_state import COMMON_FILE, common_image, common_state, read_common_file, with_common_state
 from core.formats.mcore.metadata_json import (
     BACKEND_KEY,
     CONFIG,
-    checked_version,
+    check_version,
     config_image,
     config_of,
     names_backend,
@@ -77,7 +78,7 @@ _RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory is Megatron's with this backend, or a zarr 2 hierarchy."""
+    """Return whether the directory is Megatron's with this backend, or a zarr 2 hierarchy."""
     if store.entry is not None or any(map(store.exists, _FOREIGN)):
         return False
     if store.exists(CONFIG):
@@ -85,37 +86,40 @@ def sniff(store: ReadStore) -> bool:
             if config_of(store).get(BACKEND_KEY) == _BACKEND:
                 return True
         except CorruptError:
-            pass  # broken: what lies beside it tells
+            pass  # damaged: the other files decide
     return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of one iteration's directory, or of a zarr 2 hierarchy.
+    """Read the catalog of one iteration's directory, or of a zarr 2 hierarchy.
 
     Raises:
-        CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has the wrong length or
-            lies beyond its array.
-        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray``, a chunk or a shard of an object is absent.
-        UnsupportedError: another backend or version.
-        UnsafeError: a hostile pickle, or a name outside the directory.
+        CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has
+            the wrong length or lies beyond its array.
+        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray``, a chunk or a shard of an
+            object is missing.
+        UnsupportedError: the backend or its version is not supported.
+        UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
+    # Only Megatron's checkpoints have a common state, and store every chunk.
     is_megatron = store.exists(COMMON_FILE) or names_backend(store)
     fills = not stores_every_chunk(store)
     lost = cache(partial(lost_files, store))
     common: object = None
     hidden: dict[str, StoredArray] = {}
     if is_megatron:
-        checked_version(store, backend=_BACKEND)
-        common, inside = common_of_file(store)
-        hidden |= inside
+        check_version(store, backend=_BACKEND)
+        common, arrays_inside = read_common_file(store)
+        hidden |= arrays_inside
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
+    # Arrays are directories; those that cannot be read are left for the caller to see.
     for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
         if is_array:
             key = folder or ROOT_KEY
             try:
-                array, file = _metadata(store, folder, key=key)
+                array, file = _read_metadata(store, folder, key=key)
                 chunks = folder_chunks(
                     store,
                     folder,
@@ -131,13 +135,14 @@ def read(store: ReadStore) -> Catalog:
         elif folder:
             _check_no_array(store, folder, listing, is_megatron=is_megatron)
         if is_megatron and folder:
-            for item, inside in _objects(store, folder, listing):
+            for item, arrays_inside in _read_objects(store, folder, listing):
                 objects[item.key] = item
-                hidden |= inside
+                hidden |= arrays_inside
+    # All shards of an object must exist.
     for grid in shard_grids(objects):
         for key in grid.absent_keys():
             raise MissingShardError(
-                f"{len(grid.offsets)} of {prod(grid.shape)} shards of the object are there, this one is not",
+                f"a shard of the object is missing: {len(grid.offsets)} of {prod(grid.shape)} exist",
                 file=f"{key}.pt",
                 key=key,
                 hint="copy the checkpoint again, with all its files",
@@ -149,28 +154,31 @@ def read(store: ReadStore) -> Catalog:
 
 
 def stores_every_chunk(store: ReadStore) -> bool:
-    """Whether Megatron wrote the directory, whose backend stores every chunk; also where its own files are lost."""
+    """Return whether Megatron wrote the directory, even if its own files are lost.
+
+    It stores every chunk.
+    """
     if store.exists(COMMON_FILE) or store.exists(CONFIG):
         return True
     return isinstance(store, LocalStore) and (store.root.resolve().parent / _TRACKER).exists()
 
 
-def _metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
-    """(metadata of an array, the file that holds them)."""
+def _read_metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
+    """Read the metadata of an array; return it and the file that holds it."""
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
     return parse_zarray(read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
 
 
 def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
-    """Returns if a directory without a ``.zarray`` is not what is left of an array.
+    """Raise if a directory without a ``.zarray`` is the rest of an array.
 
     Raises:
-        MissingShardError: it is.
+        MissingShardError: chunks remain, or the directory is empty.
     """
     chunk = next(filter(is_like_a_chunk, listing), None)
     if chunk is not None:
         raise MissingShardError(
-            f"{ARRAY_FILE} is missing beside the chunk {chunk}",
+            f"{ARRAY_FILE} is missing next to the chunk {chunk}",
             file=f"{folder}/{ARRAY_FILE}",
             key=folder,
             hint="copy the checkpoint again, with all its files, hidden ones too",
@@ -181,29 +189,30 @@ def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megat
         )
 
 
-def _objects(
+def _read_objects(
     store: ReadStore, folder: str, listing: Listing
 ) -> Iterator[tuple[StoredObject, Mapping[str, StoredArray]]]:
-    """The ShardedObjects in a directory, and the arrays of the tensors inside them."""
+    """Read the ShardedObjects in a directory, and the arrays of the tensors inside them."""
     for name, size in sorted(listing.items()):
         match = _OBJECT_FILE.match(name)
         if match is not None:
             file, key = f"{folder}/{name}", f"{folder}/{match[1]}"
-            value, inside = load_object(store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key)
-            yield StoredObject(key, value=[value]), inside
+            value, arrays_inside = load_object(store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key)
+            yield StoredObject(key, value=[value]), arrays_inside
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of one iteration's directory: chunks and ``.zarray`` files, objects, common.pt, then metadata.json.
+    """Return the images of one iteration's directory: chunks and ``.zarray`` files, objects,
+    common.pt, metadata.json.
 
     Args:
-        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk. An object whose key
-            is a ShardedObject's becomes a file; any other goes into the common state, nested as the skeleton says.
-            Honoured: ``common``.
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk.
+            An object whose key is a ShardedObject's becomes a file; any other goes into the common
+            state, nested as in the skeleton. ``common`` is written as well.
 
     Raises:
-        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
-            an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name, zarr
+            lacks its dtype, or an object has not been loaded.
     """
     check_keys(target.tensors, reserved=_RESERVED)
     images: list[FileImage] = []
@@ -218,7 +227,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
 
 def _array_images(target: TargetCatalog, key: str) -> Iterator[FileImage]:
-    """``.zarray`` and the chunks of one tensor."""
+    """Yield the images of ``.zarray`` and the chunks of one tensor."""
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
     yield metadata_image(f"{key}/{ARRAY_FILE}", zarray(grid, meta.dtype, key=key), grid, arrays)
@@ -227,9 +236,9 @@ def _array_images(target: TargetCatalog, key: str) -> Iterator[FileImage]:
 
 
 def _object_image(target: TargetCatalog, item: StoredObject) -> FileImage:
-    """The file of a ShardedObject."""
+    """Return the image of a ShardedObject's file."""
     if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
-        raise UnsupportedError("the object is no list of one value, as that of a ShardedObject is", key=item.key)
+        raise UnsupportedError("the object is not a list of one value, as a ShardedObject must be", key=item.key)
     name = item.key.rpartition("/")[2]
     plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=name)
     return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)

@@ -4,13 +4,13 @@ On disk::
 
     checkpoint.zarr/
     ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
-    ├── ckpt-objects.pt                 what is no tensor (``torch_objects``), if there is any
+    ├── ckpt-objects.pt                 what is no tensor (``torch.side_file``), if there is any
     └── model.layers.0.mlp.weight/
-        ├── zarr.json                   (``zarr_v3``)
-        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr_shards``)
+        ├── zarr.json                   (``zarr.metadata3``)
+        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr.shards``)
 
 A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
-array tells of itself. A chunk that is absent is the fill value (``zarr_fill``); in a group that this project wrote,
+array tells of itself. A chunk that is absent is the fill value (``zarr.fill``); in a group that this project wrote,
 whose attributes have "ckpt", it is an error.
 
 Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
@@ -23,7 +23,8 @@ bands follow each other in C order, the data is still one run of bytes.
 Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
 refuses such arrays; tensorstore opens them. A note says so where they are written.
 
-Not supported, refused by name: what ``zarr_v3`` does not support; on writing, tensors whose pieces are no regular grid.
+Not supported, refused by name: what ``zarr.metadata3`` does not support; on writing, tensors whose pieces are no
+regular grid.
 
 Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
 """
@@ -62,9 +63,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD_BYTES = 64 << 20
 _BANDS_PER_SHARD = 4
-"""At least; a band has at most a quarter of ``shard_bytes``."""
+"""Minimum number of bands; one has at most a quarter of ``shard_bytes``."""
 _MAX_INNER = 1 << 16
-"""Inner chunks of a shard; a piece that cannot be cut into so few equal bands is not sharded."""
+"""Maximum number of inner chunks of a shard; a piece that needs more equal bands is not sharded."""
 _MAX_METADATA_BYTES = 256 << 20
 _FOREIGN = ("manifest.ocdbt", ".metadata")
 _RESERVED = frozenset((METADATA_FILE, OBJECTS_FILE, "c"))
@@ -73,71 +74,73 @@ _CHUNK_FOLDERS = re.compile(r"((^|/)c)?((^|/)[0-9]+)*$")
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory, or one of the first in it, has a ``zarr.json``."""
+    """Return whether the directory, or one of the first in it, has a ``zarr.json``."""
     if store.entry is not None or any(map(store.exists, _FOREIGN)):
         return False
     return store.exists(METADATA_FILE) or has_array_inside(store, METADATA_FILE)
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of a group, or of a single array.
+    """Read the catalog of a group, or of a single array.
 
     Raises:
-        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or lies beyond its array.
-        MissingShardError: a ``zarr.json`` or a chunk is absent.
-        UnsupportedError: something in a ``zarr.json`` is not handled.
-        UnsafeError: a hostile pickle, or a name outside the directory.
+        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or lies beyond its
+            array.
+        MissingShardError: a ``zarr.json`` or a chunk is missing.
+        UnsupportedError: something in a ``zarr.json`` is not supported.
+        UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
     nodes: dict[str, dict[str, object]] = {}
-    noted: Mapping[str, object] | None = None
+    attributes: Mapping[str, object] | None = None
 
     def is_array(folder: str, listing: Listing) -> bool:
-        nonlocal noted
+        nonlocal attributes
         if METADATA_FILE not in listing:
             return False
-        file = _file_of(folder)
+        file = _metadata_file(folder)
         kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
         if kind == "array":
             nodes[folder] = metadata
         elif not folder:
-            noted = _noted(metadata)
+            attributes = _own_attributes(metadata)
         return kind == "array"
 
+    # Arrays are directories; those that cannot be read are left for the caller to see.
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     lost = cache(partial(lost_files, store))
-    for folder, listing, found in folders_of(store, is_array=is_array):
-        if not found:
+    for folder, listing, has_array in folders_of(store, is_array=is_array):
+        if not has_array:
             _check_no_array(folder, listing)
             continue
-        key, file = folder or ROOT_KEY, _file_of(folder)
+        key, file = folder or ROOT_KEY, _metadata_file(folder)
         try:
             array = parse_array(nodes.pop(folder), file=file, key=key)
         except (UnsupportedError, UnsafeError) as err:
             unread[key] = err
             continue
-        fill = array.fill if noted is None else None
+        fill = array.fill if attributes is None else None
         chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
         folders[key] = ZarrFolder(array, file, chunks)
-    iteration = None if noted is None else noted.get("iteration")
+    iteration = None if attributes is None else attributes.get("iteration")
     catalog = catalog_of_folders(store, folders, format="zarr3", version="3")
     catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
     return without_unread(with_objects(catalog, read_objects(store)), unread)
 
 
-def _file_of(folder: str) -> str:
+def _metadata_file(folder: str) -> str:
     return f"{folder}/{METADATA_FILE}" if folder else METADATA_FILE
 
 
-def _noted(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
-    """What this project notes in the root's attributes; None in a group of others."""
+def _own_attributes(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return what this project wrote into the root's attributes; None in a group of other software."""
     attributes = metadata.get("attributes")
-    noted = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
-    return noted if isinstance(noted, dict) else None
+    own = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
+    return own if isinstance(own, dict) else None
 
 
 def stores_every_chunk(store: ReadStore) -> bool:
-    """Whether this project wrote the group, which stores every chunk.
+    """Return whether this project wrote the group; it stores every chunk.
 
     Raises:
         CheckpointingException: the group's metadata cannot be read.
@@ -145,35 +148,36 @@ def stores_every_chunk(store: ReadStore) -> bool:
     if not store.exists(METADATA_FILE):
         return False
     kind, metadata = node_of(read_small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
-    return kind == "group" and _noted(metadata) is not None
+    return kind == "group" and _own_attributes(metadata) is not None
 
 
 def _check_no_array(folder: str, listing: Listing) -> None:
-    """Returns if a directory that is no array is not what is left of one.
+    """Raise if a directory that is not an array is the rest of one.
 
     Raises:
-        MissingShardError: it is.
+        MissingShardError: the directory holds chunks.
     """
     chunk = next((name for name in listing if is_like_a_chunk(name) or name == "c"), None)
     if chunk is not None:
-        home = _CHUNK_FOLDERS.sub("", folder, count=1)
+        array_folder = _CHUNK_FOLDERS.sub("", folder, count=1)
         raise MissingShardError(
             f"{METADATA_FILE} is missing above the chunk {folder}/{chunk}",
-            file=_file_of(home),
-            key=home or None,
+            file=_metadata_file(array_folder),
+            key=array_folder or None,
             hint="copy the checkpoint again, with all its files",
         )
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of a group: chunks and ``zarr.json`` files, the objects, then the group's own ``zarr.json``.
+    """Return the images of a group: chunks and ``zarr.json`` files, the objects, then the group's
+    own ``zarr.json``.
 
     Args:
         target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk or a shard.
 
     Raises:
-        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
-            an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name, zarr
+            lacks its dtype, or an object has not been loaded.
     """
     shard_bytes = target.write.shard_bytes
     if shard_bytes is None:
@@ -185,37 +189,37 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         parts = key.split("/")
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
         images += _array_images(target, key, shard_bytes=shard_bytes)
-    images += [literal_file(_file_of(group), group_json({})) for group in groups]
+    images += [literal_file(_metadata_file(group), group_json({})) for group in groups]
     objects = objects_image(target)
     if objects is not None:
         images.append(objects)
     has_number = target.iteration is not None and not target.write.is_release
-    noted = {"iteration": target.iteration} if has_number else {}
-    images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: noted}), is_metadata=True))
+    own_attributes = {"iteration": target.iteration} if has_number else {}
+    images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: own_attributes}), is_metadata=True))
     return images
 
 
 def _array_images(target: TargetCatalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
-    """``zarr.json`` and the chunks of one tensor."""
+    """Yield the images of ``zarr.json`` and the chunks of one tensor."""
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
     inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
     text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
-    yield metadata_image(_file_of(key), text, grid, arrays)
+    yield metadata_image(_metadata_file(key), text, grid, arrays)
     for path, array in chunk_files(key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays):
         yield _chunk_image(path, array, inner_shape)
 
 
 def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:
-    """Shape of the bands into which every chunk is cut, or None where chunks stay whole."""
+    """Return the shape of the bands into which every chunk is cut; None if chunks are not cut."""
     if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
         return None
-    found = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
-    return found if ChunkGrid(grid.chunk_shape, found).n_chunks <= _MAX_INNER else None
+    inner_shape = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
+    return inner_shape if ChunkGrid(grid.chunk_shape, inner_shape).n_chunks <= _MAX_INNER else None
 
 
 def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> FileImage:
-    """A chunk's file: its dense bytes and, of a shard, the index behind them."""
+    """Return the image of a chunk's file: its dense bytes and, for a shard, the index after them."""
     placed = (PlacedArray(0, array),)
     if inner_shape is None:
         return FileImage(path, array.n_bytes, placed)
@@ -228,7 +232,7 @@ def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> F
 
 
 def notes_of(target: TargetCatalog) -> Sequence[str]:
-    """A note on tensors of which other software than tensorstore knows no element type."""
+    """Return a note on tensors whose element types only tensorstore supports."""
     keys = [key for key, meta in target.tensors.items() if meta.dtype in TENSORSTORE_ONLY]
     if not keys:
         return ()

@@ -13,7 +13,7 @@ Versions: 2.
 Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in tests/golden),
 zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported: filters, and the codecs and types that ``zarr_decode`` and ``zarr_dtypes`` do not list.
+Not supported: filters, and the codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not list.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ GROUP_FILE = ".zgroup"
 _OBJECT_CODECS = frozenset(
     ("vlen-utf8", "vlen-bytes", "vlen-array", "json", "json2", "msgpack", "msgpack2", "categorize")
 )
-"""Those of numcodecs that hold texts and other plain values in arrays of objects."""
+"""Codecs of numcodecs that hold texts and other plain values in arrays of objects."""
 _OBJECT = re.compile(r'"[|<>=]?O\d*"')
 """An element type of objects, by itself or as a field of another."""
 _NEEDED = ("order", "fill_value", "compressor", "filters")
-"""What may be null, but not absent: tensorstore opens no array without them."""
+"""Members that may be null, but not missing: tensorstore opens no array without them."""
 
 
 def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
-    """An array's metadata.
+    """Parse an array's metadata.
 
     Args:
         data: content of its ``.zarray``.
         file, key: name of that file and of the tensor, for messages.
 
     Raises:
-        CorruptError: it is malformed.
-        UnsupportedError: another version, or an element type that is not handled.
-        UnsafeError: its chunks are pickles.
+        CorruptError: the metadata is malformed.
+        UnsupportedError: the version or the element type is not supported.
+        UnsafeError: the chunks are pickles.
     """
     metadata = parse_json_object(data, file=file)
     version = required(metadata, "zarr_format", file=file)
@@ -83,7 +83,7 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
 
 
 def _refuse_pickles(metadata: dict[str, object], *, file: str, key: str) -> None:
-    """Return unless a codec unpickles, or elements are objects that no codec but pickle can hold.
+    """Raise if a codec unpickles, or elements are objects that only pickle can hold.
 
     Raises:
         UnsafeError: the chunks are pickles.
@@ -96,36 +96,37 @@ def _refuse_pickles(metadata: dict[str, object], *, file: str, key: str) -> None
         raise pickled_array(file, key)
 
 
-def _dtype(spelled: object, *, file: str, key: str) -> tuple[str, bool]:
-    found = v2_dtype(spelled) if isinstance(spelled, str) else None
-    if found is None:
+def _dtype(spelling: object, *, file: str, key: str) -> tuple[str, bool]:
+    dtype = v2_dtype(spelling) if isinstance(spelling, str) else None
+    if dtype is None:
         raise UnsupportedError(
-            f"the element type {str(spelled)[:80]!r} is not handled",
+            f"the element type {str(spelling)[:80]!r} is not supported",
             file=file,
             key=key,
             hint="cast the array with the tool that wrote it",
         )
-    return found
+    return dtype
 
 
 def _codecs(metadata: dict[str, object], *, file: str) -> tuple[str, ...]:
-    """Names of the codecs, filters first."""
+    """Return the names of the codecs, filters first."""
     filters = metadata.get("filters")
     if filters is not None and not isinstance(filters, list):
         raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
-    found = []
-    for codec, what in (*((item, "filter") for item in filters or ()), (metadata.get("compressor"), "compressor")):
-        if codec is None and what == "compressor":
+    names = []
+    for codec, role in (*((item, "filter") for item in filters or ()), (metadata.get("compressor"), "compressor")):
+        if codec is None and role == "compressor":
             continue
         name = codec.get("id") if isinstance(codec, dict) else None
         if not isinstance(name, str):
-            raise CorruptError(f"a {what} has no 'id': {str(codec)[:80]}", file=file)
-        found.append(name[:80] if what == "compressor" else f"filter {name[:80]}")
-    return tuple(found)
+            raise CorruptError(f"a {role} has no 'id': {str(codec)[:80]}", file=file)
+        names.append(name[:80] if role == "compressor" else f"filter {name[:80]}")
+    return tuple(names)
 
 
 def zarray(grid: ChunkGrid, dtype: str, *, key: str) -> bytes:
-    """The ``.zarray`` of an array of plain chunks, byte for byte as zarr 2.18 writes it for Megatron.
+    """Return the ``.zarray`` of an array of plain chunks, byte for byte as zarr 2.18 writes it for
+    Megatron.
 
     Raises:
         UnsupportedError: zarr has no such element type.

@@ -9,14 +9,14 @@ On disk::
         │               "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [192, 64]}},
         │               "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         │               "fill_value": 0.0, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
-        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr_shards``)
+        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr.shards``)
 
 Versions: 3 (specification 3.0 and 3.1).
 
 Source: zarr 3 specification; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 
 Not supported, refused by name: grids other than the regular one, storage transformers, data types that are extensions,
-codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr_decode`` does not decode.
+codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr.decode`` does not decode.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ Config = Mapping[str, object]
 
 
 def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
-    """(``array`` or ``group``, the content of a ``zarr.json``).
+    """Return the kind of a node, ``array`` or ``group``, and the content of its ``zarr.json``.
 
     Raises:
-        CorruptError: it is malformed.
-        UnsupportedError: another version.
+        CorruptError: the file is malformed.
+        UnsupportedError: the version is not 3.
     """
     metadata = parse_json_object(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
@@ -79,32 +79,35 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
 
 
 def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
-    """An array's metadata.
+    """Parse an array's metadata.
 
     Args:
         metadata: content of its ``zarr.json``.
         file, key: name of that file and of the tensor, for messages.
 
     Raises:
-        CorruptError: it is malformed.
-        UnsupportedError: something in it is not handled.
-        UnsafeError: its chunks are pickles.
+        CorruptError: the metadata is malformed.
+        UnsupportedError: something in it is not supported.
+        UnsafeError: the chunks are pickles.
     """
+    # Refuse what a reader must understand but does not.
     for name, value in metadata.items():
         if name not in _KNOWN and not (isinstance(value, dict) and value.get("must_understand") is False):
-            raise UnsupportedError(f"the member {name[:80]!r} is not handled", file=file, key=key)
+            raise UnsupportedError(f"the member {name[:80]!r} is not supported", file=file, key=key)
     if metadata.get("storage_transformers"):
-        raise UnsupportedError("storage transformers are not handled", file=file, key=key)
+        raise UnsupportedError("storage transformers are not supported", file=file, key=key)
     if _unpickles(metadata.get("codecs")):
         raise pickled_array(file, key)
+    # Parse element type, grid and names.
     dtype = _dtype(required(metadata, "data_type", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
-    kind, config = _named(required(metadata, "chunk_grid", file=file), "chunk_grid", file=file)
+    kind, config = _name_and_config(required(metadata, "chunk_grid", file=file), "chunk_grid", file=file)
     if kind != "regular":
-        raise UnsupportedError(f"a chunk grid of the kind {kind!r} is not handled", file=file, key=key)
+        raise UnsupportedError(f"a chunk grid of the kind {kind!r} is not supported", file=file, key=key)
     chunk_shape = checked_shape(config.get("chunk_shape"), "chunk_shape", least=1, file=file)
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
-    names = _names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
+    names = _chunk_names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
+    # A shard codec cuts chunks again.
     codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
     fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
     if any(name == _SHARDING for name, _ in codecs):
@@ -114,7 +117,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
 
 
 def _unpickles(codecs: object) -> bool:
-    """Return whether a codec of a list unpickles; those of shards have lists of their own."""
+    """Return whether a codec of a list unpickles; codecs of shards have lists of their own."""
     for codec in codecs if isinstance(codecs, list) else ():
         name = codec.get("name") if isinstance(codec, dict) else codec
         config = codec.get("configuration") if isinstance(codec, dict) else None
@@ -125,40 +128,42 @@ def _unpickles(codecs: object) -> bool:
     return False
 
 
-def _dtype(spelled: object, *, file: str, key: str) -> str:
-    found = v3_dtype(spelled) if isinstance(spelled, str) else None
-    if found is None:
-        name = spelled.get("name", spelled) if isinstance(spelled, dict) else spelled
+def _dtype(spelling: object, *, file: str, key: str) -> str:
+    dtype = v3_dtype(spelling) if isinstance(spelling, str) else None
+    if dtype is None:
+        name = spelling.get("name", spelling) if isinstance(spelling, dict) else spelling
         raise UnsupportedError(
-            f"the element type {str(name)[:80]!r} is not handled",
+            f"the element type {str(name)[:80]!r} is not supported",
             file=file,
             key=key,
             hint="cast the array with the tool that wrote it",
         )
-    return found
+    return dtype
 
 
-def _named(value: object, what: str, *, file: str) -> tuple[str, Config]:
-    """(name, configuration) of an extension point: an object, or its bare name."""
+def _name_and_config(value: object, subject: str, *, file: str) -> tuple[str, Config]:
+    """Return name and configuration of an extension point: an object, or its bare name."""
     if isinstance(value, str):
         return value[:80], {}
     name = value.get("name") if isinstance(value, dict) else None
     config = value.get("configuration", {}) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(config, dict):
-        raise CorruptError(f"{what} has no name: {str(value)[:80]}", file=file)
+        raise CorruptError(f"{subject} has no name: {str(value)[:80]}", file=file)
     return name[:80], config
 
 
-def _codec_list(value: object, what: str, *, file: str) -> list[tuple[str, Config]]:
+def _codec_list(value: object, subject: str, *, file: str) -> list[tuple[str, Config]]:
+    """Return name and configuration of every codec of a list."""
     if not isinstance(value, list) or not value:
-        raise CorruptError(f"{what} is no list of codecs", file=file)
-    return [_named(item, "a codec", file=file) for item in value]
+        raise CorruptError(f"{subject} is not a list of codecs", file=file)
+    return [_name_and_config(item, "a codec", file=file) for item in value]
 
 
-def _names(value: object, rank: int, *, file: str) -> ChunkNames:
-    kind, config = _named(value, "chunk_key_encoding", file=file)
+def _chunk_names(value: object, rank: int, *, file: str) -> ChunkNames:
+    """Parse the encoding of chunk keys."""
+    kind, config = _name_and_config(value, "chunk_key_encoding", file=file)
     if kind not in ("default", "v2"):
-        raise UnsupportedError(f"a chunk key encoding of the kind {kind!r} is not handled", file=file)
+        raise UnsupportedError(f"a chunk key encoding of the kind {kind!r} is not supported", file=file)
     separator = config.get("separator", "/" if kind == "default" else ".")
     if separator not in (".", "/"):
         raise CorruptError(f"the separator of chunk keys is {str(separator)[:40]!r}, neither '.' nor '/'", file=file)
@@ -178,7 +183,7 @@ def _coding(codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file:
         order = tuple(order[axis] for axis in moved)
     if not rest or rest[0][0] != "bytes":
         raise UnsupportedError(
-            f"the chain of codecs {_chain(codecs)} is not handled: 'bytes' must follow the transposes",
+            f"the chain of codecs {_chain(codecs)} is not supported: 'bytes' must follow the transposes",
             file=file,
             key=key,
         )
@@ -197,35 +202,36 @@ def _chain(codecs: list[tuple[str, Config]]) -> str:
 
 
 def _sharding(codecs: list[tuple[str, Config]], dtype: str, shard_shape: Shape, *, file: str, key: str) -> Sharding:
+    """Parse the codec of shards."""
     if len(codecs) != 1:
-        raise UnsupportedError(f"codecs around a shard ({_chain(codecs)}) are not handled", file=file, key=key)
+        raise UnsupportedError(f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key)
     config = codecs[0][1]
     inner_shape = checked_shape(config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file)
     if len(inner_shape) != len(shard_shape) or any(
-        whole % part for whole, part in zip(shard_shape, inner_shape, strict=True)
+        extent % part for extent, part in zip(shard_shape, inner_shape, strict=True)
     ):
         raise CorruptError(
             f"inner chunks of shape {list(inner_shape)} do not divide shards of {list(shard_shape)}", file=file
         )
     inner = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
     if any(name == _SHARDING for name, _ in inner):
-        raise UnsupportedError("shards within shards are not handled", file=file, key=key)
+        raise UnsupportedError("shards within shards are not supported", file=file, key=key)
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise CorruptError(f"index_location is {str(location)[:40]!r}, neither start nor end", file=file)
     index = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
     names = [name for name, _ in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or index[0][1].get("endian") != "little":
-        raise UnsupportedError(f"a shard index of the codecs {_chain(index)} is not handled", file=file, key=key)
+        raise UnsupportedError(f"a shard index of the codecs {_chain(index)} is not supported", file=file, key=key)
     coding = _coding(inner, dtype, inner_shape, file=file, key=key)
     return Sharding(coding, has_crc="crc32c" in names, is_index_first=location == "start")
 
 
 def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: str) -> bytes:
-    """The ``zarr.json`` of an array of plain chunks.
+    """Return the ``zarr.json`` of an array of plain chunks.
 
     Args:
-        inner_shape: of the inner chunks, where every chunk of the grid is a shard; else None.
+        inner_shape: shape of the inner chunks if every chunk of the grid is a shard; else None.
 
     Raises:
         UnsupportedError: zarr has no such element type.
@@ -240,7 +246,7 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
             "index_location": "end",
         }
         codecs = [{"name": _SHARDING, "configuration": config}]
-    return _spelled(
+    return _to_json(
         {
             "zarr_format": 3,
             "node_type": "array",
@@ -257,9 +263,9 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
 
 
 def group_json(attributes: Config) -> bytes:
-    """The ``zarr.json`` of a group."""
-    return _spelled({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+    """Return the ``zarr.json`` of a group."""
+    return _to_json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
 
 
-def _spelled(metadata: Config) -> bytes:
+def _to_json(metadata: Config) -> bytes:
     return json.dumps(metadata, indent=2).encode()

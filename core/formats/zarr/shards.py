@@ -3,7 +3,7 @@
 Byte picture (the index may also stand in front)::
 
     [inner chunk] [inner chunk] …  any order, gaps allowed
-    [u64 offset, u64 bytes] …      one pair per inner chunk, C order, little endian; 2⁶⁴−1 twice: it is not there
+    [u64 offset, u64 bytes] …      one pair per inner chunk, C order, little endian; 2⁶⁴−1 twice: it is missing
     [u32 CRC-32C of the pairs]     if the index codecs say so
 
 Written shards hold the array's elements in C order, cut into inner chunks that are bands of it, so that the data of a
@@ -36,48 +36,51 @@ ABSENT = (1 << 64) - 1
 
 
 def index_bytes(n_inner: int, *, has_crc: bool) -> int:
-    """Length of the index of a shard with that many inner chunks."""
+    """Return the length of the index of a shard with ``n_inner`` inner chunks."""
     return _PAIR_BYTES * n_inner + (_CRC_BYTES if has_crc else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Where the inner chunks of a shard lie.
+    """The positions of the inner chunks of a shard.
 
     Args:
-        numbers: offset in the file and length in bytes, by turns, per inner chunk in C order.
+        numbers: offset in the file and length in bytes, alternating, per inner chunk in C order.
     """
 
     numbers: columns[int]
 
     def place(self, number: int) -> tuple[int, int] | None:
-        """(offset in the file, length in bytes) of an inner chunk, or None if the shard does not hold it."""
+        """Return offset in the file and length in bytes of an inner chunk.
+
+        None if the shard lacks it.
+        """
         offset, n_bytes = self.numbers[2 * number], self.numbers[2 * number + 1]
         return None if offset == ABSENT and n_bytes == ABSENT else (offset, n_bytes)
 
     @property
     def is_one_run(self) -> bool:
-        """Whether every inner chunk begins where the one before it ends."""
+        """Return whether every inner chunk begins where the one before it ends."""
         offsets, lengths = self.numbers[::2], self.numbers[1::2]
         if ABSENT in offsets:
             return False
-        at = offsets[0]
+        end = offsets[0]
         for offset, n_bytes in zip(offsets, lengths, strict=True):
-            if offset != at:
+            if offset != end:
                 return False
-            at += n_bytes
+            end += n_bytes
         return True
 
 
 def read_index(
     store: ReadStore, file: str, *, start: int, n_bytes: int, n_inner: int, sharding: Sharding, key: str
 ) -> ShardIndex:
-    """The index of a shard, checked: by its CRC, and that every inner chunk lies in the shard.
+    """Read the index of a shard; check its CRC, and that every inner chunk lies in the shard.
 
     Args:
-        file: that holds the shard.
-        start, n_bytes: where the shard lies in the file.
-        n_inner: inner chunks of the shard.
+        file: the file with the shard.
+        start, n_bytes: first byte and length of the shard in the file.
+        n_inner: number of inner chunks of the shard.
         key: the tensor, for messages.
 
     Raises:
@@ -93,19 +96,21 @@ def read_index(
             hint="copy the checkpoint again, or use an older one",
             rule="zarr.shard",
         )
-    at = start if sharding.is_index_first else start + n_bytes - length
-    data = store.read(file, at, length)
+    # Read the index and compare its checksum.
+    index_start = start if sharding.is_index_first else start + n_bytes - length
+    data = store.read(file, index_start, length)
     if sharding.has_crc:
-        data, stated = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
-        if (found := crc32c(data)) != stated:
+        data, stated_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
+        if (crc := crc32c(data)) != stated_crc:
             raise CorruptError(
-                f"the CRC-32C of the shard's index is {found:#010x}, but {stated:#010x} is stored behind it",
+                f"checksum mismatch: the shard's index has CRC-32C {crc:#010x}, but {stated_crc:#010x} is stored",
                 file=file,
                 key=key,
-                span=(at, at + length),
-                hint="the shard is damaged or cut off; copy the checkpoint again",
+                span=(index_start, index_start + length),
+                hint="the shard is damaged or truncated; copy the checkpoint again",
                 rule="zarr.shard",
             )
+    # Turn offsets in the shard into offsets in the file.
     numbers = columns("Q")
     numbers.frombytes(data)
     if sys.byteorder == "big":
@@ -119,7 +124,7 @@ def read_index(
                 f"the index places inner chunk {number} at bytes {offset}–{offset + n_stored} of a shard of {n_bytes}",
                 file=file,
                 key=key,
-                hint="the shard is damaged or cut off; copy the checkpoint again",
+                hint="the shard is damaged or truncated; copy the checkpoint again",
                 rule="zarr.shard",
             )
         numbers[2 * number] = start + offset
@@ -127,13 +132,15 @@ def read_index(
 
 
 def dense_index(n_inner: int, inner_bytes: int) -> bytes:
-    """The index, with its CRC, of a shard whose inner chunks follow each other in C order from byte 0."""
+    """Return the index, with its CRC, of a shard whose inner chunks follow each other in C order
+    from byte 0.
+    """
     pairs = b"".join(struct.pack("<QQ", number * inner_bytes, inner_bytes) for number in range(n_inner))
     return pairs + crc32c(pairs).to_bytes(_CRC_BYTES, "little")
 
 
 def are_bands(shard_shape: Shape, inner_shape: Shape) -> bool:
-    """Whether inner chunks in C order are consecutive runs of the shard's C order."""
+    """Return whether inner chunks in C order are consecutive runs of the shard's C order."""
     grid = ChunkGrid(shard_shape, inner_shape)
     rest = list(zip(grid.counts, inner_shape, strict=True))
     while rest and rest[0][1] == 1:

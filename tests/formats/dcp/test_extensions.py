@@ -28,7 +28,7 @@ from core.errors import (
 )
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import format as dcp
-from core.formats.dcp.zstd_streams import inflated
+from core.formats.dcp.zstd_streams import inflate_item
 from core.pickle.inert import TensorLeaf, walk
 from core.pickle.nesting import entries
 from tests.formats.dcp.test_format import counted, plain_bytes, state_dict, torch_objects, torch_tensors
@@ -173,13 +173,13 @@ def zipped(data: bytes) -> bytes:
         (lambda data: data[:-1], TruncatedError, "ends inside a frame"),
         (lambda data: data[: len(data) // 2], TruncatedError, "ends inside a frame"),
         (lambda data: data[:3], TruncatedError, "ends inside a frame"),
-        (lambda data: b"junk" + data, CorruptError, "no begin of a zstd frame"),
-        (lambda data: data + b"junk", CorruptError, "no begin of a zstd frame"),
+        (lambda data: b"junk" + data, CorruptError, "not the beginning of a zstd frame"),
+        (lambda data: data + b"junk", CorruptError, "not the beginning of a zstd frame"),
         (lambda data: data[:-9] + bytes(x ^ 0x55 for x in data[-9:]), CorruptError, "zstd"),
         (lambda data: zstandard.compress(b""), CorruptError, "zip"),
         (lambda data: zstandard.compress(zipped(data)[:600]), CorruptError, "zip"),
-        (lambda data: zstandard.compress(zipped(data) + bytes(1 << 20)), CorruptError, "inflates to more than 65606"),
-        (lambda data: zstandard.compress(bytes(1 << 28)), CorruptError, "inflates to more than 65606"),
+        (lambda data: zstandard.compress(zipped(data) + bytes(1 << 20)), CorruptError, "inflates to more than 65,606"),
+        (lambda data: zstandard.compress(bytes(1 << 28)), CorruptError, "inflates to more than 65,606"),
     ],
 )
 def test_a_damaged_frame_is_a_typed_error(
@@ -228,8 +228,8 @@ def test_a_large_window_is_refused(compressed: Path, tmp_path: Path) -> None:
 
 def test_a_bomb_is_stopped_at_its_limit() -> None:
     store = MemoryStore({"f": zstandard.compress(zstandard.compress(bytes(1 << 28)))})
-    with pytest.raises(CorruptError, match="more than 1000 bytes"):
-        inflated(store, "f", (0, store.size("f")), ("stream.zstd/1", "stream.zstd/1"), limit=1000)
+    with pytest.raises(CorruptError, match="more than 1,000 bytes"):
+        inflate_item(store, "f", (0, store.size("f")), ("stream.zstd/1", "stream.zstd/1"), limit=1000)
 
 
 def test_a_compressed_object_that_is_cut_names_itself(compressed: Path, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_what_is_missing_of_a_rank_is_named(by_ranks: Path, tmp_path: Path, gone
 def test_an_unfinished_rank_is_named(by_ranks: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(by_ranks, tmp_path / "x")
     (folder / "__2.metadata.tmp").write_bytes(b"")
-    with pytest.raises(MissingShardError, match=r"__2\.metadata is not there"):
+    with pytest.raises(MissingShardError, match=r"__2\.metadata is missing"):
         opened(folder)
 
 

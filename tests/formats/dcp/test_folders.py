@@ -95,14 +95,14 @@ def test_entries_of_a_second_model_have_its_number(tmp_path: Path) -> None:
 def test_entries_of_one_name_in_two_directories_are_refused(tmp_path: Path) -> None:
     for folder in (MODEL, OPTIMIZER):
         dist_cp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / folder)
-    with pytest.raises(UnsupportedError, match="both hold an entry of this name"):
+    with pytest.raises(UnsupportedError, match="both hold an entry with this name"):
         open_checkpoint(tmp_path)
 
 
 def test_half_of_a_save_is_refused(golden: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(golden / SOURCE, tmp_path / "checkpoint_0"))
     os.unlink(path / OPTIMIZER / ".metadata")
-    with pytest.raises(MissingShardError, match=f"{OPTIMIZER}/.metadata is not there"):
+    with pytest.raises(MissingShardError, match=f"{OPTIMIZER}/.metadata is missing"):
         open_checkpoint(path)
     shutil.rmtree(path / MODEL)
     with pytest.raises(UnsupportedError):

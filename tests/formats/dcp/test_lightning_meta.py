@@ -125,7 +125,7 @@ def test_a_call_in_meta_is_refused(copy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [({"state_dict": 1}, "has an entry 'state_dict'"), ([1, 2], "no dict of entries"), ({1: 2}, "no dict of entries")],
+    [({"state_dict": 1}, "has an entry 'state_dict'"), ([1, 2], "not a dict"), ({1: 2}, "not a dict")],
 )
 def test_a_meta_that_is_not_lightnings_is_left_alone_and_listed(
     copy: Path, tmp_path: Path, content: object, why: str

@@ -176,9 +176,9 @@ def test_a_complete_series_without_an_index_is_read_with_a_note() -> None:
     assert sniff(store)
     catalog = read(store)
     assert list(catalog.tensors) == [*first, *second]
-    assert catalog.notes == ("there is no index; the numbers of the shards say that all are there",)
+    assert catalog.notes == ("there is no index; by their numbers, all shards exist",)
     del store.contents[shard(1)]
-    with pytest.raises(MissingShardError, match="of 2 shards, 1 are there") as caught:
+    with pytest.raises(MissingShardError, match="only 1 of 2 shards found") as caught:
         read(store)
     assert caught.value.file == shard(1)
 
@@ -187,7 +187,7 @@ def test_two_series_without_an_index_are_refused() -> None:
     store = directory(*tensors())
     del store.contents[INDEX]
     store.contents[shard(1, 3)] = store.contents[shard(1)]
-    with pytest.raises(UnsupportedError, match="no index tells"):
+    with pytest.raises(UnsupportedError, match="no index that names one"):
         read(store)
 
 
@@ -205,7 +205,7 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
     catalog = read(store)
     n_bytes = sum(meta.n_bytes for meta in catalog.tensors.values())
     assert catalog.notes == (
-        f"{INDEX} states a total_size of 91 bytes, the tensors have {n_bytes}",
+        f"{INDEX} states a total_size of 91 bytes, but the tensors have {n_bytes}",
         "not read: optimizer.pt, training_args.bin",
     )
     assert catalog.carried == {"README.md": "file:README.md"}
@@ -251,12 +251,12 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
     outside = directory(FIRST, SECOND)
     outside.contents[shard(2)] = bytearray(repickled({"c": a_tensor((17,), (1,))}))
     return {
-        "a missing shard": (lost, MissingShardError, "names a shard that is not there"),
+        "a missing shard": (lost, MissingShardError, "a shard named by"),
         "a short shard": (cut, CorruptError, "cut short|end record"),
         "a tensor that is not there": (
             directory(FIRST, without(SECOND, "c"), weight_map=PLACES),  # type: ignore[arg-type]
             MissingShardError,
-            "places the tensor in this shard, which does not hold it",
+            "places the tensor in this shard, but it is not there",
         ),
         "a tensor that is not listed": (
             directory(FIRST, SECOND, weight_map=without(PLACES, "c")),
@@ -271,10 +271,10 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "a tensor in two shards": (twice, CorruptError, "also in pytorch_model-00001"),
         "a value in two shards": (objects, CorruptError, "also in"),
         "a value in another shard than listed": (elsewhere, CorruptError, "places it in"),
-        "two entries of one key": (joined, CorruptError, "two entries have this key"),
+        "two entries of one key": (joined, CorruptError, "two entries have the same key"),
         "nested tensors": (nested, UnsupportedError, "a container with tensors"),
-        "a name that is a number": (numbered, UnsupportedError, "which is no name"),
-        "a list of tensors": (listed, UnsupportedError, "no dict of tensors"),
+        "a name that is a number": (numbered, UnsupportedError, "with the invalid name"),
+        "a list of tensors": (listed, UnsupportedError, "not a dict of tensors"),
         "a tensor outside its storage": (outside, CorruptError, "reaches byte"),
         "two indexes": (both, UnsupportedError, "2 indexes"),
         "no JSON": (indexed(b"{"), CorruptError, "JSON"),

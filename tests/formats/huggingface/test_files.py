@@ -100,7 +100,7 @@ def test_a_document_takes_the_place_of_a_carried_file() -> None:
 def test_a_path_that_is_both_carried_and_made_is_refused() -> None:
     carried = with_carried(empty(), MemoryStore({"config.json": b"{}"}))
     source = replace(carried, documents={"config.json": b"{}"})
-    with pytest.raises(UnsupportedError, match="both carried and made") as caught:
+    with pytest.raises(UnsupportedError, match="both carried over and newly written") as caught:
         file_images(partitioned(source, format="fake", by="whole"))
     assert caught.value.file == "config.json"
 

@@ -36,7 +36,7 @@ from core.errors import (
 from core.files.store import LocalStore, MemoryStore
 from core.formats.ocdbt import format as ocdbt
 from core.formats.ocdbt.entries import entries_of
-from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place, read_manifest, read_node
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, ValueLocation, read_manifest, read_node
 from core.pickle.nesting import entries
 from core.validate.run import validate
 from tests.support.materialize import tensor_bytes
@@ -193,7 +193,7 @@ def test_a_tree_of_several_levels_is_walked(tmp_path: Path, compression: object)
             database.with_transaction(transaction).write(key, value).result()
     store = LocalStore(folder)
     data = store.read("manifest.ocdbt", 0, store.size("manifest.ocdbt"))
-    assert read_manifest(data, Budget()).height >= 2
+    assert read_manifest(data, UnfoldBudget()).height >= 2
     assert contents(folder) == expected
 
 
@@ -201,7 +201,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every key and value, read through our own tree walk."""
     store = LocalStore(folder)
     return {
-        key: store.read(value.path, value.offset, value.n_bytes) if isinstance(value, Place) else value
+        key: store.read(value.path, value.offset, value.n_bytes) if isinstance(value, ValueLocation) else value
         for key, value in entries_of(store).items()
     }
 
@@ -394,7 +394,7 @@ def test_one_item_of_a_checkpoint_manager_is_the_checkpoint(tmp_path: Path) -> N
     catalog, store = opened(tmp_path)
     assert list(catalog.tensors) == ["params.w"]
     assert tensor_bytes(catalog, store, "params.w").tobytes() == counted(4, 4, start=8).tobytes()  # type: ignore[arg-type]
-    assert catalog.notes == ("items that are no trees of arrays are not read: meta",)
+    assert catalog.notes == ("items that are not trees of arrays are not read: meta",)
 
 
 def test_several_items_are_entries_of_the_root(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_save_that_was_not_merged_is_called_so(tmp_path: Path) -> None:
 def test_a_checkpoint_without_arrays_is_refused_with_its_items(tmp_path: Path) -> None:
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     (tmp_path / "meta").mkdir()
-    with pytest.raises(UnsupportedError, match="Items here: meta"):
+    with pytest.raises(UnsupportedError, match="Items: meta"):
         ocdbt.FORMAT.read(LocalStore(tmp_path))
 
 
@@ -525,7 +525,7 @@ def test_a_cut_manifest_is_truncated(database: Path, n_bytes: int) -> None:
 
 def test_one_changed_byte_of_a_node_is_an_error_that_names_its_file(database: Path) -> None:
     manifest = (database / "manifest.ocdbt").read_bytes()
-    root = read_manifest(manifest, Budget()).root
+    root = read_manifest(manifest, UnfoldBudget()).root
     assert root is not None
     path = database / root.path
     data = bytearray(path.read_bytes())
@@ -610,19 +610,19 @@ def test_data_files_outside_the_checkpoint_are_refused(path: str) -> None:
     [
         (hand_made(leaf_node([b"b", b"a"], [b"", b""]), n_keys=2), "not in order"),
         (hand_made(leaf_node([b"a", b"a"], [b"", b""]), n_keys=2), "not in order"),
-        (hand_made(leaf_node([b"a"], [b""]), n_keys=2), "1 keys, but the manifest says 2"),
-        (hand_made(leaf_node([b"\xff"], [b""])), "no text"),
-        (hand_made(leaf_node([b"a"], [b""]), height=1), "height 0, its parent 1"),
+        (hand_made(leaf_node([b"a"], [b""]), n_keys=2), "1 keys, but the manifest states 2"),
+        (hand_made(leaf_node([b"\xff"], [b""])), "not valid UTF-8"),
+        (hand_made(leaf_node([b"a"], [b""]), height=1), "height 0, but its parent 1"),
         (hand_made(leaf_node([b"a"], [b""]), height=200), "200 levels"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varint(0))), "no entries"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varint(1 << 40))), "are announced"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + b"\xff" * 11)), "more than 64 bits"),
-        (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1 << 20) + b"a")), "a name of"),
+        (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1 << 20) + b"a")), "a name has"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(2, 5, 1, 1) + b"ab")), "shares 5 bytes"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1) + b"a" + varints(0, 7))), "kind 7"),
         (
             hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1) + b"a" + varints(5, 1, 3, 0))),
-            "data file 3 of 0",
+            "data file 3 is named",
         ),
         (hand_made(leaf_node([b"a"], [b""])[:-4] + b"\0\0\0\0"), "CRC-32C"),
         (hand_made(wrapped(MANIFEST_MAGIC, b"")), "begins with"),
@@ -661,7 +661,7 @@ def test_keys_that_unfold_from_their_prefixes_are_refused() -> None:
     keys = varints(n, *[60_000] * (n - 1), 60_000, *[1] * (n - 1))
     body = b"\0" + table() + keys + b"a" * 60_000 + b"b" * (n - 1)
     with pytest.raises(UnsafeError, match="far more"):
-        read_node(wrapped(NODE_MAGIC, body), Place("", "d/x", 0, 0), 0, Budget())
+        read_node(wrapped(NODE_MAGIC, body), ValueLocation("", "d/x", 0, 0), 0, UnfoldBudget())
 
 
 def test_a_node_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
@@ -671,19 +671,19 @@ def test_a_node_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
     head = NODE_MAGIC.to_bytes(4, "big") + (len(bomb) + 18).to_bytes(8, "little") + b"\0\1"
     data = head + bomb
     with pytest.raises(UnsafeError):
-        read_node(data + crc32c(data).to_bytes(4, "little"), Place("", "d/x", 0, 0), 0, Budget())
+        read_node(data + crc32c(data).to_bytes(4, "little"), ValueLocation("", "d/x", 0, 0), 0, UnfoldBudget())
 
 
 def bodies(folder: Path) -> Iterator[tuple[int, bytes]]:
     """The bodies of a real manifest and of its root node."""
-    from core.formats.ocdbt.nodes import unwrapped
+    from core.formats.ocdbt.nodes import unwrap
 
     data = (folder / "manifest.ocdbt").read_bytes()
-    yield MANIFEST_MAGIC, unwrapped(data, MANIFEST_MAGIC, Budget())
-    root = read_manifest(data, Budget()).root
+    yield MANIFEST_MAGIC, unwrap(data, MANIFEST_MAGIC, UnfoldBudget())
+    root = read_manifest(data, UnfoldBudget()).root
     assert root is not None
     node = (folder / root.path).read_bytes()[root.offset : root.offset + root.n_bytes]
-    yield NODE_MAGIC, unwrapped(node, NODE_MAGIC, Budget())
+    yield NODE_MAGIC, unwrap(node, NODE_MAGIC, UnfoldBudget())
 
 
 def test_scrambled_bodies_give_entries_or_the_projects_error(tmp_path: Path) -> None:

@@ -184,27 +184,27 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "offsets of another number of axes": (
         {piece_name(1): piece_file({"w": ((0,), W)})},
         CorruptError,
-        "saved_offsets [0] do not fit the 2 axes",
+        "saved_offsets [0] do not match the 2 axes",
         "w",
     ),
-    "negative offsets": ({piece_name(1): piece_file({"w": ((0, -1), W)})}, CorruptError, "do not fit", "w"),
-    "no offsets": ({piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})}, CorruptError, "do not fit", "w"),
+    "negative offsets": ({piece_name(1): piece_file({"w": ((0, -1), W)})}, CorruptError, "do not match", "w"),
+    "no offsets": ({piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})}, CorruptError, "do not match", "w"),
     "offsets for another tensor": (
         {piece_name(1): piece_file({"w": ((), W)}, info={"x": {"saved_offsets": []}})},
         CorruptError,
-        "names a tensor that the file does not hold",
+        "names a tensor that is not in the file",
         "x",
     ),
     "no offsets for a tensor": (
         {piece_name(1): piece_file({"w": ((), W)}, info={})},
         CorruptError,
-        "does not say where",
+        "has no offset for the piece",
         "w",
     ),
     "information that is no JSON": (
         {piece_name(1): piece_file({"w": ((), W)}, info="[")},
         CorruptError,
-        "the DCP_SHARDING_INFO is no JSON",
+        "the DCP_SHARDING_INFO is not valid JSON",
         None,
     ),
     "another version": (
@@ -246,7 +246,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
             "model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors", "x": "a.safetensors"}}',
         },
         MissingShardError,
-        "no piece of it is there",
+        "all its pieces are missing",
         "x",
     ),
     "an index with more bytes": (
@@ -255,7 +255,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
             "model.safetensors.index.json": b'{"metadata":{"total_size":72},"weight_map":{"w":"a.safetensors"}}',
         },
         MissingShardError,
-        "add up to 48 bytes, the index states 72",
+        "add up to 48 bytes, but the index states 72",
         None,
     ),
 }

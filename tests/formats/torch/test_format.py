@@ -233,7 +233,7 @@ def test_one_file_of_a_series_says_so() -> None:
     stream = io.BytesIO()
     torch.save({"w": torch.ones(2)}, stream)
     catalog = read(MemoryStore({name: stream.getvalue()}, entry=name))
-    assert catalog.notes == ("this is file 2 of 3; point at the directory to read all",)
+    assert catalog.notes == ("this is file 2 of 3; pass the directory to read all of them",)
     alone = "pytorch_model-00001-of-00001.bin"
     assert not read(MemoryStore({alone: stream.getvalue()}, entry=alone)).notes
 
@@ -249,7 +249,7 @@ def test_object_leaves_are_filled_in() -> None:
     leaved = replace(catalog, skeleton={"a": TensorLeaf("a"), "c": ObjectLeaf("c")})
     assert torch.load(io.BytesIO(written(leaved, store)))["c"] == 5
     unread = replace(leaved, objects={"c": StoredObject("c", raw_key="raw:c")})
-    with pytest.raises(UnsupportedError, match="not read yet"):
+    with pytest.raises(UnsupportedError, match="has not been read"):
         lay_out(unread)
 
 

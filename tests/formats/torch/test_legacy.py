@@ -245,7 +245,7 @@ def test_a_count_in_the_other_byte_order_is_refused_as_torch_refuses_it(system: 
     data = legacy_stream({"t": a_view(None, (16,))}, {"1": (1 << 60, CONTENT)}, system=system)
     with pytest.raises(RuntimeError):
         torch.load(io.BytesIO(data))
-    with pytest.raises(CorruptError, match=f"has {1 << 60} elements, the object says 16"):
+    with pytest.raises(CorruptError, match=f"has {1 << 60} elements, but the object refers to 16"):
         opened(data)
 
 
@@ -257,9 +257,9 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "listed, not used": (legacy_stream(FINE, {**STORED, "2": (1, b"1234")}), CorruptError, "nothing refers to it"),
     "used, not listed": (legacy_stream(FINE, {}), CorruptError, "refers to storage '1', which is not listed"),
     "listed twice": (legacy_stream(FINE, STORED, keys=["1", "1"]) + bytes(72), CorruptError, "listed twice"),
-    "keys that are no list": (legacy_stream(FINE, STORED, keys={"1": 2}), CorruptError, "list of storages"),
-    "keys that are no text": (legacy_stream(FINE, STORED, keys=[1]), CorruptError, "list of storages"),
-    "fewer elements": (legacy_stream(FINE, {"1": (15, CONTENT)}), CorruptError, "has 15 elements, the object says 16"),
+    "keys that are no list": (legacy_stream(FINE, STORED, keys={"1": 2}), CorruptError, "list of storage keys"),
+    "keys that are no text": (legacy_stream(FINE, STORED, keys=[1]), CorruptError, "list of storage keys"),
+    "fewer elements": (legacy_stream(FINE, {"1": (15, CONTENT)}), CorruptError, "elements, but the object refers"),
     "less than nothing": (legacy_stream(FINE, {"1": (-1, CONTENT)}), CorruptError, "-1 elements"),
     "two lengths": (
         legacy_stream({"t": a_view(None, (3,)), "u": a_view(None, (3,), n=15)}, STORED),
@@ -279,11 +279,11 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "an unknown storage": (
         legacy_stream({"t": a_tensor(pid=storage(kind=Global("torch", "OddStorage")))}, STORED),
         UnsupportedError,
-        "unknown type torch.OddStorage",
+        "unknown storage type torch.OddStorage",
     ),
-    "five fields": (legacy_stream({"t": a_tensor()}, STORED), CorruptError, "persistent id is"),
+    "five fields": (legacy_stream({"t": a_tensor()}, STORED), CorruptError, "malformed persistent id"),
     "an odd id": (legacy_stream({"t": a_tensor(pid=("module", "x", None, None))}, STORED), CorruptError, "persistent"),
-    "an id of no tuple": (legacy_stream({"t": a_tensor(pid=5)}, STORED), CorruptError, "persistent id is 5"),
+    "an id of no tuple": (legacy_stream({"t": a_tensor(pid=5)}, STORED), CorruptError, "malformed persistent id 5"),
     "a key that is no text": (legacy_stream({"t": a_tensor(pid=storage(1))}, STORED), CorruptError, "storage is"),
     "a negative length": (legacy_stream({"t": a_tensor(pid=storage(n=-1))}, STORED), CorruptError, "storage is"),
     "a view outside": (legacy_stream({"t": a_view(("2", 12, 5), (2,))}, STORED), CorruptError, "64 bytes"),
@@ -381,7 +381,7 @@ def test_a_pickle_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CorruptError, match="opcode 0xff"):
         pickle_end(MemoryStore({"p": b"N\xff."}), "p", 0, 3)
     monkeypatch.setattr(torch_legacy, "MAX_PICKLE_BYTES", 100)
-    with pytest.raises(CheckpointingException, match="more than 100 bytes"):
+    with pytest.raises(CheckpointingException, match="a pickle of more than"):
         pickle_end(MemoryStore({"p": b"N" * 300}), "p", 0, 300)
 
 

@@ -167,7 +167,7 @@ def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(tensors
 
 def test_an_object_with_a_tensors_key_is_corrupt() -> None:
     beside = ObjectsBeside({"w": StoredObject("w", value=1)}, None, {})
-    with pytest.raises(CorruptError, match="key of a tensor") as caught:
+    with pytest.raises(CorruptError, match="same key as a tensor") as caught:
         with_objects(flat_catalog(("w",)), beside)
     assert caught.value.key == "w"
 
@@ -175,7 +175,7 @@ def test_an_object_with_a_tensors_key_is_corrupt() -> None:
 def test_an_object_that_was_not_read_is_refused() -> None:
     source = flat_catalog()
     raw = StoredObject("o", raw_key="raw:o")
-    with pytest.raises(UnsupportedError, match="not read yet"):
+    with pytest.raises(UnsupportedError, match="has not been read"):
         objects_image(Catalog("fake", None, {}, source.fragments_of, objects={"o": raw}))
     with pytest.raises(UnsupportedError, match="bare storage"):
         objects_image(flat_catalog(o=[Persistent(("storage",))]))
@@ -190,8 +190,8 @@ def store_of(value: object) -> MemoryStore:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1], "not a file of objects"),
-        ({"objects": [1]}, "not a file of objects"),
+        ([1], "not an objects file"),
+        ({"objects": [1]}, "not an objects file"),
         ({"ckpt_objects": 1, "objects": {3: 1}}, "key is a int"),
         ({"ckpt_objects": 1, "objects": {}, "skeleton": {"$tuple": 1}}, "."),
         ({"ckpt_objects": 1, "objects": {}, "skeleton": {"$object": "strange:w"}}, "unknown kind 'strange'"),

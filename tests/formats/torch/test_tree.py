@@ -60,7 +60,7 @@ def test_the_hand_made_tensor_is_fine() -> None:
         (a_tensor(numel=17), "64"),
         (a_tensor(numel=-1), "storage is"),
         (a_tensor(numel="16"), "storage is"),
-        (a_tensor(key="7"), "record 'data/7', which the file does not have"),
+        (a_tensor(key="7"), "record 'data/7' of the tensor is missing"),
         (a_tensor(key=7), "storage is"),
         (a_tensor(pid=("module", 1, 2, 3, 4)), "storage is"),
         (a_tensor(pid=5), "storage is"),

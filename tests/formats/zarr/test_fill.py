@@ -215,7 +215,7 @@ def test_a_chunk_that_the_manifest_lists_is_missing(group: Path, capsys: pytest.
     assert main(["manifest", str(group)]) == 0
     assert open_checkpoint(group).notes  # the manifest does not list what was never there
     (group / "w/c/2").unlink()
-    with pytest.raises(MissingShardError, match="1 of 3 are there") as caught:
+    with pytest.raises(MissingShardError, match="1 of 3 exist") as caught:
         open_checkpoint(group)
     assert caught.value.file == "w/c/2"
     assert main(["validate", str(group)]) == 1
@@ -227,7 +227,7 @@ def test_a_chunk_of_a_group_of_ours_is_missing_though_zarr_would_fill_it(tmp_pat
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     (folder / "ckpt-manifest.json").unlink(missing_ok=True)
     (folder / "w/c/1/0").unlink()
-    with pytest.raises(MissingShardError, match="3 of 4 are there"):
+    with pytest.raises(MissingShardError, match="3 of 4 exist"):
         zarr3.FORMAT.read(LocalStore(folder))
 
 
@@ -242,7 +242,7 @@ def test_a_chunk_of_a_megatron_checkpoint_is_missing_whatever_else_is_lost(
     for name in gone:
         (folder / name).unlink()
     if len(gone) != 1:
-        with pytest.raises(MissingShardError, match="1 of 2 are there"):
+        with pytest.raises(MissingShardError, match="1 of 2 exist"):
             zarr.FORMAT.read(LocalStore(folder))
     assert main(["validate", str(root)]) == 1
     assert "CK141" in capsys.readouterr().out
@@ -295,7 +295,7 @@ def test_metadata_that_ask_for_absurdly_many_fill_values_are_refused() -> None:
         "filters": None,
     }
     store = MemoryStore({".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode()})
-    with pytest.raises(MissingShardError, match=f"0 of {1 << 30} are there"):
+    with pytest.raises(MissingShardError, match=f"0 of {1 << 30} exist"):
         zarr.FORMAT.read(store)
 
 
@@ -314,7 +314,7 @@ def test_a_fill_value_that_the_type_cannot_hold_fills_nothing(value: object) -> 
     files = {".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode(), "w/0": bytes(8), "w/1": bytes(8)}
     assert zarr.FORMAT.read(MemoryStore(files)).tensors  # as long as it is not needed
     del files["w/1"]
-    with pytest.raises(MissingShardError, match="1 of 2 are there"):
+    with pytest.raises(MissingShardError, match="1 of 2 exist"):
         zarr.FORMAT.read(MemoryStore(files))
 
 
@@ -323,5 +323,5 @@ def test_zarr_3_metadata_without_a_fill_value_fill_nothing(group: Path) -> None:
     metadata = json.loads(path.read_text())
     del metadata["fill_value"]
     path.write_text(json.dumps(metadata))
-    with pytest.raises(MissingShardError, match="2 of 3 are there"):
+    with pytest.raises(MissingShardError, match="2 of 3 exist"):
         zarr3.FORMAT.read(LocalStore(group))

@@ -46,11 +46,11 @@ from typing import TYPE_CHECKING
 from core.errors import MissingShardError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
-from core.formats.deepspeed.model_states import ModelStates, iteration_of, model_states, version_of
+from core.formats.deepspeed.model_states import ModelStates, iteration_of, parse_model_states, version_of
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
-from core.formats.deepspeed.pieces import held_whole
+from core.formats.deepspeed.pieces import UnkeyedTensor, tensor_of_array
 from core.formats.deepspeed.state_file import StateFile, read_state_file
-from core.formats.deepspeed.tree import PARAM_GROUPS, PARAMS, STATE, Whole, assembled, group_trees, tree_of
+from core.formats.deepspeed.tree import PARAM_GROUPS, PARAMS, STATE, WholeObject, assemble_catalog, group_trees, tree_of
 from core.formats.deepspeed.universal.names import (
     EXTRAS,
     FP32,
@@ -62,7 +62,7 @@ from core.formats.deepspeed.universal.names import (
     ZERO,
     ZERO_MODEL_FILE,
 )
-from core.formats.deepspeed.universal.parameter import Parameter, lacking_files, read_parameter
+from core.formats.deepspeed.universal.parameter import UniversalParameter, lacking_files, read_parameter
 from core.formats.deepspeed.universal.source import for_universal
 from core.formats.deepspeed.universal.write import check, lay_out
 from core.formats.deepspeed.weights import buffers, frozen, with_shared
@@ -81,21 +81,23 @@ _MAX_NAME_BYTES = 4096
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory is a universal checkpoint, or names one in ``latest_universal``."""
+    """Return whether the directory is a universal checkpoint, or names one in ``latest_universal``."""
     if store.entry is not None:
         return False
     return store.exists(LATEST) or any(store.exists(f"{ZERO}/{name}/{FP32}.pt") for name in store.folders(ZERO))
 
 
 def _folder(store: ReadStore) -> str:
-    """Path before the checkpoint's files: empty, or the directory that ``latest_universal`` names and ``/``."""
+    """Return the path before the checkpoint's files: "", or the directory in ``latest_universal``
+    and ``/``.
+    """
     if store.folders(ZERO) or not store.exists(LATEST):
         return ""
     text = store.read(LATEST, 0, min(store.size(LATEST), _MAX_NAME_BYTES)).decode("utf-8", "replace").strip()
     name = check_name(text, found_in=LATEST)
     if not store.folders(f"{name}/{ZERO}"):
         raise MissingShardError(
-            f"{LATEST} names {name[:80]!r}, which holds no universal checkpoint",
+            f"{LATEST} names {name[:80]!r}, which is not a universal checkpoint",
             file=LATEST,
             hint="copy the checkpoint again, with all its files",
         )
@@ -103,72 +105,97 @@ def _folder(store: ReadStore) -> str:
 
 
 def read(store: ReadStore) -> Catalog:
-    """The catalog of a universal checkpoint, or of the one that a root names.
+    """Read the catalog of a universal checkpoint, or of the one that a root names.
 
     Raises:
         MissingShardError: a parameter has no weights, or lacks a state that most others have.
         CorruptError: files contradict themselves or each other.
-        UnsafeError: a hostile pickle or name.
+        UnsafeError: a pickle or a name is hostile.
     """
     folder = _folder(store)
     models = _models(store, folder)
     model = models[0] if models else None
     groups: Sequence[Shapes] = (model.groups or ()) if model is not None else ()
-    parameters = _parameters(store, folder, groups, model)
-    weights = {} if model is None else buffers(model)
-    weights |= {name: parameter.weight for name, parameter in parameters.items()}
-    stored = {name: [f"{stem}.pt" for stem in (FP32, *parameter.states)] for name, parameter in parameters.items()}
-    for name, file in lacking_files(stored):
-        raise MissingShardError(
-            "the parameter's directory lacks a file that those of the others have",
-            file=f"{folder}{ZERO}/{name}/{file}",
-            key=name,
-            hint="copy the checkpoint again, with all its files",
-        )
-    states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
-    aliases: dict[str, str] = {}
-    if model is not None:
-        if all(found.fragments for found in models):
-            stage = 3 if ZERO_MODEL_FILE in model.state.file else 2
-            weights |= {name: held for name, held in frozen(models, stage).items() if name not in weights}
-        weights, aliases = with_shared(model, weights)
     optim = read_state_file(store, folder + OPTIMIZER_FILE) if store.exists(folder + OPTIMIZER_FILE) else None
+
+    # Every parameter has a directory with its weights and states.
+    parameters = _parameters(store, folder, groups, model)
+    _check_complete(folder, parameters)
+    weights, aliases = _weights(models, parameters)
+    states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
     if optim is not None:
-        _add_steps(optim, groups, states)
+        states = _with_group_steps(optim, groups, states)
+
+    # The tree gives keys and skeleton.
+    values = {} if optim is None else dict(_optimizer_values(optim))
     tree = tree_of(
         weights=weights,
         states=states,
         groups=group_trees(_param_groups(optim), {number: list(group) for number, group in enumerate(groups)}),
-        optimizer={} if optim is None else {n: v for n, v in _named(optim) if n not in (PARAM_GROUPS, STATE)},
+        optimizer={name: value for name, value in values.items() if name not in (PARAM_GROUPS, STATE)},
         beside={} if model is None else model.beside,
     )
-    extras = {name: Whole(found.extras) for name, found in parameters.items() if found.extras}
+    extras = {name: WholeObject(parameter.extras) for name, parameter in parameters.items() if parameter.extras}
     if extras:
         tree[EXTRAS] = extras
-    dp = None if model is None else model.state.root.get("dp_world_size")
-    facts = ZeroFacts(
-        stage=None if optim is None else enum_number(optim.root.get("zero_stage")), dp=dp if type(dp) is int else None
-    )
-    catalog = assembled(
+    catalog = assemble_catalog(
         tree,
         format="deepspeed_universal",
         version=None if model is None else version_of(model),
-        files=[found.state for found in models[:1]] + ([] if optim is None else [optim]),
+        files=[*(states_file.state for states_file in models[:1]), *(() if optim is None else (optim,))],
     )
     return replace(
         catalog,
         iteration=None if model is None else iteration_of(model),
         aliases=aliases,
         notes=tuple(_notes(model, optim)),
-    ).with_facet(facts)
+    ).with_facet(_facts(model, optim))
 
 
-def _named(optim: StateFile) -> Iterator[tuple[str, object]]:
-    """What the optimizer keeps beside the facts about the partition."""
+def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -> None:
+    """Raise if a parameter lacks a file that most others have.
+
+    Raises:
+        MissingShardError: names the first such file.
+    """
+    stored = {name: [f"{stem}.pt" for stem in (FP32, *parameter.states)] for name, parameter in parameters.items()}
+    for name, file in lacking_files(stored):
+        raise MissingShardError(
+            "the parameter's directory lacks a file that the others have",
+            file=f"{folder}{ZERO}/{name}/{file}",
+            key=name,
+            hint="copy the checkpoint again, with all its files",
+        )
+
+
+def _weights(
+    models: Sequence[ModelStates], parameters: Mapping[str, UniversalParameter]
+) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
+    """Return the weights, with buffers and frozen parameters, and shared name → owner."""
+    weights = buffers(models[0]) if models else {}
+    weights |= {name: parameter.weight for name, parameter in parameters.items()}
+    if not models:
+        return weights, {}
+    if all(model.fragments for model in models):
+        stage = 3 if ZERO_MODEL_FILE in models[0].state.file else 2
+        weights |= {name: tensor for name, tensor in frozen(models, stage).items() if name not in weights}
+    return with_shared(models[0], weights)
+
+
+def _facts(model: ModelStates | None, optim: StateFile | None) -> ZeroFacts:
+    """Return the stage and the number of data-parallel ranks of the run that saved."""
+    dp = None if model is None else model.state.root.get("dp_world_size")
+    stage = None if optim is None else enum_number(optim.root.get("zero_stage"))
+    return ZeroFacts(stage=stage, dp=dp if type(dp) is int else None)
+
+
+def _optimizer_values(optim: StateFile) -> Iterator[tuple[str, object]]:
+    """Return the optimizer's values, without facts about the partition."""
     return ((str(name), value) for name, value in optim.root.items() if name not in CONSUMED_OPTIM)
 
 
 def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
+    """Return notes on missing files."""
     notes = []
     if model is None:
         notes.append("there are no model states, so no client state and no names of groups; DeepSpeed cannot load it")
@@ -179,11 +206,11 @@ def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
 
 def _parameters(
     store: ReadStore, folder: str, groups: Sequence[Shapes], model: ModelStates | None
-) -> dict[str, Parameter]:
-    """Every directory of a parameter: those of the optimizer's groups first, in their order.
+) -> dict[str, UniversalParameter]:
+    """Read the directory of every parameter: those of the optimizer's groups first, in their order.
 
     Raises:
-        MissingShardError: the model states list a parameter that has none.
+        MissingShardError: the model states list a parameter without a directory.
     """
     shared = {} if model is None else model.shared
     is_uncut = model is not None and model.state.root.get("mp_world_size") == 1
@@ -192,7 +219,7 @@ def _parameters(
     for name in shapes:
         if name not in names:
             raise MissingShardError(
-                "the model states list the parameter, but its directory is not there",
+                "the model states list the parameter, but its directory is missing",
                 file=f"{folder}{ZERO}/{name}",
                 key=name,
                 hint="copy the checkpoint again, with all its files",
@@ -205,38 +232,44 @@ def _parameters(
 
 
 def _models(store: ReadStore, folder: str) -> list[ModelStates]:
-    """The model files: the one of model-parallel rank 0, or those of ZeRO-3 by rank; [] if there are none."""
+    """Read the model files: that of model-parallel rank 0, or those of ZeRO-3 by rank.
+
+    [] if there are none.
+    """
     if store.exists(folder + MODEL_FILE):
-        return [model_states(read_state_file(store, folder + MODEL_FILE), is_universal=True)]
-    found: list[ModelStates] = []
-    while store.exists(name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(found)}", 1)):
-        found.append(model_states(read_state_file(store, name), is_universal=True))
-    return found
+        return [parse_model_states(read_state_file(store, folder + MODEL_FILE), is_universal=True)]
+    models: list[ModelStates] = []
+    while store.exists(name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(models)}", 1)):
+        models.append(parse_model_states(read_state_file(store, name), is_universal=True))
+    return models
 
 
 def _param_groups(state: StateFile | None) -> list[Mapping[object, object]]:
-    """The settings of the optimizer's groups, without those that only fill the list up."""
+    """Return the settings of the optimizer's groups, without empty ones that only fill the list."""
     if state is None:
         return []
-    found = state.root.get(PARAM_GROUPS)
-    if found is None:
-        found = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(PARAM_GROUPS) or []
-    groups = [state.mapping(group, PARAM_GROUPS) for group in state.items(found, PARAM_GROUPS)]
+    stated = state.root.get(PARAM_GROUPS)
+    if stated is None:
+        stated = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(PARAM_GROUPS) or []
+    groups = [state.mapping(group, PARAM_GROUPS) for group in state.items(stated, PARAM_GROUPS)]
     return [group for group in groups if dict(group) != {PARAMS: []}]
 
 
-def _add_steps(state: StateFile, groups: Sequence[Shapes], states: dict[str, dict[str, object]]) -> None:
-    """The steps of a checkpoint that has them by group, as ZeRO-3 does."""
-    found = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(STATE)
-    by_number = as_mapping(found) or {}
+def _with_group_steps(
+    optim: StateFile, groups: Sequence[Shapes], states: Mapping[str, Mapping[str, object]]
+) -> dict[str, dict[str, object]]:
+    """Return the states with the steps of a checkpoint that has them by group, as ZeRO-3 does."""
+    by_name = {name: dict(entries) for name, entries in states.items()}
+    by_number = as_mapping((as_mapping(optim.root.get(OPTIMIZER_STATE)) or {}).get(STATE)) or {}
     for number, names in enumerate(groups):
         step = (as_mapping(by_number.get(number)) or {}).get(STEP)
         if step is None:
             continue
-        made = held_whole(state.arrays[step.key]) if isinstance(step, TensorLeaf) else Whole(step)
+        entry = tensor_of_array(optim.arrays[step.key]) if isinstance(step, TensorLeaf) else WholeObject(step)
         for name in names:
-            if name in states:
-                states[name].setdefault(STEP, made)
+            if name in by_name:
+                by_name[name].setdefault(STEP, entry)
+    return by_name
 
 
 FORMAT = Format(

@@ -22,66 +22,69 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamGroup:
+class UniversalParamGroup:
     """A parameter group.
 
     Args:
-        settings: learning rate and others; {} where the run that loads keeps its own.
-        names: of its parameters.
+        settings: learning rate and others; {} if the run that loads keeps its own.
+        names: names of its parameters.
     """
 
     settings: Mapping[str, object]
     names: Sequence[str]
 
 
-def param_groups(target: TargetCatalog, names: Sequence[str], trained: Sequence[str]) -> list[ParamGroup]:
-    """The groups: as the objects say, else one without settings.
+def param_groups(target: TargetCatalog, names: Sequence[str], trained: Sequence[str]) -> list[UniversalParamGroup]:
+    """Return the parameter groups from the target's objects.
+
+    One without settings if there are none.
 
     Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as torch flattens
     them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal settings become a group.
 
     Args:
-        names: of all parameters that are written.
-        trained: of those that the optimizer has.
+        names: names of all parameters that are written.
+        trained: names of those in the optimizer.
 
     Raises:
-        UnsupportedError: a setting belongs to neither.
+        UnsupportedError: a setting belongs to no group and no parameter.
     """
     prefix = f"{OPTIMIZER}.{PARAM_GROUPS}."
     by_number: dict[int, dict[str, object]] = {}
     by_name: dict[str, dict[str, object]] = {}
-    known = set(names)
+    written = set(names)
     for key, item in target.objects.items():
-        place, _, setting = key.removeprefix(prefix).rpartition(".")
-        if not key.startswith(prefix) or not place:
+        owner, _, setting = key.removeprefix(prefix).rpartition(".")
+        if not key.startswith(prefix) or not owner:
             continue
-        if place in known:
-            by_name.setdefault(place, {})[setting] = item.value
-        elif place.isascii() and place.isdigit():
-            by_number.setdefault(int(place), {})[setting] = item.value
+        if owner in written:
+            by_name.setdefault(owner, {})[setting] = item.value
+        elif owner.isascii() and owner.isdigit():
+            by_number.setdefault(int(owner), {})[setting] = item.value
         else:
             raise UnsupportedError(
-                "the setting belongs to none of the parameters that are written",
+                "the setting belongs to no parameter that is written",
                 key=key,
                 hint="leave it out with --exclude",
             )
     if by_number:
-        return [_numbered(settings, known) for _, settings in sorted(by_number.items())]
-    alike: dict[str, tuple[dict[str, object], list[str]]] = {}
+        return [_numbered(settings, written) for _, settings in sorted(by_number.items())]
+    by_settings: dict[str, tuple[dict[str, object], list[str]]] = {}
     for name in trained:
         settings = by_name.get(name, {})
-        alike.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(name)
-    return [ParamGroup(settings, members) for settings, members in alike.values()]
+        by_settings.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(name)
+    return [UniversalParamGroup(settings, members) for settings, members in by_settings.values()]
 
 
-def _numbered(settings: dict[str, object], known: set[str]) -> ParamGroup:
+def _numbered(settings: dict[str, object], written: set[str]) -> UniversalParamGroup:
+    """Return the group of numbered settings."""
     listed = settings.get(PARAMS)
-    members = [name for name in listed if name in known] if isinstance(listed, (list, tuple)) else []
-    return ParamGroup({name: value for name, value in settings.items() if name != PARAMS}, members)
+    members = [name for name in listed if name in written] if isinstance(listed, (list, tuple)) else []
+    return UniversalParamGroup({name: value for name, value in settings.items() if name != PARAMS}, members)
 
 
-def stored_groups(target: TargetCatalog, groups: Sequence[ParamGroup], trained: Sequence[str]) -> list[object]:
-    """``param_groups`` as the file has it."""
+def stored_groups(target: TargetCatalog, groups: Sequence[UniversalParamGroup], trained: Sequence[str]) -> list[object]:
+    """Return ``param_groups`` as the file stores them."""
     listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
     named = {name for group in groups for name in group.names}
     facts = target.facet(ZeroFacts)

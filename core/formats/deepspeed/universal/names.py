@@ -17,23 +17,23 @@ STEP = "step"
 PARAM = "param"
 CAT_DIM = "cat_dim"
 EXTRAS = "universal"
-"""First part of the keys of the objects that tell how tensor parallelism cuts a parameter."""
+"""First part of the keys of the objects that describe how tensor parallelism cuts a parameter."""
 
 MASTER = "fp32_param"
 STEP_COPY = "universal step"
 """Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see ``for_universal``."""
 
 PACKAGES = frozenset({"deepspeed"})
-"""What whoever loads a universal checkpoint has, beside torch and numpy."""
+"""Packages that the loader of a universal checkpoint has, in addition to torch and numpy."""
 DS_VERSION = "0.19.8"
-"""What is written where the source states no version: that of the loader that this follows."""
+"""The version that is written if the source states none: that of the loader that this follows."""
 
 _SUBPARAM_KEY = "sub_param_shape"
 _SUBPARAM_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
 def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
-    """How a parameter is cut, in plain values: DeepSpeed's ``SubparamShape`` becomes a dict."""
+    """Return a parameter's cut as plain values: DeepSpeed's ``SubparamShape`` becomes a dict."""
     return {
         name: dict(fields) if name == _SUBPARAM_KEY and (fields := attributes(value)) is not None else value
         for name, value in extras.items()
@@ -41,21 +41,23 @@ def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
 
 
 def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
-    """The inverse of ``plain_extras``."""
-    found = dict(extras)
-    fields = as_mapping(found.get(_SUBPARAM_KEY))
+    """Return a parameter's cut as DeepSpeed stores it; the inverse of ``plain_extras``."""
+    stored = dict(extras)
+    fields = as_mapping(stored.get(_SUBPARAM_KEY))
     if fields is not None:
         shape = Inert("newobj", _SUBPARAM_CLASS)
         shape.state = dict(fields)
-        found[_SUBPARAM_KEY] = shape
-    return found
+        stored[_SUBPARAM_KEY] = shape
+    return stored
 
 
 def state_of(key: str, names: Container[str]) -> tuple[str, str] | None:
-    """(parameter, state) of a key ``optimizer.state.<parameter>.<state>``, or None.
+    """Return parameter and state of a key ``optimizer.state.<parameter>.<state>``.
+
+    None for other keys.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
     """
     prefix = f"{OPTIMIZER}.{STATE}."
     if not key.startswith(prefix):

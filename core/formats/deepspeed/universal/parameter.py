@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError
-from core.formats.deepspeed.pieces import Held, held_whole, reshaped
+from core.formats.deepspeed.pieces import UnkeyedTensor, reshaped, tensor_of_array
 from core.formats.deepspeed.state_file import read_value, type_of
-from core.formats.deepspeed.tree import Whole
+from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.universal.names import CAT_DIM, FP32, PARAM, STEP, plain_extras
 from core.pickle.inert import TensorLeaf, as_mapping
 
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """What the directory of a parameter holds.
+class UniversalParameter:
+    """The content of a parameter's directory.
 
     Args:
-        weight: its masters.
-        states: state name → ``Held`` or ``Whole``.
-        extras: how tensor parallelism cuts it; {} where it does so in the usual way.
+        weight: its master weights.
+        states: state name → ``UnkeyedTensor`` or ``WholeObject``.
+        extras: how tensor parallelism cuts it; {} for the usual way.
     """
 
-    weight: Held
+    weight: UnkeyedTensor
     states: dict[str, object]
     extras: Mapping[str, object]
 
 
 def lacking_files(files_of: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, file) for every file that most parameters with optimizer states have, and this one lacks.
+    """Yield (parameter, file) for every file that a parameter lacks but most parameters with states
+    have.
 
     A parameter that has only weights is frozen, and lacks nothing but weights.
 
@@ -60,12 +61,12 @@ def lacking_files(files_of: Mapping[str, Collection[str]]) -> Iterator[tuple[str
 
 def read_parameter(
     store: ReadStore, folder: str, name: str, shape: Shape | None, *, is_uncut: bool = False
-) -> Parameter:
-    """Reads the directory of a parameter.
+) -> UniversalParameter:
+    """Read the directory of a parameter.
 
     Args:
-        shape: as the model states have it; bare tensors get it.
-        is_uncut: that is the whole shape, not a model-parallel rank's part of it.
+        shape: shape in the model states, for bare tensors.
+        is_uncut: whether that is the complete shape, not a model-parallel rank's part of it.
     """
     stems = [file.removesuffix(".pt") for file in store.files(folder) if file.endswith(".pt")]
     if FP32 not in stems:
@@ -75,47 +76,66 @@ def read_parameter(
             key=name,
             hint="copy the checkpoint again, with all its files",
         )
-    weight: StoredArray | None = None
-    extras: Mapping[str, object] = {}
+    entries = {stem: _read_named_entry(store, f"{folder}/{stem}.pt", shape, name) for stem in (FP32, *stems)}
+
+    # The masters tell shape and cut of the parameter.
+    weight, extras = entries.pop(FP32)
+    file = f"{folder}/{FP32}.pt"
+    if not isinstance(weight, StoredArray):
+        raise CorruptError(f"the file holds a {type_of(weight)}, not a tensor", file=file, key=name)
+    if is_uncut and shape is not None and weight.shape != shape:
+        raise CorruptError(
+            f"the weights have the shape {weight.shape}, but the model states give the parameter {shape}",
+            file=file,
+            key=name,
+        )
+
+    # States have the same; a step is one number.
     states: dict[str, object] = {}
-    for stem in [FP32, *(stem for stem in stems if stem != FP32)]:
-        file = f"{folder}/{stem}.pt"
-        try:
-            found, beside = _entry(store, file, shape)
-        except CheckpointingException as err:
-            err.key = err.key or name
-            raise
-        if stem == FP32:
-            if not isinstance(found, StoredArray):
-                raise CorruptError(f"the file holds a {type_of(found)}, not a tensor", file=file, key=name)
-            if is_uncut and shape is not None and found.shape != shape:
-                raise CorruptError(
-                    f"the weights have the shape {found.shape}, but the model states give the parameter {shape}",
-                    file=file,
-                    key=name,
-                )
-            weight, extras = found, beside
-        elif stem == STEP and isinstance(found, StoredArray) and prod(found.shape) != 1:
-            raise CorruptError(f"the step is a tensor of shape {found.shape}", file=file, key=name)
-        elif stem == STEP or not isinstance(found, StoredArray):
-            states[stem] = held_whole(found) if isinstance(found, StoredArray) else Whole(found)
-        else:
-            assert weight is not None
-            if found.shape != weight.shape or beside != extras:
-                raise CorruptError(
-                    f"state {stem!r} has shape {found.shape} and is cut by {dict(beside)!r:.80}, the weights have "
-                    f"{weight.shape} and {dict(extras)!r:.80}",
-                    file=file,
-                    key=name,
-                )
-            states[stem] = held_whole(found)
-    assert weight is not None
-    usual = dict(extras) in ({}, {CAT_DIM: 0})
-    return Parameter(held_whole(weight), states, {} if usual else extras)
+    for stem, (value, state_extras) in entries.items():
+        if not isinstance(value, StoredArray):
+            states[stem] = WholeObject(value)
+            continue
+        problem = _state_problem(stem, value, state_extras, weight=weight, extras=extras)
+        if problem is not None:
+            raise CorruptError(problem, file=f"{folder}/{stem}.pt", key=name)
+        states[stem] = tensor_of_array(value)
+    is_usual = dict(extras) in ({}, {CAT_DIM: 0})
+    return UniversalParameter(tensor_of_array(weight), states, {} if is_usual else extras)
 
 
-def _entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[object, Mapping[str, object]]:
-    """What a parameter's file holds: an array or a value; and what stands beside it in its dict."""
+def _state_problem(
+    state: str,
+    array: StoredArray,
+    state_extras: Mapping[str, object],
+    *,
+    weight: StoredArray,
+    extras: Mapping[str, object],
+) -> str | None:
+    """Return why a tensor cannot be a state of a parameter; None if it can."""
+    if state == STEP:
+        return f"the step is a tensor of shape {array.shape}" if prod(array.shape) != 1 else None
+    if array.shape == weight.shape and state_extras == extras:
+        return None
+    return (
+        f"state {state!r} has shape {array.shape} and is cut by {dict(state_extras)!r:.80}, but the weights have "
+        f"{weight.shape} and {dict(extras)!r:.80}"
+    )
+
+
+def _read_named_entry(
+    store: ReadStore, file: str, shape: Shape | None, name: str
+) -> tuple[object, Mapping[str, object]]:
+    """Read a parameter's file as ``_read_entry`` does; errors name the parameter."""
+    try:
+        return _read_entry(store, file, shape)
+    except CheckpointingException as err:
+        err.key = err.key or name
+        raise
+
+
+def _read_entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[object, Mapping[str, object]]:
+    """Read a parameter's file: an array or a value, and the other entries of its dict."""
     value, arrays = read_value(store, file)
     mapping = as_mapping(value)
     if mapping is None:
@@ -129,11 +149,11 @@ def _entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[object, Ma
 
 
 def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
-    """A bare tensor in the shape that the model states give it; scalars stay."""
+    """Return a bare tensor in the shape that the model states give it; scalars keep theirs."""
     if shape is None or array.shape in ((), shape):
         return array
     if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise CorruptError(
-            f"the tensor has {prod(array.shape)} elements, the model states give it the shape {shape}", file=file
+            f"the tensor has {prod(array.shape)} elements, but the model states give it the shape {shape}", file=file
         )
     return reshaped(array, shape)

@@ -1,4 +1,4 @@
-"""What a source must offer, so that a universal checkpoint can be made of it."""
+"""Preparing a source catalog for a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ NO_STATE = (
 
 
 def for_universal(catalog: Catalog) -> Catalog:
-    """The source as a universal checkpoint has it; to be called before the target catalog is made.
+    """Return the source as a universal checkpoint stores it.
 
-    Masters (``optimizer.state.<name>.fp32_param``) take the place of the weights, one of the steps is offered a second
-    time (``STEP_COPY``), and notes say what DeepSpeed will find missing.
+    Call this before the target catalog is made.
+
+    Masters (``optimizer.state.<name>.fp32_param``) replace the weights, one of the steps is added a second
+    time (``STEP_COPY``), and notes say what DeepSpeed will miss.
 
     Args:
         catalog: global tensors under their final names, objects loaded.
     """
-    place_of = {key: place for key in catalog.tensors if (place := state_of(key, catalog.tensors)) is not None}
+    place_of = {key: state_key for key in catalog.tensors if (state_key := state_of(key, catalog.tensors)) is not None}
     masters = {name: key for key, (name, state) in place_of.items() if state == MASTER}
     tensors = {
         key: replace(catalog.tensors[masters[key]], key=key) if key in masters else meta
@@ -46,13 +48,13 @@ def for_universal(catalog: Catalog) -> Catalog:
             return catalog.fragments(key)
         return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
 
-    made = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
-    return made.noted(_notes(catalog, {state for name, state in place_of.values()}))
+    prepared = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
+    return prepared.noted(_notes(catalog, {state for name, state in place_of.values()}))
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:
-    """What DeepSpeed will find missing."""
-    objects = {place[1] for key in catalog.objects if (place := state_of(key, catalog.tensors)) is not None}
+    """Return notes on what DeepSpeed will miss."""
+    objects = {state_key[1] for key in catalog.objects if (state_key := state_of(key, catalog.tensors)) is not None}
     if not (states | objects) - {MASTER}:
         return [NO_STATE]
     notes = []

@@ -1,6 +1,6 @@
-"""The files of a universal checkpoint to be written; see ``core.formats.deepspeed.universal.format`` for what they are.
+"""Laying out a universal checkpoint; ``core.formats.deepspeed.universal.format`` describes its files.
 
-What DeepSpeed's loaders ask for decides what is in them. ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and
+The content follows what DeepSpeed's loaders ask for. ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and
 2 from ``step.pt``: it is stored in both. ZeRO-3 looks for another model file than the others: there are two, of which
 the second one is without client state that holds tensors.
 """
@@ -19,7 +19,7 @@ from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
-from core.formats.deepspeed.universal.groups import ParamGroup, param_groups, stored_groups
+from core.formats.deepspeed.universal.groups import UniversalParamGroup, param_groups, stored_groups
 from core.formats.deepspeed.universal.names import (
     CAT_DIM,
     DS_VERSION,
@@ -54,13 +54,13 @@ _RESERVED = frozenset({
 
 
 @dataclass(slots=True)
-class _Parameter:
-    """A directory to be written.
+class _ParameterFiles:
+    """A parameter's directory to write.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         states: state name → key of its tensor.
-        values: state name → value, for states that are no tensors.
+        values: state name → value, for states that are not tensors.
     """
 
     name: str
@@ -69,20 +69,22 @@ class _Parameter:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the optimizer keeps something of it."""
+        """Return whether the optimizer has a state of it."""
         return bool(self.states or self.values)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """The images of a root: ``global_stepN_universal`` with its files, and ``latest_universal``.
+    """Return the images of a root: ``global_stepN_universal`` with its files, and
+    ``latest_universal``.
 
     Args:
-        target: every tensor is one array; best made of what ``for_universal`` returns. Honoured: ``iteration``,
-            ``aliases``, ``ZeroFacts``.
+        target: every tensor is one array; best made from a result of ``for_universal``.
+            ``iteration``, ``aliases`` and ``ZeroFacts`` are written as well.
 
     Raises:
-        UnsupportedError: a weight is no float32, or a tensor is none of a parameter; names it.
+        UnsupportedError: a weight is not float32, or a tensor belongs to no parameter; names it.
     """
+    # Each parameter has a directory.
     number = _iteration(target)
     folder = "universal" if number is None else f"global_step{number}_universal"
     aliases = _aliases(target)
@@ -92,20 +94,26 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         for parameter in parameters.values()
         for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
     ]
+    # Groups and settings go to the optimizer's file.
     trained = _trained(target, parameters)
     groups = param_groups(target, list(parameters), trained)
     images.append(
         _image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, stored_groups(target, groups, trained)))
     )
+    # The same client state for both loaders; ZeRO-3's is without tensors.
     root = _model_root(target, parameters, groups, trained, aliases)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
-    again = {name: value for name, value in root.items() if not _holds_tensors(value)}
-    images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", again))
+    without_tensors = {
+        name: value for name, value in root.items() if not any(isinstance(node, TensorLeaf) for node in walk(value))
+    }
+    images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", without_tensors))
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
 
 
 def check(target: TargetCatalog) -> None:
-    """Raises what ``lay_out`` would: about names, dtypes, groups and entries. The files themselves are not made."""
+    """Raise what ``lay_out`` would raise about names, dtypes, groups and entries, without planning
+    files.
+    """
     aliases = _aliases(target)
     parameters = _parameters(target, aliases)
     trained = _trained(target, parameters)
@@ -119,7 +127,7 @@ def _iteration(target: TargetCatalog) -> int | None:
 
 
 def _aliases(target: TargetCatalog) -> dict[str, str]:
-    """Name → the name of the equal parameter that is written."""
+    """Return name → name of the equal parameter that is written."""
     aliases = {}
     for key, owner in target.aliases.items():
         meta, other = target.tensors.get(key), target.tensors.get(owner)
@@ -128,46 +136,50 @@ def _aliases(target: TargetCatalog) -> dict[str, str]:
     return aliases
 
 
-def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
-    """The directories to be written, by name."""
-    found: dict[str, _Parameter] = {}
+def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, _ParameterFiles]:
+    """Return the directories to write, by name."""
+    parameters: dict[str, _ParameterFiles] = {}
     states: list[str] = []
+    # Weights and buffers first: states refer to them.
     _check_names(key for key in target.tensors if key not in aliases and not is_optimizer_key(key))
     for key, meta in target.tensors.items():
         if is_optimizer_key(key):
             states.append(key)
         elif key not in aliases:
             _check_weight(meta)
-            found[key] = _Parameter(key)
+            parameters[key] = _ParameterFiles(key)
+    # Assign each state to its parameter.
     for key in states:
-        place = state_of(key, found)
-        if place is None:
+        state_key = state_of(key, parameters)
+        if state_key is None:
             raise UnsupportedError(
-                "the tensor belongs to the optimizer, but to none of the parameters that are written",
+                "the tensor belongs to the optimizer, but to no parameter that is written",
                 key=key,
                 hint="its name should be optimizer.state.<parameter>.<state>: rename it with --rename, or leave it out "
                 "with --exclude, all of them with --no-optim",
             )
-        name, state = place
+        name, state = state_key
         _check_state(target, key, name, state)
-        found[name].states[state] = key
+        parameters[name].states[state] = key
     for key, item in target.objects.items():
-        place = state_of(key, found)
-        if place is not None:
-            found[place[0]].values[place[1]] = item.value
-    return found
+        state_key = state_of(key, parameters)
+        if state_key is not None:
+            parameters[state_key[0]].values[state_key[1]] = item.value
+    return parameters
 
 
 def _check_names(keys: Iterable[str]) -> None:
     """Raise unless every key can be the name of a parameter's directory.
 
     Raises:
-        UnsupportedError: some cannot.
+        UnsupportedError: names the keys that cannot.
     """
-    odd = [key for key in keys if not _is_directory_name(key)]
-    if odd:
-        more = f"; nor can {listed_keys(odd[1:])}" if len(odd) > 1 else ""
-        raise UnsupportedError(f"the name cannot be that of a directory{more}", key=odd[0], hint=rename_hint(odd))
+    bad_keys = [key for key in keys if not _is_directory_name(key)]
+    if bad_keys:
+        rest = f"; nor can {listed_keys(bad_keys[1:])}" if len(bad_keys) > 1 else ""
+        raise UnsupportedError(
+            f"the name cannot be that of a directory{rest}", key=bad_keys[0], hint=rename_hint(bad_keys)
+        )
 
 
 def _is_directory_name(key: str) -> bool:
@@ -179,23 +191,25 @@ def _is_directory_name(key: str) -> bool:
 
 
 def _check_weight(meta: TensorMeta) -> None:
-    """The tensor can be a parameter's masters, or a buffer."""
+    """Raise unless the tensor can be a parameter's masters, or a buffer."""
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
         hint = "widen it: --dtype float32" + (f" (or --dtype '{meta.key}=float32')" if kind == "float" else "")
         raise UnsupportedError(
-            f"the weights are {meta.dtype} and there are no masters; a universal checkpoint holds float32 masters",
+            f"the weights are {meta.dtype} without masters, but a universal checkpoint holds float32 masters",
             key=meta.key,
             hint=hint if kind == "float" else "leave it out with --exclude",
         )
 
 
 def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None:
-    """The tensor can be a state of the parameter."""
+    """Raise unless the tensor can be a state of the parameter."""
     meta, weight = target.tensors[key], target.tensors[name]
     if state == MASTER:
         raise UnsupportedError(
-            "the masters stand beside the weights", key=key, hint="leave the rounded weights out with --exclude"
+            "both the masters and the rounded weights are selected",
+            key=key,
+            hint="leave the rounded weights out with --exclude",
         )
     if state == STEP:
         if meta.n_elements != 1:
@@ -204,18 +218,20 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
             )
     elif meta.shape != weight.shape:
         raise UnsupportedError(
-            f"the state has shape {meta.shape}, the parameter {weight.shape}; DeepSpeed cuts both alike",
+            f"the state has shape {meta.shape}, but the parameter {weight.shape}; DeepSpeed cuts both in the same way",
             key=key,
             hint="leave it out with --exclude",
         )
     if state == FP32:
         raise UnsupportedError(
-            f"a state cannot be called {FP32!r}, which are the weights", key=key, hint="leave it out with --exclude"
+            f"a state cannot have the name {FP32!r}, which is that of the weights",
+            key=key,
+            hint="leave it out with --exclude",
         )
 
 
-def _parameter_images(target: TargetCatalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
-    """The files of a parameter."""
+def _parameter_images(target: TargetCatalog, parameter: _ParameterFiles, folder: str) -> Iterable[FileImage]:
+    """Yield the images of a parameter's files."""
     item = target.objects.get(f"{EXTRAS}.{parameter.name}")
     stated = as_mapping(item.value) if item is not None else None
     extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
@@ -230,12 +246,12 @@ def _parameter_images(target: TargetCatalog, parameter: _Parameter, folder: str)
 
 
 def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
-    """A torch file, as ``torch.save`` would name its inside."""
+    """Return the image of a torch file, with the names inside that ``torch.save`` would use."""
 
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         if array is None or array.shape != target.meta(key).shape:
-            raise UnsupportedError("a universal checkpoint holds every tensor in one piece", key=key)
+            raise UnsupportedError("a universal checkpoint needs every tensor in one piece", key=key)
         return array
 
     stem = path.rpartition("/")[2].removesuffix(".pt")
@@ -244,7 +260,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
 
 
 def _optimizer_root(target: TargetCatalog, listed: list[object]) -> dict[object, object]:
-    """The content of ``optimizer_state.pt``."""
+    """Return the content of ``optimizer_state.pt``."""
     prefix = f"{OPTIMIZER}."
     root: dict[object, object] = {}
     for key, item in target.objects.items():
@@ -263,35 +279,35 @@ def _optimizer_root(target: TargetCatalog, listed: list[object]) -> dict[object,
 
 
 def _version(target: TargetCatalog) -> object:
-    found = target.objects.get("ds_version")
-    return found.value if found is not None and isinstance(found.value, str) else DS_VERSION
+    stated = target.objects.get("ds_version")
+    return stated.value if stated is not None and isinstance(stated.value, str) else DS_VERSION
 
 
 def _step(target: TargetCatalog) -> object:
-    """The step that ``optimizer_state.pt`` gets, or None."""
+    """Return the step for ``optimizer_state.pt``, or None."""
     if STEP_COPY in target.hidden:
         return TensorLeaf(STEP_COPY)
     for key, item in target.objects.items():
-        place = state_of(key, target.tensors)
-        if place is not None and place[1] == STEP:
+        state_key = state_of(key, target.tensors)
+        if state_key is not None and state_key[1] == STEP:
             return item.value
     return None
 
 
-def _trained(target: TargetCatalog, parameters: Mapping[str, _Parameter]) -> list[str]:
-    """The parameters that an optimizer has: those with a state, else all that could have one."""
-    found = [name for name, parameter in parameters.items() if parameter.is_trained]
-    return found or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
+def _trained(target: TargetCatalog, parameters: Mapping[str, _ParameterFiles]) -> list[str]:
+    """Return the parameters in the optimizer: those with a state, else all that could have one."""
+    trained = [name for name, parameter in parameters.items() if parameter.is_trained]
+    return trained or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
 
 
 def _model_root(
     target: TargetCatalog,
-    parameters: Mapping[str, _Parameter],
-    groups: Sequence[ParamGroup],
+    parameters: Mapping[str, _ParameterFiles],
+    groups: Sequence[UniversalParamGroup],
     trained: Sequence[str],
     aliases: Mapping[str, str],
 ) -> dict[object, object]:
-    """The content of the model files: what the loader asks for, then every object that stands nowhere else."""
+    """Return the content of the model files: what the loader asks for, then all other objects."""
     optimized = {*trained, *(name for group in groups for name in group.names)}
     facts = target.facet(ZeroFacts)
     root: dict[object, object] = {
@@ -319,11 +335,7 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed has an entry of this name for something else", key=key, hint=rename_hint([key])
+                "DeepSpeed uses an entry with this name for something else", key=key, hint=rename_hint([key])
             )
         root[key] = item.value
     return root
-
-
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(node, TensorLeaf) for node in walk(value))

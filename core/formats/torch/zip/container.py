@@ -1,6 +1,6 @@
 """The container of ``torch.save``: a zip of stored records below one directory.
 
-On disk (all numbers little endian; ``torch_zip_plan`` draws the headers byte by byte)::
+On disk (all numbers little endian; ``torch.zip.layout`` draws the headers byte by byte)::
 
     <root>/data.pkl              the pickle; tensors are persistent ids that name records
     <root>/.format_version       "1"      ┐ torch 2.7 and later
@@ -14,13 +14,13 @@ On disk (all numbers little endian; ``torch_zip_plan`` draws the headers byte by
 Records may come in any order, and all but ``data.pkl`` may be absent. The zip may lie at any offset of a bigger file,
 as the items of a DCP checkpoint do.
 
-A zip says everything twice, and readers differ in which of the two they believe (Python's ``zipfile`` the last of two
+A zip states everything twice, and readers differ in which statement they believe (Python's ``zipfile`` the last of two
 equal names, torch the first). So every contradiction is refused: equal names, several roots, bytes before the first
 record, local headers that differ from the directory, records that overlap or reach outside. The CRCs are not checked
 here; 0 stands for "not computed" (``torch.serialization.set_crc32_options(False)``).
 
-torch stores its records; other programs that pack a file again deflate them. Both are read (``torch_record`` makes the
-bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
+torch stores its records; other programs that pack a file again deflate them. Both are read (``torch.zip.records`` makes
+the bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
 disks.
 
 Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2``; files
@@ -67,7 +67,7 @@ _MAX_READ = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record.
+    """One record of a torch zip.
 
     Args:
         offset: byte address of its data in the file.
@@ -83,7 +83,7 @@ class Record:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte in the file and byte after the last."""
+        """Return its first byte in the file and the byte after its last."""
         return self.offset, self.offset + (self.n_bytes if self.packed_bytes is None else self.packed_bytes)
 
 
@@ -92,8 +92,8 @@ class Archive:
     """The directory of a torch zip.
 
     Args:
-        file: the file that it lies in.
-        start, n_bytes: which bytes of the file it is.
+        file: the file that holds it.
+        start, n_bytes: the bytes of the file that are the zip.
         root: name of the directory that all records are in.
         records: record name below the root → record, in the order of the central directory.
         directory: address of the central directory in the file.
@@ -109,25 +109,28 @@ class Archive:
     headers: tuple[int, ...] = ()
 
     def record(self, name: str) -> Record:
-        """The record of that name.
+        """Return the record of that name.
 
         Raises:
-            CorruptError: there is none.
+            CorruptError: the zip has no such record.
         """
-        found = self.records.get(name)
-        if found is None:
+        record = self.records.get(name)
+        if record is None:
             raise CorruptError(f"the zip has no record {name!r}", file=self.file, span=self.span)
-        return found
+        return record
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte and byte after the last."""
+        """Return the first byte of the zip and the byte after its last."""
         return self.start, self.start + self.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A line of the central directory; ``header`` is relative to the zip's begin, ``stored`` the length in the file."""
+class _DirectoryEntry:
+    """An entry of the central directory.
+
+    ``header`` is relative to the zip's begin, ``stored`` the length in the file.
+    """
 
     name: bytes
     flags: int
@@ -141,13 +144,13 @@ class _Entry:
 def read_archive(
     store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
 ) -> Archive:
-    """The directory of a torch zip, every header of which was checked; reads no data.
+    """Read the directory of a torch zip and check every header; reads no data.
 
     Args:
         file: name in the store.
         start: byte at which the zip begins.
         n_bytes: length of the zip; None if it is the rest of the file.
-        report: told of what is wrong with single records.
+        report: receives the problems of single records.
 
     Raises:
         TruncatedError: the file ends too early.
@@ -158,12 +161,15 @@ def read_archive(
     size = store.size(file)
     stop = size if n_bytes is None else start + n_bytes
     if start < 0 or stop < start or stop > size:
-        raise TruncatedError(f"the file has {size} bytes, too few", file=file, span=(start, stop))
-    return _Reader(store, file, start, stop, report).archive()
+        raise TruncatedError(f"the zip ends beyond the end of the file, at byte {size}", file=file, span=(start, stop))
+    return _ArchiveReader(store, file, start, stop, report).archive()
 
 
-class _Reader:
-    """One reading of one zip; offsets in it are relative to the zip's begin unless they are called addresses."""
+class _ArchiveReader:
+    """Reads one zip.
+
+    Offsets in it are relative to the zip's begin unless they are called addresses.
+    """
 
     def __init__(self, store: ReadStore, file: str, start: int, stop: int, report: Report) -> None:
         self._store = store
@@ -173,6 +179,8 @@ class _Reader:
         self._report = report
 
     def archive(self) -> Archive:
+        """Read the zip."""
+        # Read the directory, and refuse other kinds of zips.
         directory, n_bytes, n_entries = self._directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
         if entries and all(entry.name.endswith(b".npy") for entry in entries):
@@ -183,19 +191,21 @@ class _Reader:
                 rule="torch.kind",
             )
         self._check_compression(entries)
+        # Compare it with the local headers.
         offsets = self._data_offsets(entries, directory)
+        # Take the records below the one root; anything ambiguous is reported.
         root = ""
         records: dict[str, Record] = {}
         headers = []
-        known: set[str] = set()
+        lower_names: set[str] = set()
         for entry in entries:
             name = self._name(entry.name)
             if name.endswith("/") and entry.n_bytes == 0:
-                continue  # directories, as other zip programs add them
+                continue  # a directory, as other zip programs add them
             above, _, below = name.partition("/")
             if not below:
                 raise UnsupportedError(
-                    f"a zip with {name!r} at its top, so not one that torch.save wrote", file=self._file
+                    f"a zip with {name!r} at its top level, which torch.save does not write", file=self._file
                 )
             if records and above != root:
                 self._report(
@@ -203,12 +213,12 @@ class _Reader:
                 )
             root = root or above
             # torch finds records without regard to case, and takes the later one.
-            if below.casefold() in known:
+            if below.casefold() in lower_names:
                 self._report(self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header))
                 continue
-            known.add(below.casefold())
+            lower_names.add(below.casefold())
             if entry.header not in offsets:
-                continue  # which was reported
+                continue  # already reported
             packed_bytes = entry.stored if entry.method == DEFLATED else None
             records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
             headers.append(self._start + entry.header)
@@ -218,7 +228,7 @@ class _Reader:
         return self._store.read(self._file, self._start + offset, n_bytes)
 
     def _contradiction(self, message: str, start: int = 0, n_bytes: int | None = None) -> NoReturn:
-        """Raises a CorruptError about some bytes of the zip (all of it, if none are given)."""
+        """Raise a CorruptError about some bytes of the zip (all of it, if none are given)."""
         raise self._error("zip.directory", message, start, n_bytes)
 
     def _error(self, rule: str, message: str, start: int = 0, n_bytes: int | None = None) -> CorruptError:
@@ -232,50 +242,59 @@ class _Reader:
         )
 
     def _directory(self) -> tuple[int, int, int]:
-        """Offset and length of the central directory, and the number of its entries."""
+        """Return offset and length of the central directory, and the number of its entries."""
         tail_start = max(0, self._size - END.size - _MAX_COMMENT - END64.size - LOCATOR64.size)
         tail = self._read(tail_start, self._size - tail_start)
         at = self._end_record(tail)
-        _, disk, first_disk, n_here, n_entries, n_bytes, offset, _ = END.unpack_from(tail, at)
-        behind = tail_start + at
+        # The end record, and if the zip is large, the ZIP64 records before it.
+        _, disk, first_disk, n_on_disk, n_entries, n_bytes, offset, _ = END.unpack_from(tail, at)
+        expected_end = tail_start + at
         if at >= LOCATOR64.size and tail[at - LOCATOR64.size :].startswith(b"PK\x06\x07"):
             _, disk64, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
-            behind = at64
+            expected_end = at64
             if disk64 or n_disks > 1:
-                raise UnsupportedError("a zip of several disks", file=self._file)
+                raise UnsupportedError("a zip that spans several disks", file=self._file)
             if at64 != tail_start + at - LOCATOR64.size - END64.size or at < LOCATOR64.size + END64.size:
-                self._contradiction("the zip's ZIP64 records are not where they say", max(0, tail_start + at - 76), 98)
-            (mark, length, _, _, disk, first_disk, n_here, many, long, far) = END64.unpack_from(tail, at - 76)
+                self._contradiction(
+                    "the zip's ZIP64 records are not where its locator says", max(0, tail_start + at - 76), 98
+                )
+            (mark, length, _, _, disk, first_disk, n_on_disk, n_entries64, n_bytes64, offset64) = END64.unpack_from(
+                tail, at - 76
+            )
             if mark != b"PK\x06\x06" or length != END64.size - 12:
                 self._contradiction("the zip's ZIP64 end record is malformed", at64, END64.size)
-            if not (n_entries in (many, U16) and n_bytes in (long, U32) and offset in (far, U32)):
+            if not (n_entries in (n_entries64, U16) and n_bytes in (n_bytes64, U32) and offset in (offset64, U32)):
                 self._contradiction("the zip's two end records differ", at64, 98)
-            n_entries, n_bytes, offset = many, long, far
-        if disk or first_disk or (n_here != n_entries and n_here != U16):
-            raise UnsupportedError("a zip of several disks", file=self._file)
+            n_entries, n_bytes, offset = n_entries64, n_bytes64, offset64
+        # The directory must end where the end records begin.
+        if disk or first_disk or (n_on_disk != n_entries and n_on_disk != U16):
+            raise UnsupportedError("a zip that spans several disks", file=self._file)
         if n_bytes > _MAX_DIRECTORY_BYTES:
-            raise CapacityError(f"the zip's directory has {n_bytes} bytes", file=self._file)
-        if offset + n_bytes != behind or n_bytes < n_entries * CENTRAL.size:
+            raise CapacityError(
+                f"the zip's directory has {n_bytes >> 20:,} MiB, more than {_MAX_DIRECTORY_BYTES >> 20:,}",
+                file=self._file,
+            )
+        if offset + n_bytes != expected_end or n_bytes < n_entries * CENTRAL.size:
             self._contradiction(
                 f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}, but they would "
-                f"have to end at byte {behind}"
+                f"have to end at byte {expected_end}"
             )
         return offset, n_bytes, n_entries
 
     def _end_record(self, tail: bytes) -> int:
-        """Where in the last bytes of the zip its end record is."""
-        found = []
+        """Return where in the last bytes of the zip its end record begins."""
+        end_records = []
         at = tail.rfind(b"PK\x05\x06")
         while at >= 0:
             if at + END.size <= len(tail) and at + END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(
                 tail
             ):
-                found.append(at)
+                end_records.append(at)
             at = tail.rfind(b"PK\x05\x06", 0, at + 3)
-        if len(found) > 1:
+        if len(end_records) > 1:
             self._contradiction("the zip has two end records")
-        if found:
-            return found[0]
+        if end_records:
+            return end_records[0]
         if self._size >= 4 and self._read(0, 4) == LOCAL_SIGNATURE:
             raise TruncatedError(
                 "the zip has no end record: it was cut short, or its writer did not finish",
@@ -285,32 +304,35 @@ class _Reader:
             )
         raise CorruptError("not a zip", file=self._file, span=(self._start, self._start + self._size))
 
-    def _entries(self, data: bytes, n_entries: int) -> Iterator[_Entry]:
-        """The lines of the central directory."""
-        at = 0
+    def _entries(self, data: bytes, n_entries: int) -> Iterator[_DirectoryEntry]:
+        """Yield the entries of the central directory."""
+        position = 0
         unpack = CENTRAL.unpack_from
         for _ in range(n_entries):
-            if at + CENTRAL.size > len(data):
-                self._contradiction(f"the zip's directory holds fewer than the stated {n_entries} entries")
-            (mark, _, _, flags, method, _, _, crc, stored, size, n, n_extra, n_comment, disk, _, _, header) = unpack(
-                data, at
+            if position + CENTRAL.size > len(data):
+                self._contradiction(f"the zip's directory has fewer than the stated {n_entries} entries")
+            (mark, _, _, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, _, header) = (
+                unpack(data, position)
             )
-            end = at + CENTRAL.size + n + n_extra + n_comment
+            end = position + CENTRAL.size + n_name + n_extra + n_comment
             if mark != b"PK\x01\x02" or end > len(data):
                 self._contradiction("the zip's directory is malformed")
-            name = data[at + CENTRAL.size : at + CENTRAL.size + n]
+            name = data[position + CENTRAL.size : position + CENTRAL.size + n_name]
+            # Values that do not fit are in the ZIP64 field.
             if stored == U32 or size == U32 or header == U32 or disk == U16:
-                extra = data[at + CENTRAL.size + n : end - n_comment]
+                extra = data[position + CENTRAL.size + n_name : end - n_comment]
                 size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
             self._check_readable(name, flags, disk)
             if stored != size and method == STORED:
                 self._report(
                     self._error("zip.sizes", f"a stored record has two sizes, {stored} and {size} bytes", header)
                 )
-            yield _Entry(name, flags, method, crc, stored, size, header)
-            at = end
-        if at != len(data):
-            self._contradiction(f"the zip's directory has {len(data) - at} bytes more than its {n_entries} entries")
+            yield _DirectoryEntry(name, flags, method, crc, stored, size, header)
+            position = end
+        if position != len(data):
+            self._contradiction(
+                f"the zip's directory has {len(data) - position} bytes more than its {n_entries} entries"
+            )
 
     def _check_readable(self, name: bytes, flags: int, disk: int) -> None:
         if flags & (_ENCRYPTED | _MASKED):
@@ -326,10 +348,10 @@ class _Reader:
                 )
             )
         if disk:
-            raise UnsupportedError("a zip of several disks", file=self._file)
+            raise UnsupportedError("a zip that spans several disks", file=self._file)
 
-    def _check_compression(self, entries: list[_Entry]) -> None:
-        """Records are stored, or deflated to a length that can be."""
+    def _check_compression(self, entries: list[_DirectoryEntry]) -> None:
+        """Check that records are stored, or deflated to a possible length."""
         for entry in entries:
             if entry.method == STORED:
                 continue
@@ -351,7 +373,9 @@ class _Reader:
                 )
 
     def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
-        """Size, stored size, header offset and disk, with those that do not fit taken from the ZIP64 field."""
+        """Return size, stored size, header offset and disk, taken from the ZIP64 field where they
+        do not fit.
+        """
         field = self._zip64_field(extra)
         values = []
         for number, value in enumerate(narrow):
@@ -375,6 +399,7 @@ class _Reader:
         return None
 
     def _name(self, raw: bytes) -> str:
+        """Return the name of a record as text."""
         try:
             name = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -383,8 +408,8 @@ class _Reader:
             self._contradiction(f"a zip record has the name {raw[:80]!r}")
         return name
 
-    def _data_offsets(self, entries: list[_Entry], end: int) -> dict[int, int]:
-        """Offset of the local header → offset of the data, by reading and checking every local header.
+    def _data_offsets(self, entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
+        """Read and check every local header; return offset of the header → offset of the data.
 
         Args:
             end: where the central directory begins.
@@ -393,50 +418,63 @@ class _Reader:
         if ordered and ordered[0].header != 0:
             message = f"{ordered[0].header} bytes precede the zip's first record"
             self._report(self._error("zip.directory", message, 0, ordered[0].header))
-        found: dict[int, int] = {}
+        data_offsets: dict[int, int] = {}
         window_start, window = 0, b""
         unpack = LOCAL.unpack_from
         for number, entry in enumerate(ordered):
             need = entry.header + LOCAL.size + len(entry.name)
             limit = ordered[number + 1].header if number + 1 < len(ordered) else end
+            # Neither header nor data may reach into the next record.
             if need + entry.stored > limit:
                 self._report(self._overlap(entry, limit))
                 continue
+            # Headers close to each other are read together.
             if need > window_start + len(window):
                 window_start = entry.header
                 window = self._read(window_start, _window_end(ordered, number) - window_start)
-            at = entry.header - window_start
-            mark, _, flags, method, _, _, crc, stored, size, n, n_extra = unpack(window, at)
-            data = need + n_extra
+            header_at = entry.header - window_start
+            fields = unpack(window, header_at)
+            n_name, n_extra = fields[-2:]
+            name_at = header_at + LOCAL.size
             if (
-                mark != LOCAL_SIGNATURE
-                or n != len(entry.name)
-                or window[at + LOCAL.size : at + LOCAL.size + n] != entry.name
+                fields[0] != LOCAL_SIGNATURE
+                or n_name != len(entry.name)
+                or window[name_at : name_at + n_name] != entry.name
             ):
                 message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n))
+                self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
                 continue
-            if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
-                message = f"the flags of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n))
-            if not flags & HAS_DESCRIPTOR:
-                if size == U32 or stored == U32:
-                    size, stored, *_ = self._wide(self._read(need, n_extra), (size, stored, 0, 0))
-                if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
-                    message = (
-                        f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
-                        f"directory, {size} (CRC {crc:08x}) by its own header"
-                    )
-                    self._report(self._error("zip.header", message, entry.header, 30 + n))
-            elif (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
-                message = f"the sizes of record {self._name(entry.name)!r} differ"
-                self._report(self._error("zip.header", message, entry.header, 30 + n))
-            if data + entry.stored > limit:
+            for message in self._header_differences(entry, fields, need):
+                self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
+            if need + n_extra + entry.stored > limit:
                 self._report(self._overlap(entry, limit))
-            found[entry.header] = data
-        return found
+            data_offsets[entry.header] = need + n_extra
+        return data_offsets
 
-    def _overlap(self, entry: _Entry, limit: int) -> CorruptError:
+    def _header_differences(self, entry: _DirectoryEntry, fields: tuple[int, ...], extra: int) -> Iterator[str]:
+        """Yield the differences between an entry of the directory and its local header.
+
+        Args:
+            fields: the unpacked local header.
+            extra: offset of its extra field.
+        """
+        _, _, flags, method, _, _, crc, stored, size, _, n_extra = fields
+        if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
+            yield f"the flags of record {self._name(entry.name)!r} differ"
+        # With a descriptor, the header may leave the sizes 0; without one, it states them and the CRC.
+        if flags & HAS_DESCRIPTOR:
+            if (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
+                yield f"the sizes of record {self._name(entry.name)!r} differ"
+            return
+        if size == U32 or stored == U32:
+            size, stored, *_ = self._wide(self._read(extra, n_extra), (size, stored, 0, 0))
+        if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
+            yield (
+                f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
+                f"directory, {size} (CRC {crc:08x}) by its own header"
+            )
+
+    def _overlap(self, entry: _DirectoryEntry, limit: int) -> CorruptError:
         return self._error(
             "zip.overlap",
             f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps what follows it at byte {limit}",
@@ -445,8 +483,10 @@ class _Reader:
         )
 
 
-def _window_end(ordered: list[_Entry], number: int) -> int:
-    """End of the last local header that is worth reading together with that of entry ``number``."""
+def _window_end(ordered: list[_DirectoryEntry], number: int) -> int:
+    """Return the end of the last local header that is worth reading together with that of entry
+    ``number``.
+    """
     first = ordered[number].header
     end = first + LOCAL.size + len(ordered[number].name)
     for other in range(number + 1, len(ordered)):
@@ -458,7 +498,7 @@ def _window_end(ordered: list[_Entry], number: int) -> int:
 
 
 def check_kind(archive: Archive) -> None:
-    """Returns if the zip is of the kind that ``torch.save`` writes.
+    """Raise unless the zip is of the kind that ``torch.save`` writes.
 
     Raises:
         UnsupportedError: TorchScript, or another kind of zip.
@@ -467,7 +507,7 @@ def check_kind(archive: Archive) -> None:
         raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
         raise UnsupportedError(
-            "a zip without data.pkl, so not one that torch.save wrote", file=archive.file, rule="torch.kind"
+            "a zip without data.pkl, which torch.save does not write", file=archive.file, rule="torch.kind"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where every byte of a torch zip will lie, before it has data.
+"""The layout of a torch zip, byte by byte, before its data is known.
 
 Byte by byte, as miniz writes it for ``torch.save``::
 
@@ -37,7 +37,7 @@ _JOINED_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ArchivePlan:
-    """The layout of a torch zip. Offsets are relative to its begin. Made by ``plan_archive``.
+    """The layout of a torch zip, made by ``plan_archive``. Offsets are relative to its begin.
 
     Args:
         size: bytes of the zip.
@@ -59,7 +59,7 @@ class ArchivePlan:
     directory_bytes: int
 
     def literals(self, payloads: Mapping[str, bytes], crc_of: Callable[[str], int]) -> Iterator[Literal]:
-        """Everything but the data of the records that are filled by others.
+        """Yield everything but the data of the records that are filled by others.
 
         Args:
             payloads: record name (without the root) → its bytes, for the records that are literal.
@@ -74,12 +74,14 @@ class ArchivePlan:
             n_bytes, header = self.sizes[number], self.headers[number]
             payload = payloads.get(name[skip:])
             head = self._local_header(number)
+            # A literal record is complete: header, data and descriptor.
             if payload is not None:
                 assert len(payload) == n_bytes
                 crcs[number] = zlib.crc32(payload)
                 yield header, head + payload + self._descriptor(number, crcs[number])
                 continue
             yield header, head
+            # The descriptor follows the data that another writes.
             if n_bytes:
                 crcs[number] = crc_of(name[skip:])
                 yield self.data[number] + n_bytes, self._descriptor(number, crcs[number])
@@ -125,10 +127,10 @@ class ArchivePlan:
 
 
 def plan_archive(prefix: str, records: Sequence[tuple[str, int]]) -> ArchivePlan:
-    """The layout of a torch zip.
+    """Plan the layout of a torch zip.
 
     Args:
-        prefix: the root directory, ``archive`` where torch has no file name.
+        prefix: the root directory; torch uses ``archive`` if it has no file name.
         records: names below the root and their bytes, in file order; names are unique.
     """
     names = [f"{prefix}/{name}" for name, _ in records]
@@ -137,13 +139,13 @@ def plan_archive(prefix: str, records: Sequence[tuple[str, int]]) -> ArchivePlan
     for name, (_, n_bytes) in zip(names, records, strict=True):
         is_wide = _is_wide(n_bytes, header)
         n_name = len(name.encode())
-        first = header + LOCAL.size + n_name + 4 + len(_wide_field(n_bytes, header, of_header=True))
-        begin = -(-first // ALIGNMENT) * ALIGNMENT
+        earliest = header + LOCAL.size + n_name + 4 + len(_wide_field(n_bytes, header, of_header=True))
+        data_offset = -(-earliest // ALIGNMENT) * ALIGNMENT
         sizes.append(n_bytes)
         headers.append(header)
-        data.append(begin)
+        data.append(data_offset)
         directory_bytes += CENTRAL.size + n_name + len(_wide_field(n_bytes, header, of_header=False))
-        header = begin + n_bytes + (0 if not n_bytes else 24 if is_wide else 16)
+        header = data_offset + n_bytes + (0 if not n_bytes else 24 if is_wide else 16)
     size = header + directory_bytes + END64.size + LOCATOR64.size + END.size
     return ArchivePlan(size, prefix, names, sizes, headers, data, header, directory_bytes)
 
@@ -153,7 +155,7 @@ def _is_wide(n_bytes: int, header: int) -> bool:
 
 
 def _wide_field(n_bytes: int, header: int, *, of_header: bool) -> bytes:
-    """The ZIP64 extra field of a record, b"" if it needs none."""
+    """Return the ZIP64 extra field of a record, b"" if it needs none."""
     content = b""
     if n_bytes >= U32:
         content += struct.pack("<QQ", n_bytes, 0 if of_header else n_bytes)

@@ -1,4 +1,4 @@
-"""The bytes of a torch zip's records, where they do not lie in the file as they are.
+"""Decoding records of a torch zip that are deflated or big-endian.
 
 Programs that pack a zip again deflate its records::
 
@@ -43,15 +43,15 @@ _CODES = {2: "H", 4: "I", 8: "Q"}
 
 @dataclass(frozen=True, slots=True)
 class RecordEncoding:
-    """How the dense bytes of a tensor are made of a record that is deflated, big-endian, or both.
+    """How to make the dense bytes of a tensor from a record that is deflated, big-endian, or both.
 
     Args:
         record: the record.
         start: byte of the (inflated) record at which element 0 lies.
         strides: in elements; None for C order.
         n_bytes: length of the tensor as a dense one.
-        span_bytes: from element 0 to the end of the last one in the record.
-        turned_bytes: length of the numbers whose bytes are turned round; 1 if none are.
+        span_bytes: bytes from element 0 to the end of the last element in the record.
+        swapped_bytes: bytes of a number whose byte order is reversed; 1 if none is.
     """
 
     record: Record
@@ -59,32 +59,35 @@ class RecordEncoding:
     strides: Shape | None
     n_bytes: int
     span_bytes: int
-    turned_bytes: int
+    swapped_bytes: int
 
     @property
     def name(self) -> str:
-        """See Encoding."""
-        if self.turned_bytes == 1:
+        """Return the name of the encoding."""
+        if self.swapped_bytes == 1:
             return "deflate"
         return "big-endian" if self.record.packed_bytes is None else "big-endian deflate"
 
     @property
     def unit_bytes(self) -> int:
-        """See Encoding."""
+        """Return the bytes of a unit: a part of the tensor, or all of it."""
         return UNIT_BYTES if self._is_cut else max(1, self.n_bytes)
 
     @property
     def working_bytes(self) -> int:
-        """See Encoding: pieces of deflated data, what is gathered from, what is turned round."""
+        """Return the memory for decoding: deflated pieces, gathered and byte-swapped data."""
         if self._is_cut:
             return UNIT_BYTES + UNIT_BYTES // 8
         inflated = 0 if self.record.packed_bytes is None else 4 * PIECE_BYTES + self.span_bytes // 8
         gathered = 0 if self.strides is None else self.span_bytes
-        return inflated + gathered + (self.n_bytes + self.n_bytes // 8 if self.turned_bytes > 1 else 0)
+        return inflated + gathered + (self.n_bytes + self.n_bytes // 8 if self.swapped_bytes > 1 else 0)
 
     @property
     def has_checksum(self) -> bool:
-        """See Encoding: inflating compares; where nothing is deflated, the record's CRC is that of the file's bytes."""
+        """Return whether decoding compares a checksum.
+
+        Inflating does; a record that is not deflated has the CRC of the file's bytes.
+        """
         return self.record.packed_bytes is not None and self.record.crc != 0
 
     @property
@@ -92,19 +95,19 @@ class RecordEncoding:
         return self.record.packed_bytes is None and self.strides is None
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """See Encoding.
+        """Return the dense bytes of a unit of the tensor.
 
         Raises:
             CorruptError: the deflated data are damaged.
             TruncatedError: the file ends too early.
         """
         file, itemsize = array.extent.file, DTYPES[array.dtype].itemsize
-        begin = unit * self.unit_bytes
-        n_bytes = min(self.unit_bytes, self.n_bytes - begin) if self.strides is None else self.span_bytes
-        data = part_of_record(store, file, self.record, self.start + begin, n_bytes)
+        unit_start = unit * self.unit_bytes
+        n_bytes = min(self.unit_bytes, self.n_bytes - unit_start) if self.strides is None else self.span_bytes
+        data = part_of_record(store, file, self.record, self.start + unit_start, n_bytes)
         if self.strides is not None:
-            data = _gathered(data, array.shape, self.strides, itemsize)
-        return _turned(data, self.turned_bytes)
+            data = _gather(data, array.shape, self.strides, itemsize)
+        return _swap_bytes(data, self.swapped_bytes)
 
 
 def encoded(
@@ -117,93 +120,104 @@ def encoded(
     strides: Shape | None,
     is_big: bool,
 ) -> Extent | None:
-    """The extent of a tensor whose bytes must be made; None if they lie in the record as they are.
+    """Return the extent of a tensor that must be decoded.
+
+    None if its bytes lie in the record as they are.
 
     Args:
         offset: byte of the record at which element 0 lies.
         strides: in elements; None for C order.
-        is_big: the numbers are big-endian.
+        is_big: whether the numbers are big-endian.
     """
-    turned_bytes = number_bytes(dtype) if is_big else 1
-    if record.packed_bytes is None and turned_bytes == 1:
+    swapped_bytes = number_bytes(dtype) if is_big else 1
+    if record.packed_bytes is None and swapped_bytes == 1:
         return None
     n_bytes = span_bytes = prod(shape) * DTYPES[dtype].itemsize
     if strides is not None and n_bytes == 0:
         strides = None
     if strides is not None:
         span_bytes = DTYPES[dtype].itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
-    encoding = RecordEncoding(record, offset, strides, n_bytes, span_bytes, turned_bytes)
+    encoding = RecordEncoding(record, offset, strides, n_bytes, span_bytes, swapped_bytes)
     return Extent(file, record.offset, encoding=encoding)
 
 
 def number_bytes(dtype: str) -> int:
-    """Bytes of a number of a dtype: of the element, or of one part of a complex one."""
-    found = DTYPES[dtype]
-    return found.itemsize // 2 if found.kind == "complex" else found.itemsize
+    """Return the bytes of a number of a dtype: of the element, or of one part of a complex one."""
+    dtype_facts = DTYPES[dtype]
+    return dtype_facts.itemsize // 2 if dtype_facts.kind == "complex" else dtype_facts.itemsize
 
 
 def is_big_endian(store: ReadStore, archive: Archive) -> bool:
-    """Whether the storages of a torch zip are big-endian.
+    """Return whether the storages of a torch zip are big-endian.
 
     Raises:
-        CorruptError: its byte order is none.
+        CorruptError: the record ``byteorder`` names no byte order.
     """
-    order = archive.records.get("byteorder")
-    if order is None:
+    record = archive.records.get("byteorder")
+    if record is None:
         return False
-    text = read_record(store, archive.file, order) if order.n_bytes <= 16 else b"?"
+    text = read_record(store, archive.file, record) if record.n_bytes <= 16 else b"?"
     if text not in (b"big", b"little"):
         raise CorruptError(
             f"the byte order is {text!r}, neither little nor big",
             file=archive.file,
-            span=order.span,
+            span=record.span,
             rule="torch.order",
         )
     return text == b"big"
 
 
 def refuse_encoded(store: ReadStore, archive: Archive, record: Record) -> None:
-    """Returns if the bytes of a record lie in the file as little-endian numbers.
+    """Raise unless the bytes of a record lie in the file as little-endian numbers.
 
     Raises:
-        UnsupportedError: they do not.
+        UnsupportedError: the record is deflated or big-endian.
     """
-    how = "deflated" if record.packed_bytes is not None else "big-endian" if is_big_endian(store, archive) else None
-    if how is not None:
+    encoding = (
+        "deflated" if record.packed_bytes is not None else "big-endian" if is_big_endian(store, archive) else None
+    )
+    if encoding is not None:
         raise UnsupportedError(
-            f"the numbers are {how}", file=archive.file, hint="load the checkpoint with torch and save it again"
+            f"the numbers are {encoding}", file=archive.file, hint="load the checkpoint with torch and save it again"
         )
 
 
 def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
-    """The pickle that a record holds.
+    """Read the pickle in a record.
 
     Raises:
-        CapacityError: a deflated one states more than 1 GiB.
-        CorruptError, TruncatedError: it is damaged.
+        CapacityError: a deflated pickle has more than 1 GiB.
+        CorruptError, TruncatedError: the record is damaged.
     """
     if record.packed_bytes is not None and record.n_bytes > MAX_PICKLE_BYTES:
-        raise CapacityError(f"a pickle of {record.n_bytes} bytes, deflated", file=file, span=record.span)
+        raise CapacityError(
+            f"a deflated pickle of {record.n_bytes >> 20:,} MiB, more than {MAX_PICKLE_BYTES >> 20:,}",
+            file=file,
+            span=record.span,
+        )
     return read_record(store, file, record)
 
 
 def pickle_limits(record: Record) -> PickleLimits:
-    """What a record's pickle may ask for: where it is deflated, objects in proportion to what the file holds."""
+    """Return the limits of a record's pickle.
+
+    For a deflated one in proportion to its bytes in the file.
+    """
     if record.packed_bytes is None:
         return DEFAULT_LIMITS
     return replace(DEFAULT_LIMITS, max_objects=min(DEFAULT_LIMITS.max_objects, 1_000_000 + 8 * record.packed_bytes))
 
 
 def read_record(store: ReadStore, file: str, record: Record) -> bytes:
-    """All of a record, its CRC checked where the directory states one; for small records.
+    """Read all of a small record, and check its CRC if the directory states one.
 
     Raises:
-        CorruptError, TruncatedError: it is damaged.
+        CorruptError, TruncatedError: the record is damaged.
     """
     data = bytes(part_of_record(store, file, record, 0, record.n_bytes))
     if record.crc and record.crc != zlib.crc32(data):
         raise CorruptError(
-            f"a record has the CRC-32 {zlib.crc32(data):08x}, the zip states {record.crc:08x}",
+            f"checksum mismatch: the record has CRC-32 {zlib.crc32(data):08x}, the zip states {record.crc:08x}",
             file=file,
             span=record.span,
             hint="copy the checkpoint again, or use an older one",
@@ -213,7 +227,7 @@ def read_record(store: ReadStore, file: str, record: Record) -> bytes:
 
 
 def part_of_record(store: ReadStore, file: str, record: Record, start: int, n_bytes: int) -> bytes | memoryview:
-    """Some bytes of a record, inflated if need be; then all of it is, and its CRC is checked.
+    """Read some bytes of a record; a deflated one is inflated completely, and its CRC checked.
 
     Raises:
         CorruptError: the deflated data are malformed, or have another length or CRC than the directory states.
@@ -222,17 +236,21 @@ def part_of_record(store: ReadStore, file: str, record: Record, start: int, n_by
     if record.packed_bytes is None:
         return store.read(file, record.offset + start, n_bytes)
     try:
-        return _inflated(store, file, record, start, start + n_bytes)
+        return _inflate(store, file, record, start, start + n_bytes)
     except zlib.error as err:
-        raise CorruptError(f"malformed deflated data: {err}", file=file, span=record.span) from err
+        raise CorruptError(f"damaged deflated data: {err}", file=file, span=record.span) from err
 
 
-def _inflated(store: ReadStore, file: str, record: Record, start: int, stop: int) -> memoryview:
+def _inflate(store: ReadStore, file: str, record: Record, start: int, stop: int) -> memoryview:
+    """Inflate a record piece by piece, check its length and CRC, and return bytes [start, stop) of
+    it.
+    """
     assert record.packed_bytes is not None
     machine = zlib.decompressobj(-zlib.MAX_WBITS)
-    kept = bytearray()
-    n_read = n_made = crc = 0
+    result = bytearray()
+    n_read = n_inflated = crc = 0
     pending = b""
+    # Inflate in small pieces, and keep the bytes that were asked for.
     while not machine.eof:
         if not pending and n_read < record.packed_bytes:
             pending = store.read(file, record.offset + n_read, min(PIECE_BYTES, record.packed_bytes - n_read))
@@ -240,45 +258,48 @@ def _inflated(store: ReadStore, file: str, record: Record, start: int, stop: int
         is_last = not pending
         piece = machine.decompress(pending, PIECE_BYTES)
         pending = machine.unconsumed_tail
-        if n_made + len(piece) > record.n_bytes:
+        if n_inflated + len(piece) > record.n_bytes:
             raise CorruptError(
                 f"a record inflates to more than the {record.n_bytes} bytes that the zip states",
                 file=file,
                 span=record.span,
             )
-        if start < n_made + len(piece) and n_made < stop:
-            kept += memoryview(piece)[max(0, start - n_made) : stop - n_made]
+        if start < n_inflated + len(piece) and n_inflated < stop:
+            result += memoryview(piece)[max(0, start - n_inflated) : stop - n_inflated]
         crc = zlib.crc32(piece, crc)
-        n_made += len(piece)
+        n_inflated += len(piece)
         if is_last and not piece and not machine.eof:
-            raise CorruptError("deflated data without an end", file=file, span=record.span)
-    n_left = record.packed_bytes - n_read + len(machine.unused_data)
-    if n_left or n_made != record.n_bytes:
+            raise CorruptError("deflated data is incomplete", file=file, span=record.span)
+    # Compare length and CRC of all of it.
+    n_unused = record.packed_bytes - n_read + len(machine.unused_data)
+    if n_unused or n_inflated != record.n_bytes:
         raise CorruptError(
-            f"a record inflates to {n_made} bytes and leaves {n_left}, the zip states {record.n_bytes} and 0",
+            f"a record inflates to {n_inflated} bytes and leaves {n_unused}, the zip states {record.n_bytes} and 0",
             file=file,
             span=record.span,
         )
     if record.crc and crc != record.crc:
         raise CorruptError(
-            f"a record has CRC-32 {crc:08x}, the zip states {record.crc:08x}", file=file, span=record.span
+            f"checksum mismatch: the record has CRC-32 {crc:08x}, the zip states {record.crc:08x}",
+            file=file,
+            span=record.span,
         )
-    return memoryview(kept)
+    return memoryview(result)
 
 
-def _gathered(data: bytes | memoryview, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
-    """The elements of a strided view as dense ones."""
+def _gather(data: bytes | memoryview, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
+    """Return the elements of a strided view as dense ones."""
     from core.arrays.gather import copy_box
 
     source = StridedLayout(0, tuple(step * itemsize for step in strides))
     target = dense_layout(shape, itemsize)
-    made = memoryview(bytearray(prod(shape) * itemsize))
-    copy_box(memoryview(data), source, made, target, shape=shape, itemsize=itemsize)
-    return made
+    result = memoryview(bytearray(prod(shape) * itemsize))
+    copy_box(memoryview(data), source, result, target, shape=shape, itemsize=itemsize)
+    return result
 
 
-def _turned(data: bytes | memoryview, n: int) -> bytes | memoryview:
-    """Numbers of ``n`` bytes, each turned round."""
+def _swap_bytes(data: bytes | memoryview, n: int) -> bytes | memoryview:
+    """Return numbers of ``n`` bytes with their bytes in reverse order."""
     if n == 1:
         return data
     numbers = arrays.array(_CODES[n])

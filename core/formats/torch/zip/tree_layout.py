@@ -1,4 +1,4 @@
-"""A torch zip to be written: the pickle of an inert tree, and a record for every tensor in it.
+"""Laying out a torch zip: the pickle of an inert tree, and a record for every tensor in it.
 
 Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py`` (``_reduce_ex_internal``).
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """A torch zip before it has data.
+    """The layout of a torch zip, before its data is known.
 
     Args:
         size: bytes of the zip.
-        arrays: what the storages consist of, in file order.
+        arrays: the arrays in the storages, in file order.
         records: the storages, in file order.
-        archive: where its records lie, relative to its begin.
-        payloads: the records that are no storages.
+        archive: the positions of the zip's records, relative to its begin.
+        payloads: the other records, by name.
     """
 
     size: int
@@ -43,7 +43,7 @@ class TreePlan:
     payloads: dict[str, bytes]
 
     def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
-        """Everything but the arrays, in increasing offset.
+        """Yield everything but the arrays, in increasing offset.
 
         Args:
             crc_of: CRC-32 of a finished array, by its name.
@@ -57,16 +57,17 @@ class TreePlan:
 
 
 def _crc_of_parts(record: JoinedArray, crc_of: CrcOf) -> int:
-    """CRC-32 of a storage out of those of its parts; 0 if checksums are switched off."""
+    """Return the CRC-32 of a storage from those of its parts; 0 if checksums are switched off."""
     size = itemsize(record.dtype)
     crc = end = 0
     is_off = bool(record.parts)
     for first, array in record.parts:
-        of_part = crc_of(array.name)
-        is_off = is_off and of_part == 0
+        part_crc = crc_of(array.name)
+        is_off = is_off and part_crc == 0
+        # Gaps between parts are zeros.
         if first > end:
             crc = crc32_combine(crc, crc32_of_zeros((first - end) * size), (first - end) * size)
-        crc = crc32_combine(crc, of_part, array.n_bytes)
+        crc = crc32_combine(crc, part_crc, array.n_bytes)
         end = first + array.n_bytes // size
     if end < record.n:
         crc = crc32_combine(crc, crc32_of_zeros((record.n - end) * size), (record.n - end) * size)
@@ -74,24 +75,26 @@ def _crc_of_parts(record: JoinedArray, crc_of: CrcOf) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
-    """A storage of the new file: its persistent id."""
+class _NewStorage:
+    """A storage of the new file, given by its persistent id."""
 
     pid: tuple[object, ...]
 
 
 def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArray], *, prefix: str) -> TreePlan:
-    """The torch zip of an inert tree.
+    """Plan the torch zip of an inert tree.
 
     Args:
-        value: what to save.
-        array_of: the array of a leaf's key; it tells dtype and shape. Every array is stored once, in C order, also if
-            several leaves have it; the parts of a joined one become consecutive in one storage.
-        prefix: name of the directory inside the zip, ``archive`` where torch has no file name.
+        value: the tree to save.
+        array_of: returns the array for a leaf's key, with dtype and shape. Every array is stored
+            once, in C order, even if several leaves have it; the parts of a joined one become
+            consecutive in one storage.
+        prefix: name of the directory inside the zip; torch uses ``archive`` if it has no file name.
 
     Raises:
         UnsupportedError: the tree refers to a storage of another file.
     """
+    # Pickle the tree; every tensor becomes a call with the number of its storage.
     arrays: list[PlannedArray | JoinedArray] = []
     number_of: dict[str, int] = {}
 
@@ -100,10 +103,11 @@ def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArra
         number = number_of.setdefault(array.name, len(arrays))
         if number == len(arrays):
             arrays.append(array)
-        return _rebuild(leaf, array, number)
+        return _rebuild_call(leaf, array, number)
 
     with gc_paused():
         pickle = dumps(value, persistent_id=_persistent_id, reducers={TensorLeaf: reduced})
+    # Lay the records out in torch's order.
     sizes = [array.n_bytes for array in arrays]
     payloads = {
         "data.pkl": pickle,
@@ -122,41 +126,43 @@ def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArra
 
 
 def placed_records(archive: ArchivePlan, records: Sequence[PlannedArray | JoinedArray]) -> list[PlacedArray]:
-    """What the storages of an archive consist of, in file order; the first four records are none."""
-    return [one for number, array in enumerate(records) for one in _placed(array, archive.data[4 + number])]
+    """Return the arrays of an archive's storages with their offsets, in file order.
 
-
-def _placed(array: PlannedArray | JoinedArray, offset: int) -> Iterator[PlacedArray]:
-    if not isinstance(array, JoinedArray):
-        yield PlacedArray(offset, array)
-        return
-    size = itemsize(array.dtype)
-    for first, part in array.parts:
-        yield PlacedArray(offset + first * size, part)
+    The first four records are not storages.
+    """
+    placed: list[PlacedArray] = []
+    for number, array in enumerate(records):
+        offset = archive.data[4 + number]
+        if isinstance(array, JoinedArray):
+            size = itemsize(array.dtype)
+            placed += [PlacedArray(offset + first * size, part) for first, part in array.parts]
+        else:
+            placed.append(PlacedArray(offset, array))
+    return placed
 
 
 def _persistent_id(leaf: object) -> object:
     if isinstance(leaf, Persistent):
         raise UnsupportedError("the object refers to a storage of the file that it was read from")
-    return leaf.pid if isinstance(leaf, _Storage) else None
+    return leaf.pid if isinstance(leaf, _NewStorage) else None
 
 
-def _rebuild(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: int) -> Inert:
-    """The call that makes a tensor."""
+def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: int) -> Inert:
+    """Return the call that rebuilds a tensor."""
     dtype = DTYPES[array.dtype]
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
-    place = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)
+    geometry = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)
     if dtype.storage is not None:
-        n = array.n_bytes // dtype.itemsize
-        storage = _Storage(("storage", Global("torch", dtype.storage), str(number), "cpu", n))
-        tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, *place))
+        n_elements = array.n_bytes // dtype.itemsize
+        storage = _NewStorage(("storage", Global("torch", dtype.storage), str(number), "cpu", n_elements))
+        tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
     else:
         # torch 2.13 fails to load a tensor made by v3 that requires grad, its own files included.
-        place = (*place[:3], False, hooks)
+        geometry = (*geometry[:3], False, hooks)
         untyped = Global("torch.storage", "UntypedStorage")
-        storage = _Storage(("storage", untyped, str(number), "cpu", array.n_bytes))
-        arguments = (storage, *place, Global("torch", dtype.name))
+        storage = _NewStorage(("storage", untyped, str(number), "cpu", array.n_bytes))
+        arguments = (storage, *geometry, Global("torch", dtype.name))
         tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v3"), arguments)
     if leaf.wrapper != "parameter":
         return tensor
@@ -165,7 +171,7 @@ def _rebuild(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: int) -
 
 
 def _serialization_id(pickle: bytes, sizes: list[int]) -> bytes:
-    """40 digits that depend on what the file describes (torch's depend on names and CRCs)."""
+    """Return 40 digits that depend on what the file describes (torch's depend on names and CRCs)."""
     digest = hashlib.sha256(pickle)
     for size in sizes:
         digest.update(size.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Torch zips to be written, of which many say the same: the ranks of a pipeline stage differ by their arrays only.
+"""Laying out many torch zips that are alike: the ranks of a pipeline stage differ by their arrays only.
 
 A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of
 that by a signature and makes the pickle and the places of the records once for each.
@@ -39,41 +39,48 @@ class TreePlans:
         self._weights = ValueCounter()
 
     def plan(self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]) -> TreePlan:
-        """The torch zip of an inert tree; see ``plan_tree``."""
-        signing = _Signing(array_of, self._number_of)
+        """Plan the torch zip of an inert tree, as ``plan_tree`` does."""
+        signing = _TreeSignature(array_of, self._number_of)
         signature = signing.signature(value)
         if signature is None:
             return plan_tree(value, array_of, prefix=self._prefix)
-        known = self._plans.get(signature)
-        if known is None:
-            made = plan_tree(value, array_of, prefix=self._prefix)
-            if [record.name for record in made.records] == [record.name for record in signing.records]:
+        cached = self._plans.get(signature)
+        if cached is None:
+            plan = plan_tree(value, array_of, prefix=self._prefix)
+            if [record.name for record in plan.records] == [record.name for record in signing.records]:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
-                self._plans[signature] = made
-            return made
-        return replace(known, arrays=placed_records(known.archive, signing.records), records=signing.records)
+                self._plans[signature] = plan
+            return plan
+        return replace(cached, arrays=placed_records(cached.archive, signing.records), records=signing.records)
 
     def _number_of(self, node: object) -> int | None:
-        """The number of a container's content, if it is large and holds no tensor; ranks repeat such ones."""
-        known = self._opaque.get(id(node))
-        if known is None:
-            is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
-            known = self._opaque[id(node)] = (node, self._content(node) if is_large else None)
-        return known[1]
+        """Return the number of a container's content, if it is large and holds no tensor.
 
-    def _content(self, node: object) -> int:
-        signature = _Signing(_no_array, lambda _: None).signature(node)
-        which = (id(node),) if signature is None else signature  # of a kind that is not described: equal to itself
-        return self._contents.setdefault(which, len(self._contents))
+        Ranks repeat such containers.
+        """
+        numbered = self._opaque.get(id(node))
+        if numbered is None:
+            is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
+            numbered = self._opaque[id(node)] = (node, self._number_content(node) if is_large else None)
+        return numbered[1]
+
+    def _number_content(self, node: object) -> int:
+        signature = _TreeSignature(_no_array, lambda _: None).signature(node)
+        content_key = (
+            (id(node),) if signature is None else signature
+        )  # of a kind that is not described: equal to itself
+        return self._contents.setdefault(content_key, len(self._contents))
 
 
 def _no_array(key: str) -> PlannedArray:
-    raise AssertionError(f"no tensor is called {key}, as there is none")
+    raise AssertionError(f"a container without tensors has the tensor {key}")
 
 
-class _Signing:
-    """Describes one tree: two with equal signatures have equal pickles, whose storages are ``records`` in order."""
+class _TreeSignature:
+    """Describes one tree: two with equal signatures have equal pickles, whose storages are
+    ``records`` in order.
+    """
 
     def __init__(
         self, array_of: Callable[[str], PlannedArray | JoinedArray], number_of: Callable[[object], int | None]
@@ -81,12 +88,15 @@ class _Signing:
         self._array_of = array_of
         self._number_of = number_of
         self._parts: list[object] = []
-        self._seen: dict[int, int] = {}
+        self._numbered_nodes: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
         self.records: list[PlannedArray | JoinedArray] = []
 
     def signature(self, value: object) -> tuple[object, ...] | None:
-        """The signature; None for a tree of a kind that is not described, or nested too deeply."""
+        """Return the signature.
+
+        None for a tree of a kind that is not described, or nested too deeply.
+        """
         try:
             return tuple(self._parts) if self._add(value) else None
         except RecursionError:
@@ -102,12 +112,12 @@ class _Signing:
             add(node)
         elif kind is float:
             add(repr(node))
-        elif id(node) in self._seen:
-            add(("again", self._seen[id(node)]))
+        elif id(node) in self._numbered_nodes:
+            add(("again", self._numbered_nodes[id(node)]))
         elif kind is tuple and not node:
             add(())
         else:
-            self._seen[id(node)] = len(self._seen)
+            self._numbered_nodes[id(node)] = len(self._numbered_nodes)
             number = self._number_of(node)
             if number is None:
                 return self._add_container(node)
@@ -115,10 +125,10 @@ class _Signing:
         return True
 
     def _add_leaf(self, leaf: TensorLeaf) -> None:
-        if id(leaf) in self._seen:
-            self._parts.append(("again", self._seen[id(leaf)]))
+        if id(leaf) in self._numbered_nodes:
+            self._parts.append(("again", self._numbered_nodes[id(leaf)]))
             return
-        self._seen[id(leaf)] = len(self._seen)
+        self._numbered_nodes[id(leaf)] = len(self._numbered_nodes)
         array = self._array_of(leaf.key)
         number = self._numbers.setdefault(array.name, len(self.records))
         if number == len(self.records):
