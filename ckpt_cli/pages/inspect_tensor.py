@@ -11,11 +11,11 @@ from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TensorMeta
-from core.inspect.preview import Number, Place
+from core.inspect.preview import BoxLocation, Number
 
 
 def tensor_lines(
-    screen: Screen, meta: TensorMeta, places: Sequence[Place], values: Sequence[Number] | None
+    screen: Screen, meta: TensorMeta, places: Sequence[BoxLocation], values: Sequence[Number] | None
 ) -> Iterator[str]:
     """The page of one tensor."""
     yield screen.styled(escaped(meta.key), "bold")
@@ -44,7 +44,7 @@ def tensor_lines(
         yield from facts(screen, [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))])
 
 
-def _row(place: Place, size: int) -> list[Cell]:
+def _row(place: BoxLocation, size: int) -> list[Cell]:
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
         return [
@@ -71,7 +71,7 @@ def _row(place: Place, size: int) -> list[Cell]:
     ]
 
 
-def _stored_as(place: Place, size: int) -> str:
+def _stored_as(place: BoxLocation, size: int) -> str:
     """``zstd, 1.2 KiB of 4 KiB``: the codec and the lengths of the whole array, stored and dense."""
     if place.stored_bytes is None:
         return escaped(place.encoding or "")
@@ -79,7 +79,7 @@ def _stored_as(place: Place, size: int) -> str:
     return escaped(f"{place.encoding}, {bytes_text(place.stored_bytes)} of {bytes_text(n_bytes)}")
 
 
-def _encoded(places: Sequence[Place]) -> str:
+def _encoded(places: Sequence[BoxLocation]) -> str:
     """How much of a tensor is not stored as plain numbers, as the end of a sentence."""
     names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
     if not names:
@@ -109,7 +109,7 @@ def number_json(value: Number) -> object:
     return value
 
 
-def place_json(place: Place) -> dict[str, object]:
+def place_json(place: BoxLocation) -> dict[str, object]:
     """A place as ``--json`` prints it; see ``ckpt_cli.commands.inspect``."""
     return {
         "offset": list(place.box.offset),

@@ -10,7 +10,7 @@ from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.team.protocol import summary_of
 
 if TYPE_CHECKING:
-    from core.convert.explain import Explained
+    from core.convert.explain import LayoutLine
     from core.convert.prepare import Prepared
     from core.convert.run import Report
     from core.plan.plan import Plan
@@ -59,7 +59,7 @@ def _replicas(plan: Plan) -> str:
     return f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
 
 
-def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
+def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     """Each tensor with its shape, what its rule does, and which row the rule is.
 
     One line for each where they fit, and in files and pipes; else the rule is wrapped below its tensor.

@@ -14,7 +14,7 @@ from core.manifest.file import Manifest, read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.lookup import is_manifest, recorded
 from core.megatron.reshard.reshard import Rules
-from core.opening.open import located
+from core.opening.open import locate_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES
 from core.team.protocol import ALONE, Figures, Team, told
 
@@ -75,7 +75,7 @@ def _stated(path: Path) -> Against | None:
             return _of_manifest(read_manifest(store, path.name), str(path))
         finally:
             store.close()
-    place = located(path)
+    place = locate_checkpoint(path)
     place.store.close()
     known = recorded(place.store.root, entry=place.store.entry)
     if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:

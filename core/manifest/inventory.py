@@ -37,7 +37,7 @@ from core.manifest.lookup import is_manifest
 from core.manifest.stated_crcs import StatedSums
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
-from core.opening.open import FILL, Checkpoint, located, open_checkpoint
+from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import Scanned, Wanted
 from core.team.agreement import agreed, sight_of_files
@@ -337,7 +337,7 @@ def usual_path(path: Path, *, iteration: int | None = None) -> Path:
     Raises:
         UsageError: there is no such path.
     """
-    place = located(path, iteration=iteration)
+    place = locate_checkpoint(path, iteration=iteration)
     place.store.close()
     return place.store.root / manifest_name(place.store.entry)
 

@@ -23,7 +23,7 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.store import LocalStore
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.open import FILL, iteration_dirs, located
+from core.opening.open import FILL, iteration_dirs, locate_checkpoint
 from core.opening.unrecognised import listed
 from core.pickle.reader import gc_paused
 from core.team.agreement import agreed, sight_of_files
@@ -118,7 +118,7 @@ def validate(
 
     def opened() -> Subject:
         table = load_rules(rules)
-        place = located(path, iteration=iteration)
+        place = locate_checkpoint(path, iteration=iteration)
         subject = Subject(
             path=place.path,
             root=path,
@@ -303,7 +303,7 @@ def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> di
     errors: dict[Path, UsageError | None] = {}
     for path in paths:
         try:
-            place = located(path, iteration=iteration)
+            place = locate_checkpoint(path, iteration=iteration)
         except UsageError as err:
             errors[path] = err
             continue
