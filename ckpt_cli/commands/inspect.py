@@ -53,7 +53,7 @@ from core.catalog.key_patterns import LIST_THEM, matching
 from core.errors import UsageError
 from core.inspect.capabilities import Capability
 from core.inspect.preview import first_values, places_of
-from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarized
+from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
 from core.inspect.tree import tree_of
 from core.megatron.optimizer.form import role_of
 from core.opening.open import FILL, Checkpoint, open_checkpoint
@@ -77,7 +77,7 @@ def inspect(options: InspectOptions) -> int:
         missing_chunks=options.missing_chunks or FILL,
     )
     try:
-        summary = summarized(checkpoint)
+        summary = summarize(checkpoint)
         tensors, objects = _select_entries(summary.view, checkpoint.catalog, options.keys)
         if options.json:
             print(json.dumps(_as_json(checkpoint, summary, tensors, objects, options)))

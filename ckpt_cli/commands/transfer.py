@@ -187,7 +187,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
 
 def _explain(job: Job, options: TransferOptions) -> int:
     with prepare(job) as prepared:
-        lines = prepared.explained()
+        lines = prepared.explain_layout()
         if options.json:
             header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
             tensors = [line.as_dict() for line in lines]

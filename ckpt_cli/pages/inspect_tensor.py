@@ -11,11 +11,11 @@ from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TensorMeta
-from core.inspect.preview import Number, Place
+from core.inspect.preview import BoxLocation, Number
 
 
 def tensor_lines(
-    screen: Screen, meta: TensorMeta, places: Sequence[Place], values: Sequence[Number] | None
+    screen: Screen, meta: TensorMeta, places: Sequence[BoxLocation], values: Sequence[Number] | None
 ) -> Iterator[str]:
     """Yield the page of one tensor: facts, a row for each place, and its first values."""
     yield screen.styled(escaped(meta.key), "bold")
@@ -45,7 +45,7 @@ def tensor_lines(
         yield from facts(screen, [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))])
 
 
-def _row(place: Place, size: int) -> list[Cell]:
+def _row(place: BoxLocation, size: int) -> list[Cell]:
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
         return [Cell(box_text(place.box)), Cell(rank), Cell("zeros (padding)", ("dim",)), *(Cell("") for _ in range(4))]
@@ -64,7 +64,7 @@ def _row(place: Place, size: int) -> list[Cell]:
     ]
 
 
-def _stored_text(place: Place, size: int) -> str:
+def _stored_text(place: BoxLocation, size: int) -> str:
     """Return the codec with the array's stored and decoded length: ``zstd, 1.2 KiB of 4 KiB``."""
     if place.stored_bytes is None:
         return escaped(place.encoding or "")
@@ -72,7 +72,7 @@ def _stored_text(place: Place, size: int) -> str:
     return escaped(f"{place.encoding}, {bytes_text(place.stored_bytes)} of {bytes_text(n_bytes)}")
 
 
-def _encoding_text(places: Sequence[Place]) -> str:
+def _encoding_text(places: Sequence[BoxLocation]) -> str:
     """Return the codecs of a tensor with their bytes, as the end of a sentence.
 
     Returns "" if none is used.
@@ -105,7 +105,7 @@ def number_json(value: Number) -> object:
     return value
 
 
-def place_json(place: Place) -> dict[str, object]:
+def place_json(place: BoxLocation) -> dict[str, object]:
     """Return a place as an object of ``--json``; the schema is in ``ckpt_cli.commands.inspect``."""
     return {
         "offset": list(place.box.offset),

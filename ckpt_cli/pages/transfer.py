@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
+from core.convert.explain import LayoutLine
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
-    from core.convert.explain import Explained
     from core.convert.prepare import Prepared
     from core.convert.run import Report
     from core.team.protocol import Figures
@@ -54,7 +54,7 @@ def plan_lines(
             yield f"  {escaped(name)}"
 
 
-def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
+def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     """Yield each tensor with its shape, the effect of its rule, and where the rule is.
 
     Each tensor takes one line if all fit, and in files and pipes; else the rule is wrapped below it.

@@ -38,7 +38,7 @@ FacetT = TypeVar("FacetT")
 
 @value(frozen=True, slots=True)
 class TensorMeta:
-    """A global tensor.
+    """The metadata of a global tensor.
 
     Args:
         key: unique name.
@@ -54,12 +54,12 @@ class TensorMeta:
 
     @property
     def n_elements(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor as one dense array."""
+        """Return the bytes of the tensor as one dense array."""
         return prod(self.shape) * itemsize(self.dtype)
 
 
@@ -73,10 +73,10 @@ class Fragment(Generic[ArrayT_co]):
     """A box of a global tensor and the array region that holds it.
 
     Args:
-        key: the tensor.
+        key: key of the tensor.
         box: region of the tensor, in elements.
-        array: the array that holds it; None on the source side means that the region is zero by rule (vocabulary
-            padding), which no file stores.
+        array: the array that holds it; None on the source side means that the region is zero by
+        rule (vocabulary padding), which no file stores.
         at: index of the region's first element in ``array``, one number per axis of the array.
     """
 
@@ -91,43 +91,45 @@ class Fragment(Generic[ArrayT_co]):
 
 
 TargetFragment: TypeAlias = Fragment[PlannedArray]
-"""Of a target catalog."""
+"""A fragment of a target catalog."""
 AnyFragment: TypeAlias = Fragment[AnyArray]
-"""Of a source or of a target."""
+"""A fragment of a source or of a target."""
 
 
 def whole_fragment(key: str, array: ArrayT) -> Fragment[ArrayT]:
-    """The fragment of a tensor that is all of one array."""
+    """Return the fragment of a tensor that is all of one array."""
     return Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
 
 
 def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:
-    """The tensors that are one array each, by key."""
+    """Return the metadata of tensors that are one array each, by key."""
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
 
 
 def held_boxes(shape: Shape, fragments: Iterable[Fragment[ArrayT]]) -> Iterator[tuple[ArrayT, Box | None]]:
-    """Every array of a tensor once, with the box of the tensor that it holds as a whole; None for one that holds none.
+    """Yield every array of a tensor once, with the box of the tensor that it holds as a whole.
+
+    The box is None for an array that holds none.
 
     Args:
-        shape: of the tensor.
-        fragments: of the tensor; an array may be in several of them.
+        shape: shape of the tensor, in elements.
+        fragments: fragments of the tensor; an array may be in several of them.
     """
-    seen: dict[str, Box | None] = {}
+    box_of: dict[str, Box | None] = {}
     for fragment in fragments:
         array = fragment.array
         if array is None:
             continue
         box = fragment.box if array.shape == fragment.box.shape else _held_box(shape, fragment, array)
-        if array.name not in seen:
-            seen[array.name] = box
+        if array.name not in box_of:
+            box_of[array.name] = box
             yield array, box
-        elif seen[array.name] != box:
+        elif box_of[array.name] != box:
             yield array, None
 
 
 def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | None:
-    """The box of the tensor that corresponds to an array of which the fragment is a part, or None if there is none."""
+    """Return the box of the tensor that corresponds to the whole array of a fragment, or None."""
     extra = len(shape) - len(array.shape)
     extents = (1,) * extra + array.shape[max(-extra, 0) :]
     at = (0,) * extra + fragment.at[max(-extra, 0) :]
@@ -138,16 +140,17 @@ def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | Non
 
 @value(frozen=True, slots=True)
 class StoredObject:
-    """A non-tensor entry: optimizer settings, random states, arguments, extra states.
+    """An entry that is not a tensor: optimizer settings, random states, arguments, extra states.
 
-    Either ``value`` or ``raw_key`` tells its content. Tensors inside a value stand in it as ``TensorLeaf`` and are
-    listed in ``Catalog.hidden``.
+    Its content is in either ``value`` or ``raw_key``. Tensors inside a value stand in it as
+    ``TensorLeaf`` and are listed in ``Catalog.hidden``.
 
     Args:
         key: unique name, in the same space as the tensors' keys.
         value: the inert value (``core.pickle.inert``) where it was read with the metadata.
-        raw_key: the entry of ``Catalog.hidden`` (uint8, one axis) that holds the object's own torch stream, for objects
-            that are not read with the metadata; ``core.formats.torch.format.load_object`` parses it.
+        raw_key: the entry of ``Catalog.hidden`` (uint8, one axis) that holds the object's own torch
+        stream, for objects that are not read with the metadata;
+        ``core.formats.torch.format.load_object`` parses it.
         coords: rank coordinates, as in StoredArray.
     """
 
@@ -158,7 +161,10 @@ class StoredObject:
 
 
 def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
-    """The ``bind`` of formats whose byte addresses are known from metadata."""
+    """Return the array unchanged.
+
+    This is the ``bind`` of formats whose metadata give all byte addresses.
+    """
     return array
 
 
@@ -178,13 +184,13 @@ class Catalog(Generic[ArrayT_co]):
         skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where the format keeps
             nesting; None means flat.
         bind: finds the byte address and strides of a late-bound array.
-        iteration: the training step at which it was saved, where anything says so.
+        iteration: the training step at which it was saved, or None if nothing records it.
         args: the training arguments as an inert namespace (``core.pickle.inert``), or None.
         common: entries beside tensors and objects that all ranks share, by name, where the format keeps them apart
             (torch_dist's ``common.pt``; the global form of Megatron rank files); None where it does not.
         optimizer: Megatron's optimizer, apart from its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
-        unsupported: key → what it is, for tensors that are listed and cannot be copied.
+        unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
         carried: path → key of the hidden uint8 tensor that is the file: configurations and tokenizers beside the
             weights.
         documents: path → bytes of small files that a layout made, to be written beside the weights.
@@ -192,7 +198,7 @@ class Catalog(Generic[ArrayT_co]):
         notes: what the user should know, a sentence each.
         dropped: ``entry (reason)`` of what is left out.
         write: how the files of a target are to be written.
-        facets: what single formats and layouts know beyond this (``core.catalog.facets``), by class.
+        facets: further facts of single formats and layouts (``core.catalog.facets``), by class.
     """
 
     format: str
@@ -218,45 +224,45 @@ class Catalog(Generic[ArrayT_co]):
     facets: Mapping[type, object] = field(default_factory=dict)
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
-        """The fragments of one tensor, replicas included, in a stable order."""
+        """Return the fragments of one tensor, replicas included, in a stable order."""
         return self.fragments_of(key)
 
     def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
-        """Every fragment of every tensor and hidden tensor."""
+        """Yield every fragment of every tensor and hidden tensor."""
         for key in self.tensors:
             yield from self.fragments_of(key)
         for key in self.hidden:
             yield from self.fragments_of(key)
 
     def stored_arrays(self) -> dict[str, ArrayT_co]:
-        """Every stored array by its name, each once."""
+        """Return every stored array by its name, each once."""
         arrays = (fragment.array for fragment in self.all_fragments())
         return {array.name: array for array in arrays if array is not None}
 
     def meta(self, key: str) -> TensorMeta:
-        """The tensor or hidden tensor of a key."""
-        found = self.tensors.get(key)
-        return found if found is not None else self.hidden[key]
+        """Return the tensor or hidden tensor of a key."""
+        meta = self.tensors.get(key)
+        return meta if meta is not None else self.hidden[key]
 
     def whole_array(self, key: str) -> ArrayT_co:
-        """The one array that is all of a tensor, in a target catalog whose format needs it so.
+        """Return the array that is all of a tensor, in a target catalog whose format needs one.
 
         Raises:
             UnsupportedError: the tensor is cut into several arrays.
         """
         array = self.fragments_of(key)[0].array
         if array is None or array.shape != self.meta(key).shape:
-            raise UnsupportedError(f"{self.format} holds this tensor as one array, but it is cut into pieces", key=key)
+            raise UnsupportedError(f"{self.format} stores this tensor as one array, but it is cut into pieces", key=key)
         return array
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
+        """Return the bytes of all tensors, each counted once."""
         return sum(meta.n_bytes for meta in self.tensors.values())
 
     @property
     def is_rank_local(self) -> bool:
-        """Whether this is a rank catalog: keys and shapes are those of single ranks."""
+        """Return whether keys and shapes are those of single ranks (a rank catalog)."""
         return RankFacts in self.facets
 
     def facet(self, kind: type[FacetT]) -> FacetT | None:
@@ -264,7 +270,7 @@ class Catalog(Generic[ArrayT_co]):
         return cast("FacetT | None", self.facets.get(kind))
 
     def with_facet(self, facet: object) -> Catalog[ArrayT_co]:
-        """Return the catalog with a facet set; it takes the place of another one of its class."""
+        """Return the catalog with a facet set; it replaces another one of its class."""
         return replace(self, facets={**self.facets, type(facet): facet})
 
     def without_facets(self, *kinds: type) -> Catalog[ArrayT_co]:
@@ -276,7 +282,8 @@ class Catalog(Generic[ArrayT_co]):
 
         Args:
             format: name of the target format.
-            fragments_of: of every tensor and hidden tensor, in arrays that are to be placed.
+            fragments_of: returns the fragments of a tensor or hidden tensor, in arrays that are to
+            be placed.
         """
         entries: Any = self  # replace() cannot change the type parameter
         target: TargetCatalog = replace(
@@ -289,22 +296,26 @@ class Catalog(Generic[ArrayT_co]):
         return replace(self, notes=(*self.notes, *notes))
 
     def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
-        """The catalog with more hidden tensors, each one array; by their keys, which no other has."""
+        """Return the catalog with more hidden tensors, each one array.
+
+        Args:
+            arrays: array by key; no other tensor has such a key.
+        """
         if not arrays:
             return self
-        before = self.fragments_of
+        old_fragments_of = self.fragments_of
 
         def fragments_of(key: str) -> Sequence[Fragment]:
             array = arrays.get(key)
-            return before(key) if array is None else (whole_fragment(key, array),)
+            return old_fragments_of(key) if array is None else (whole_fragment(key, array),)
 
         return replace(self, hidden={**self.hidden, **metas_of(arrays)}, fragments_of=fragments_of)
 
 
 TargetCatalog: TypeAlias = Catalog[PlannedArray]
-"""What is to be written: ``Format.lay_out`` places its arrays."""
+"""A catalog of what is to be written: ``Format.lay_out`` places its arrays."""
 AnyCatalog: TypeAlias = Catalog[AnyArray]
-"""A source or a target, for code that asks for no places."""
+"""A source or a target, for code that does not use positions in files."""
 
 
 def catalog_of_arrays(
@@ -316,18 +327,18 @@ def catalog_of_arrays(
     hidden: Mapping[str, ArrayT] | None = None,
     skeleton: object = None,
 ) -> Catalog[ArrayT]:
-    """The catalog of a checkpoint in which every tensor is one array.
+    """Return the catalog of a checkpoint in which every tensor is one array.
 
     Args:
         arrays: tensor key → the array that holds all of it.
         hidden: the same for the tensors that belong to objects.
     """
-    every = {**arrays, **(hidden or {})}
+    all_arrays = {**arrays, **(hidden or {})}
     return Catalog(
         format=format,
         version=version,
         tensors=metas_of(arrays),
-        fragments_of=lambda key: (whole_fragment(key, every[key]),),
+        fragments_of=lambda key: (whole_fragment(key, all_arrays[key]),),
         objects=objects or {},
         hidden=metas_of(hidden or {}),
         skeleton=skeleton,

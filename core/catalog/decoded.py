@@ -1,8 +1,9 @@
-"""Encoded arrays as files: the source store, with a file of dense bytes for every array that has an encoding.
+"""Serve encoded arrays as files of dense bytes, beside the files of the source store.
 
-Decoded units are kept, the least recently used ones go first. Row bands of a tensor come in order, so a unit is decoded
-once as long as those that lie side by side fit. An encoding that reads encoded arrays itself (``core.quantize.source``)
-is given this store, so that all of them share one cache.
+Decoded units are cached; the least recently used ones are dropped first. Row bands of a tensor come
+in order, so a unit is decoded once as long as those that lie side by side fit. An encoding that
+reads encoded arrays itself (``core.quantize.source``) is given this store, so that all of them
+share one cache.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class DecodedStore:
 
     Args:
         store: the source's files.
-        cache_bytes: most bytes of decoded units that are kept; one unit a reader stays in any case.
-        device: on which encodings that compute may do so.
+        cache_bytes: maximum size of the cached units; one unit per reader stays in any case.
+        device: the device for encodings that compute, or None.
 
     Attributes:
         device: the same.
@@ -49,43 +50,43 @@ class DecodedStore:
 
     @property
     def label(self) -> str:
-        """See ReadStore."""
+        """Return the label of the source."""
         return self._store.label
 
     @property
     def entry(self) -> str | None:
-        """See ReadStore."""
+        """Return the one file of the source, or None."""
         return self._store.entry
 
     def placed(self, array: StoredArray) -> StoredArray:
-        """The array as plain bytes: as it is, or in a file that this store serves."""
+        """Return the array as plain bytes: as it is, or in a file that this store serves."""
         extent = array.extent
         if extent.encoding is None:
             return array
         return replace(array, extent=Extent(_ArrayName(array), 0))
 
     def files(self, under: str = "") -> list[str]:
-        """See ReadStore; decoded arrays are not listed."""
+        """Return the files of the source; decoded arrays are not listed."""
         return self._store.files(under)
 
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore."""
+        """Return the folders of the source."""
         return self._store.folders(under)
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """See ReadStore; decoded arrays are not listed."""
+        """Return the sizes of the source's files; decoded arrays are not listed."""
         return self._store.sizes(under)
 
     def exists(self, name: str) -> bool:
-        """See ReadStore."""
+        """Return whether a file or a decoded array exists."""
         return isinstance(name, _ArrayName) or self._store.exists(name)
 
     def size(self, name: str) -> int:
-        """See ReadStore."""
+        """Return the size of a file or of a decoded array, in bytes."""
         return name.array.n_bytes if isinstance(name, _ArrayName) else self._store.size(name)
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore."""
+        """Return bytes of a file or of a decoded array."""
         if not isinstance(name, _ArrayName):
             return self._store.read(name, offset, n_bytes)
         buffer = bytearray(n_bytes)
@@ -93,10 +94,11 @@ class DecodedStore:
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See ReadStore.
+        """Read bytes of a file or of a decoded array into a buffer.
 
         Raises:
-            CorruptError: an array decodes to another length than it should have; and what the encoding raises.
+            CorruptError: an array decodes to another length than it should have.
+            CheckpointingException: the store or the encoding raises it.
         """
         if not isinstance(name, _ArrayName):
             self._store.read_into(name, offset, buffer)
@@ -108,16 +110,16 @@ class DecodedStore:
             unit = self._unit(name, number)
             n = min(len(unit) - start, len(buffer) - done)
             if n <= 0:
-                raise CorruptError(f"{encoding.name} data end at byte {offset + done} of the array", file=name)
+                raise CorruptError(f"the {encoding.name} data end at byte {offset + done} of the array", file=name)
             buffer[done : done + n] = unit[start : start + n]
             done += n
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ReadStore."""
+        """Return the bytes of several spans of a file or of a decoded array."""
         return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """See ReadStore."""
+        """Read consecutive bytes of a file or of a decoded array into several buffers."""
         if not isinstance(name, _ArrayName):
             self._store.read_vector(name, offset, buffers, n_bytes)
             return
@@ -126,7 +128,7 @@ class DecodedStore:
             offset += len(buffer)
 
     def _unit(self, name: _ArrayName, number: int) -> memoryview:
-        """The bytes of a unit, decoded by the first thread that asks for it."""
+        """Return the bytes of a unit, decoded by the first thread that asks for it."""
         key = (str(name), number)  # a plain string, which holds no array
         with self._lock:
             unit = self._units.get(key)
@@ -151,35 +153,42 @@ class DecodedStore:
         return data
 
     def _decoded(self, array: StoredArray, number: int) -> bytes | memoryview:
+        """Decode a unit.
+
+        Raises:
+            CorruptError: it decodes to another length than it should have.
+        """
         encoding = _encoding_of(array)
         data = encoding.decode(self, array, number)
-        wanted = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
+        expected = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
         n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
-        if n_bytes != wanted:
+        if n_bytes != expected:
             raise CorruptError(
-                f"{encoding.name} data of array {array.name!r} have {n_bytes} bytes, not {wanted}",
+                f"the {encoding.name} data of array {array.name!r} decode to {n_bytes} bytes, not {expected}",
                 file=array.extent.file,
             )
         return data
 
     def _make_room(self, *, keep: tuple[str, int]) -> None:
-        """Forgets units, oldest first, until the rest fits; the lock is held."""
+        """Drop units, oldest first, until the rest fits; the caller holds the lock."""
         while self._n_bytes > self._cache_bytes:
             oldest = next((key for key, unit in self._units.items() if key != keep and unit.data is not None), None)
             if oldest is None:
                 return
-            gone = self._units.pop(oldest).data
-            assert gone is not None
-            self._n_bytes -= len(gone)
+            data = self._units.pop(oldest).data
+            assert data is not None
+            self._n_bytes -= len(data)
 
 
 def device_of(store: ReadStore) -> Device | None:
-    """The device on which what a store serves is computed; None for the CPU path."""
+    """Return the device on which what a store serves is computed, or None for the CPU."""
     return store.device if isinstance(store, DecodedStore) else None
 
 
 class _ArrayName(str):
-    """The name of an encoded array's file; holds the array, so that the store need not remember every one.
+    """The name of an encoded array's file.
+
+    It holds the array, so that the store need not remember every one.
 
     Attributes:
         array: the encoded array.
@@ -213,11 +222,11 @@ def _encoding_of(array: StoredArray) -> Encoding:
 
 
 def decoding_bytes(fragments: Iterable[Fragment]) -> int:
-    """Most memory that decoding one unit of these takes, the unit included; 0 if nothing is encoded."""
-    most = 0
+    """Return the most memory that decoding one unit takes, the unit included; 0 without any."""
+    n_bytes = 0
     for fragment in fragments:
         encoding = None if fragment.array is None else fragment.array.extent.encoding
         if fragment.array is not None and encoding is not None:
             unit = min(encoding.unit_bytes, fragment.array.n_bytes)
-            most = max(most, unit + encoding.working_bytes)
-    return most
+            n_bytes = max(n_bytes, unit + encoding.working_bytes)
+    return n_bytes

@@ -1,9 +1,10 @@
-"""What single formats and layouts know about a checkpoint beyond what every catalog holds.
+"""Facets: facts about a checkpoint that only some formats and layouts have.
 
-A facet is a frozen dataclass of which a catalog carries at most one: ``catalog.facet(RankFacts)`` returns it or None,
-``catalog.with_facet(RankFacts(...))`` sets it. Facets that only one format reads lie beside that format
-(``core.formats.dcp.facets``, ``core.formats.deepspeed.facets``); those here are read across packages. A catalog that is
-made from another one by ``replace`` keeps its facets, so a facet that no longer holds must be removed.
+A facet is a frozen dataclass of which a catalog carries at most one: ``catalog.facet(RankFacts)``
+returns it or None, ``catalog.with_facet(RankFacts(...))`` sets it. Facets that only one format
+reads lie beside that format (``core.formats.dcp.facets``, ``core.formats.deepspeed.facets``); those
+here are read across packages. A catalog that is made from another one by ``replace`` keeps its
+facets, so a facet that no longer holds must be removed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What makes a catalog a rank catalog: one whose keys are ``<rank directory>:<name>`` and whose shapes are local.
+    """The facet of a rank catalog: keys are ``<rank directory>:<name>``, shapes are local.
 
     Args:
         ranks: coordinates → (rank directory, skeleton of the rank's ``model_optim_rng.pt``).
@@ -67,13 +68,13 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
-    """What makes a catalog a Megatron model in global per-layer form (``core.megatron.reshard.from_ranks``).
+    """The facet of a Megatron model in global form (``core.megatron.reshard.from_ranks``).
 
     Args:
-        vocab_size: rows of the true vocabulary, None where nothing says.
+        vocab_size: rows of the true vocabulary, None where nothing records them.
         expert_names: how rank files name experts: ``sequential`` (``experts.local_experts.3.linear_fc1.weight``),
             ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, of older Megatron).
-            None: without experts, or what the arguments say.
+            None: without experts, or as the arguments determine.
         is_down_proj_cut: multi-latent attention's down projections are cut over TP, as by the local implementation.
         rng_states: ``core.megatron.model.topology.Rank`` → its random states, where the source is rank files.
         order: names of tensors and extra states in the order of the files; None: as Megatron makes them.
@@ -96,7 +97,7 @@ class MegatronModel:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """What makes a catalog a model under Hugging Face's names that was made from a Megatron one.
+    """The facet of a model under Hugging Face's names that was made from a Megatron one.
 
     Args:
         model_type: the family, as ``config.json`` names it.
@@ -107,7 +108,7 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistFacts:
-    """What a torch_dist checkpoint says beyond DCP.
+    """The facet of a torch_dist checkpoint: what it records beyond DCP.
 
     Args:
         dialect: one of ``core.formats.dcp.torch_dist.DIALECTS``; None writes the usual one.
@@ -120,7 +121,7 @@ class TorchDistFacts:
 
 @dataclass(frozen=True, slots=True)
 class WeightFileFacts:
-    """What files of weights say beside their tensors (safetensors, Hugging Face's ``pytorch_model.bin``).
+    """The facet of weight files (safetensors, Hugging Face's ``pytorch_model.bin``).
 
     Args:
         metadata: ``__metadata__`` of all safetensors files, without what the format itself explains.
@@ -133,11 +134,11 @@ class WeightFileFacts:
 
 @dataclass(frozen=True, slots=True)
 class TorchFileFacts:
-    """What a ``torch.save`` file says beside its tensors and objects.
+    """The facet of a ``torch.save`` file.
 
     Args:
         is_set_aside: its objects of other classes were set aside when it was written (``weights_only``).
-        shared: path of a container → path where the same one stands before.
+        shared: path of a container → earlier path of the same container.
     """
 
     is_set_aside: bool = False

@@ -1,7 +1,8 @@
-"""File images: output files before they have data.
+"""Describe output files before they have data.
 
-``lay_out`` of a format is pure: it turns a target catalog into file images, in which the position of every byte is
-fixed. The engine then creates the files and fills the arrays in any order; literals are everything else.
+``lay_out`` of a format is pure: it turns a target catalog into file images, in which the position
+of every byte is fixed. The engine then creates the files and fills the arrays in any order;
+literals are everything else.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
 
 CrcOf = Callable[[str], int]
-"""CRC-32 of a finished array, by its name; 0 if checksums are switched off."""
+"""A function that returns the CRC-32 of a finished array by name; 0 without checksums."""
 
 
 def no_literals(crc_of: CrcOf) -> Iterable[Literal]:
-    """The literals of a file that has none."""
+    """Return no literals, for files that have none."""
     return ()
 
 
 @value(frozen=True, slots=True)
 class PlacedArray:
-    """An array and its byte offset in a file image; its bytes there are dense C order, little endian."""
+    """An array and its byte offset in a file image, dense in C order and little endian."""
 
     offset: int
     array: PlannedArray
@@ -35,14 +36,14 @@ class PlacedArray:
 
 @dataclass(frozen=True, slots=True)
 class JoinedArray:
-    """A dense array in a file that consists of several others, with zeros where none of them is.
+    """A dense array in a file that consists of several others, with zeros in between.
 
     Args:
         name: unique in the file.
-        dtype: canonical dtype name, of all parts.
-        n: elements.
+        dtype: canonical dtype name of all parts.
+        n: number of elements.
         parts: (first element, array), in increasing order, disjoint.
-        stated_shape: the shape as which it is saved; None for one axis.
+        stated_shape: the shape with which it is saved; None for one axis.
     """
 
     name: str
@@ -53,12 +54,12 @@ class JoinedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of any array."""
+        """Return the shape, in elements."""
         return (self.n,) if self.stated_shape is None else self.stated_shape
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Return the bytes of the whole array."""
         return self.n * itemsize(self.dtype)
 
 
@@ -67,12 +68,13 @@ class FileImage:
     """An output file before it has data.
 
     Args:
-        path: relative to the destination.
+        path: path relative to the destination.
         size: bytes of the finished file.
         arrays: what the engine fills, in increasing offset; ranges are disjoint.
-        literals: every other byte that is not zero (headers, pickles, indexes), generated when the arrays are done,
-            because containers such as zip state the arrays' CRCs. Must not overlap the arrays.
-        is_metadata: written after all others; makes the checkpoint recognisable.
+        literals: returns every other byte that is not zero (headers, pickles, indexes) once the
+        arrays are done, because containers such as zip record the arrays' CRCs. They must not
+        overlap the arrays.
+        is_metadata: the file is written after all others, and makes the checkpoint recognisable.
     """
 
     path: str
@@ -83,7 +85,7 @@ class FileImage:
 
 
 def literal_file(path: str, data: bytes, *, is_metadata: bool = False) -> FileImage:
-    """The image of a file without arrays."""
+    """Return the image of a file without arrays."""
 
     def literals(crc_of: CrcOf) -> Iterable[Literal]:
         yield 0, data

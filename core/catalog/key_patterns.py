@@ -1,4 +1,4 @@
-"""Key patterns: how people name some of the tensors of a checkpoint.
+"""Key patterns: how users name some of the tensors of a checkpoint.
 
 =================  ====================================================================
  written            means
@@ -22,7 +22,7 @@ from core.errors import UsageError
 LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
 """The hint where a pattern matches nothing."""
 MAX_LISTED = 8
-"""Keys of a list in a message; how many more there are is told."""
+"""Maximum number of keys that a message lists; of the others it gives the number."""
 
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
@@ -31,9 +31,10 @@ _NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
-    """The keys that ``pattern`` selects, in their order.
+    """Return the keys that ``pattern`` selects, in their order.
 
-    A pattern that is itself a key selects that key and what is below it, whatever characters it has.
+    A pattern that is itself a key selects that key and what is below it, whatever characters it
+    has.
 
     Raises:
         UsageError: a number range is backwards or absurdly long.
@@ -48,7 +49,7 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """A function that tells whether a key is selected by ``pattern``.
+    """Return a function that tells whether ``pattern`` selects a key.
 
     Raises:
         UsageError: as for ``matching``.
@@ -78,47 +79,48 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         raise UsageError(f"{pattern!r} is not a key pattern: {err}") from err
 
     def matches(key: str) -> bool:
-        found = expression.fullmatch(key)
-        if found is None:
+        match = expression.fullmatch(key)
+        if match is None:
             return False
-        return all(int(text) in allowed for text, allowed in zip(found.groups(), numbers, strict=True))
+        return all(int(text) in allowed for text, allowed in zip(match.groups(), numbers, strict=True))
 
     return matches
 
 
 def _numbers_of(text: str, pattern: str) -> frozenset[int]:
-    found: set[int] = set()
+    """Return the numbers that a bracket of a pattern lists."""
+    numbers: set[int] = set()
     for part in text.split(","):
         span, _, step = part.partition(":")
         first, _, last = span.partition("-")
         values = range(int(first), int(last or first) + 1, max(int(step or 1), 1))
-        if not values or len(values) + len(found) > _MAX_NUMBERS:
+        if not values or len(values) + len(numbers) > _MAX_NUMBERS:
             raise UsageError(f"[{part}] in {pattern!r} is not a range of numbers")
-        found.update(values)
-    return frozenset(found)
+        numbers.update(values)
+    return frozenset(numbers)
 
 
 def some_of(keys: Sequence[str]) -> str:
-    """Some keys, at least one, for a message: the first one, and how many more."""
+    """Return the first of at least one key as text, and how many more there are."""
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def listed_keys(keys: Iterable[str]) -> str:
     """Return the first of some keys as text, and how many more there are."""
-    every = list(keys)
-    more = f" and {len(every) - MAX_LISTED:,} more" if len(every) > MAX_LISTED else ""
-    return ", ".join(every[:MAX_LISTED]) + more
+    all_keys = list(keys)
+    more = f" and {len(all_keys) - MAX_LISTED:,} more" if len(all_keys) > MAX_LISTED else ""
+    return ", ".join(all_keys[:MAX_LISTED]) + more
 
 
 def rename_hint(keys: Sequence[str]) -> str:
-    """Return the hint to give keys other names, with the patterns to type; they match whole keys."""
+    """Return the hint to give keys other names, with patterns for whole keys to type."""
     options = [f"--rename {shlex.quote(f'^{re.escape(key)}$=NEW')}" for key in keys[:MAX_LISTED]]
     more = f" and {len(keys) - MAX_LISTED:,} more" if len(keys) > MAX_LISTED else ""
-    return f"{'give them other names' if len(keys) > 1 else 'give it another name'}: {' '.join(options)}{more}"
+    return f"rename {'them' if len(keys) > 1 else 'it'} with {' '.join(options)}{more}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Distinct numbers in the notation that ``matcher`` reads: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
+    """Return numbers in the notation that ``matcher`` reads: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
     values = sorted(numbers)
     if len(values) > 2:
         step = values[1] - values[0]
@@ -134,9 +136,9 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def folded(lines: Iterable[str], *, end: str) -> list[str]:
-    """Lines about keys without repetition: ``layers.0.x (why)`` … are ``layers.[0-31].x (why)``.
+    """Fold lines about keys that differ only in the numbers of layers and experts.
 
-    Lines fold that differ in numbers of their keys only, layers and experts; brackets hold every number that there
+    ``layers.0.x (why)`` … become ``layers.[0-31].x (why)``. Brackets list every number that there
     was, so nothing is lost.
 
     Args:
@@ -150,20 +152,25 @@ def folded(lines: Iterable[str], *, end: str) -> list[str]:
         key, mark, rest = line.partition(end)
         parts = _NUMBER.split(key) if mark else [line]
         alike.setdefault((*parts[::2], mark + rest), []).append(parts[1::2])
-    found: list[str] = []
+    result: list[str] = []
     for (*texts, rest), rows in alike.items():
         for at in reversed(range(len(texts) - 1)):
             rows = _merged(rows, at)
-        found += ["".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest for row in rows]
-    return found
+        result += [
+            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest for row in rows
+        ]
+    return result
 
 
 def _merged(rows: Iterable[Sequence[str]], at: int) -> list[list[str]]:
-    """Rows that differ in one place only, as one with all its numbers there."""
+    """Return the rows, merging those that differ only at one position.
+
+    The merged row has all their numbers there.
+    """
     numbers: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         numbers.setdefault((*row[:at], *row[at + 1 :]), []).append(row[at])
     return [
-        [*others[:at], one[0] if len(set(one)) == 1 else f"[{ranges(map(int, set(one)))}]", *others[at:]]
-        for others, one in numbers.items()
+        [*rest[:at], texts[0] if len(set(texts)) == 1 else f"[{ranges(map(int, set(texts)))}]", *rest[at:]]
+        for rest, texts in numbers.items()
     ]

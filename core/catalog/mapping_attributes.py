@@ -1,7 +1,7 @@
-"""Attributes of mappings in a state dict: ``od.ema = tensor``, or what an instance of a dict's subclass has.
+"""Find attributes of mappings in a state dict: ``od.ema = tensor``, or those of a dict subclass.
 
-Pickles keep them beside the entries. Formats that name tensors by the paths of entries have no place for them, so they
-are left out there, and told::
+Pickles keep them beside the entries. Formats that name tensors by the paths of entries cannot store
+them, so they are left out there, and reported::
 
     model._metadata    set by torch.nn.Module.state_dict: versions of modules
     model.ema          set by a training script
@@ -25,12 +25,12 @@ VERSIONS = "_metadata"
 
 @dataclass(frozen=True, slots=True)
 class MappingAttribute:
-    """An attribute of a mapping, or the arguments of which its class makes it.
+    """An attribute of a mapping, or the arguments from which its class makes it.
 
     Args:
-        path: of the mapping.
-        name: of the attribute; ``arguments`` for those of its class.
-        value: inert.
+        path: path of the mapping.
+        name: name of the attribute; ``arguments`` for those of its class.
+        value: the inert value.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class MappingAttribute:
 
     @property
     def key(self) -> str:
-        """The dot-joined path of the attribute."""
+        """Return the dot-joined path of the attribute."""
         return join_path((*self.path, self.name))
 
     @property
     def holds_tensor(self) -> bool:
-        """Whether there is a tensor in it."""
+        """Return whether there is a tensor in the value."""
         return _holds_tensor(self.value)
 
 
@@ -76,7 +76,8 @@ def attributes_beside_tensors(skeleton: object) -> list[MappingAttribute]:
 def without_attributes(catalog: Catalog) -> Catalog:
     """Return the catalog without ``attributes_beside_tensors``.
 
-    Mappings without tensors keep theirs: a format that has a place for other objects may hold them as they are.
+    Mappings without tensors keep theirs: a format that can store other objects may hold them as
+    they are.
     """
     lost = attributes_beside_tensors(catalog.skeleton)
     if not lost:
@@ -92,10 +93,13 @@ def without_attributes(catalog: Catalog) -> Catalog:
 
 
 def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute]) -> Catalog:
-    """Return the catalog without the hidden tensors of attributes that are gone, save those that objects hold too."""
-    gone = _tensors_in([attribute.value for attribute in attributes])
-    gone -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
-    return replace(catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in gone})
+    """Return the catalog without the hidden tensors of removed attributes.
+
+    Tensors that objects hold too are kept.
+    """
+    removed = _tensors_in([attribute.value for attribute in attributes])
+    removed -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
+    return replace(catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in removed})
 
 
 _ARGUMENTS = "arguments"

@@ -1,21 +1,28 @@
-"""The state of an optimizer, whatever the checkpoint calls it: per parameter, and what its groups say.
+"""Name the states of an optimizer, whatever the checkpoint calls them, and describe its groups.
 
-In the global per-layer form (``core.megatron.reshard.from_ranks``) every state of a parameter is a tensor of its own::
+In the global per-layer form (``core.megatron.reshard.from_ranks``) every state of a parameter is a
+tensor of its own::
 
-    optimizer.state.fp32_param.decoder.layers.3.mlp.linear_fc2.weight     the fp32 master, with the parameter's shape
+    optimizer.state.fp32_param.decoder.layers.3.mlp.linear_fc2.weight     the fp32 master, with the
+    parameter's shape
     optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight
     optimizer.state.exp_avg_sq.decoder.layers.3.mlp.linear_fc2.weight
 
-cut as the parameter is; everything else is ``Catalog.optimizer``, an ``Optimizer``. What each format makes of it:
+cut as the parameter is; everything else is ``Catalog.optimizer``, an ``Optimizer``. How each format
+stores it:
 
-=====================  =================================================================================================
+=====================
+=================================================================================================
  rank files             ``kind`` fp32, float16: numbered in model_optim_rng.pt
-                        (``core.megatron.optimizer.numbered.read``); distributed: flat buffers in distrib_optim.pt
+                        (``core.megatron.optimizer.numbered.read``); distributed: flat buffers in
+                        distrib_optim.pt
                         (``core.megatron.optimizer.flat.read``)
- torch_dist, zarr       the same keys, with layers stacked; ``param`` instead of ``fp32_param`` for distributed
+ torch_dist, zarr       the same keys, with layers stacked; ``param`` instead of ``fp32_param`` for
+ distributed
                         (``core.megatron.optimizer.sharded.read``)
  others                 these keys, and the groups as objects
-=====================  =================================================================================================
+=====================
+=================================================================================================
 
 Source: Megatron-LM d98e8a64 ``core/optimizer/{optimizer,distrib_optimizer}.py``, tests/golden.
 """
@@ -29,19 +36,19 @@ from typing import Protocol
 from core.arrays.box import Shape
 
 STATES = "optimizer.state."
-"""What the keys of optimizer states begin with."""
+"""Prefix of the keys of optimizer states."""
 MASTER = "fp32_param"
 """The state that is the parameter itself in fp32."""
 STEP = "optimizer.common_step"
 """Key of the hidden tensor that is the number of steps, where it is a tensor."""
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "sum"})
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
-"""Names of states, in any checkpoint: of what optimizers remember, and of parameters in fp32."""
+"""Names of moments and of fp32 masters in any checkpoint."""
 KINDS = ("fp32", "float16", "distributed")
 
 
 def state_key(state: str, param: str) -> str:
-    """The key of a parameter's state in the global form.
+    """Return the key of a parameter's state in the global form.
 
     Args:
         state: ``fp32_param``, ``exp_avg`` …
@@ -51,7 +58,7 @@ def state_key(state: str, param: str) -> str:
 
 
 def state_of(key: str) -> tuple[str, str] | None:
-    """(state, parameter) of a key in the global form, or None for what is no optimizer state."""
+    """Return (state, parameter) of a key in the global form, or None for other tensors."""
     if not key.startswith(STATES):
         return None
     state, dot, param = key[len(STATES) :].partition(".")
@@ -59,9 +66,9 @@ def state_of(key: str) -> tuple[str, str] | None:
 
 
 def param_of(key: str) -> str:
-    """The parameter whose rule a tensor follows: itself, or the one that it is a state of."""
-    found = state_of(key)
-    return key if found is None else found[1]
+    """Return the parameter whose rule a tensor follows: itself, or that of the state."""
+    state = state_of(key)
+    return key if state is None else state[1]
 
 
 class HasShape(Protocol):
@@ -69,13 +76,17 @@ class HasShape(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Shape in elements."""
+        """Return the shape, in elements."""
 
 
 def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
-    """Return the parameters of a global form that have a state → number of their axes, in the order of ``tensors``."""
-    named = {found[1] for key in tensors if (found := state_of(key)) is not None}
-    return {key: len(meta.shape) for key, meta in tensors.items() if key in named}
+    """Return the parameters of a global form that have a state, in the order of ``tensors``.
+
+    Returns:
+        Parameter → number of its axes.
+    """
+    parameters = {state[1] for key in tensors if (state := state_of(key)) is not None}
+    return {key: len(meta.shape) for key, meta in tensors.items() if key in parameters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ class ParamGroup:
     Args:
         settings: the group's entries as the checkpoint has them (``lr``, ``betas``, ``wd_mult``, ``step`` …), without
             ``params``.
-        params: global names of its parameters, in order; None where the checkpoint does not say (torch_dist).
+        params: global names of its parameters, in order; None where the checkpoint does not record them (torch_dist).
     """
 
     settings: Mapping[str, object]
@@ -93,7 +104,7 @@ class ParamGroup:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is a group of experts that expert parallelism distributes."""
+        """Return whether it is a group of experts that expert parallelism distributes."""
         return bool(self.settings.get("is_expert_parallel"))
 
 
@@ -106,7 +117,7 @@ class Optimizer:
         groups: in the checkpoint's order; those of chained optimizers one after the other.
         states: names of the states that parameters have, in the order of the files (``exp_avg`` …).
         step: the number of steps of all parameters: a number, a ``TensorLeaf`` with the key ``STEP``, or None where
-            only groups (or nobody) say it.
+            at most the groups record it.
         entries: other entries of the optimizer, such as ``grad_scaler``.
         omits_empty: rank files leave out the groups of which a rank has no parameter, as before megatron-core 0.14;
             None where the checkpoint does not show it.

@@ -1,7 +1,7 @@
-"""A destination before it is written, to be read like any checkpoint.
+"""Read a destination before it is written, like any checkpoint.
 
-Its metadata are those that will be there, save for checksums; the bytes of its arrays are zero. So the readers
-themselves say which tensor each of its bytes will belong to.
+Its metadata are those that will be there, except for checksums; the bytes of its arrays are zero.
+So the readers themselves tell which tensor each byte will belong to.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from core.errors import MissingShardError, TruncatedError
 
 
 class PlannedStore:
-    """The files of a plan; see ``core.files.store.ReadStore``.
+    """The files of a plan as a ``core.files.store.ReadStore``.
 
     Args:
         images: the files; their literals are made when they are first read.
-        prefix: of the paths to show, which are then relative to it.
+        prefix: prefix of the paths to show, which are then relative to it.
         entry: the one file, if the destination is one.
     """
 
@@ -39,34 +39,34 @@ class PlannedStore:
                 folder = above
 
     def files(self, under: str = "") -> list[str]:
-        """See ReadStore."""
+        """Return the names of the files in a folder."""
         return sorted(self._files.get(under, ()))
 
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore."""
+        """Return the names of the folders in a folder."""
         return sorted(self._folders.get(under, ()))
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """See ReadStore."""
+        """Return the sizes of the files in a folder, in bytes."""
         prefix = f"{under}/" if under else ""
         return {name: self._images[prefix + name].size for name in self.files(under)}
 
     def exists(self, name: str) -> bool:
-        """See ReadStore."""
+        """Return whether a file is planned."""
         return name in self._images
 
     def size(self, name: str) -> int:
-        """See ReadStore."""
+        """Return the size of a file, in bytes."""
         return self._image(name).size
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore."""
+        """Return bytes of a file; those of its arrays are zero."""
         buffer = bytearray(n_bytes)
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See ReadStore."""
+        """Read bytes of a file into a buffer; those of its arrays are zero."""
         stop = offset + len(buffer)
         if stop > self._image(name).size:
             raise TruncatedError(f"the file ends at byte {self.size(name)}", file=name)
@@ -79,24 +79,24 @@ class PlannedStore:
                 buffer[first - offset : last - offset] = data[first - start : last - start]
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ReadStore."""
+        """Return the bytes of several spans of a file."""
         return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """See ReadStore."""
+        """Read consecutive bytes of a file into several buffers."""
         for buffer in buffers:
             self.read_into(name, offset, buffer)
             offset += len(buffer)
 
     def _image(self, name: str) -> FileImage:
-        found = self._images.get(name)
-        if found is None:
+        image = self._images.get(name)
+        if image is None:
             raise MissingShardError("the file does not exist", file=name)
-        return found
+        return image
 
     def _literals_of(self, name: str) -> tuple[list[int], list[bytes]]:
-        known = self._literals.get(name)
-        if known is None:
-            found = sorted(self._image(name).literals(lambda array: 0))
-            known = self._literals[name] = ([start for start, _ in found], [data for _, data in found])
-        return known
+        columns = self._literals.get(name)
+        if columns is None:
+            literals = sorted(self._image(name).literals(lambda array: 0))
+            columns = self._literals[name] = ([start for start, _ in literals], [data for _, data in literals])
+        return columns

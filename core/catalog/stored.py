@@ -1,9 +1,9 @@
-"""Arrays that lie in a file and arrays that are still to be placed in one; how the bytes of encoded ones are obtained.
+"""Arrays that lie in a file, arrays that are still to be placed, and encodings of their bytes.
 
-Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are computed from others
-(``core.changes.quantize``) are *encoded*: ``Extent.encoding`` holds a value that knows how to make their dense bytes.
-The engine reads such an array as if it were a file of its own (``core.catalog.decoded``), one *unit* at a time, so that
-memory stays bounded.
+Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are
+computed from others (``core.changes.quantize``) are *encoded*: ``Extent.encoding`` holds a value
+that can make their dense bytes. The engine reads such an array as if it were a file of its own
+(``core.catalog.decoded``), one *unit* at a time, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -29,73 +29,81 @@ else:
 class Encoding(Protocol):
     """A codec with its parameters: a frozen value that compares by what it holds.
 
-    The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into units of
-    ``unit_bytes``; the last one may be shorter. A codec without random access has one unit, the whole array.
+    The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into
+    units of ``unit_bytes``; the last one may be shorter. A codec without random access has one
+    unit, the whole array.
 
-    An encoding that reads other files than the extent's lists them in an attribute ``files``, see ``files_read``; one
-    that compares with a checksum has a true attribute ``has_checksum``, see ``has_checksum``.
+    An encoding that reads other files than the extent's lists them in an attribute ``files``
+    (``files_read``); one that compares with a checksum has a true attribute ``has_checksum``.
     """
 
     @property
     def name(self) -> str:
-        """The codec, for people: ``zstd``, ``blosc``, ``fp8 blocks``."""
+        """Return the name of the codec for people: ``zstd``, ``blosc``, ``fp8 blocks``."""
 
     @property
     def unit_bytes(self) -> int:
-        """Dense bytes of one unit; more than 0."""
+        """Return the dense bytes of one unit; more than 0."""
 
     @property
     def working_bytes(self) -> int:
-        """Most memory that decoding one unit takes, the unit itself left out."""
+        """Return the memory that decoding one unit takes at most, without the unit itself."""
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """The dense bytes of one unit; called from several threads.
+        """Return the dense bytes of one unit; called from several threads.
 
         Args:
             store: the source's files.
-            array: the encoded array; its extent names the file and, where that means something, the byte address.
+            array: the encoded array; its extent names the file and, where that means something, the
+            byte address.
             unit: number of the unit, from 0.
 
         Raises:
-            CorruptError, TruncatedError, MissingShardError, UnsupportedError: names the file.
+            CorruptError, TruncatedError, MissingShardError, UnsupportedError: the unit cannot be
+            decoded; the error names the file.
         """
 
 
 def stored_bytes_of(encoding: Encoding) -> int | None:
-    """Length of the encoded bytes in the extent's file, from its offset, for people.
+    """Return the length of the encoded bytes in the extent's file, from its offset, for people.
 
-    None where an encoding does not say it in a field ``stored_bytes``: values inside a node of a database, computed
-    tensors.
+    None where an encoding has no field ``stored_bytes``: values inside a node of a database,
+    computed tensors.
     """
-    found = getattr(encoding, "stored_bytes", None)
-    return found if isinstance(found, int) else None
+    n_bytes = getattr(encoding, "stored_bytes", None)
+    return n_bytes if isinstance(n_bytes, int) else None
 
 
 def files_read(encoding: Encoding | None) -> Sequence[str]:
-    """The files that decoding reads, that of the extent left out."""
-    found: Sequence[str] = getattr(encoding, "files", ())
-    return found
+    """Return the files that decoding reads besides the extent's."""
+    files: Sequence[str] = getattr(encoding, "files", ())
+    return files
 
 
 def has_checksum(encoding: Encoding) -> bool:
-    """Whether decoding compares all stored bytes, or all that they make, with a checksum."""
+    """Return whether decoding compares all stored or all decoded bytes with a checksum."""
     return bool(getattr(encoding, "has_checksum", False))
 
 
 @value(frozen=True, slots=True)
 class Extent:
-    """Where the elements of a stored array lie.
+    """The position and the form of a stored array's elements.
 
     Args:
         file: path relative to the store, ``/`` between components.
-        offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item that holds it.
+        offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item
+        that holds it.
         strides: in elements per axis; None means C order without gaps.
-        item_bytes: length of that container item; the extent is then late-bound and ``strides`` is None.
-        encoding: how the dense bytes are made, or None for plain little-endian elements in the file.
-        crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
-        part_of: of a late-bound array that is a part of the item's tensor: that tensor's shape, and how many of its
-            elements come before, in C order; None where the array is the tensor.
-        is_swapped: of a late-bound array: its last two axes are those of the item's tensor in the other order.
+        item_bytes: length of that container item; the extent is then late-bound and ``strides`` is
+        None.
+        encoding: how the dense bytes are made, or None for plain little-endian elements in the
+        file.
+        crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the
+        container records one.
+        part_of: for a late-bound array that is a part of the item's tensor: that tensor's shape,
+        and how many of its elements come before, in C order; None where the array is the tensor.
+        is_swapped: for a late-bound array: its last two axes are those of the item's tensor in the
+        other order.
     """
 
     file: str
@@ -109,7 +117,7 @@ class Extent:
 
     @property
     def is_late(self) -> bool:
-        """Whether the byte address must still be found by ``Catalog.bind``."""
+        """Return whether ``Catalog.bind`` must still find the byte address."""
         return self.item_bytes is not None
 
 
@@ -125,7 +133,7 @@ class StoredArray:
         name: unique within the checkpoint.
         dtype: canonical dtype name.
         shape: in elements.
-        extent: where it lies.
+        extent: position of the array.
         coords: rank coordinates in formats that store one file per rank, else ().
     """
 
@@ -137,7 +145,7 @@ class StoredArray:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the array as a dense one."""
+        """Return the bytes of the array as a dense one."""
         return prod(self.shape) * itemsize(self.dtype)
 
 
@@ -156,7 +164,7 @@ class PlannedArray:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the array as a dense one."""
+        """Return the bytes of the array as a dense one."""
         return prod(self.shape) * itemsize(self.dtype)
 
     def at(self, extent: Extent) -> StoredArray:
@@ -165,7 +173,7 @@ class PlannedArray:
 
 
 AnyArray: TypeAlias = StoredArray | PlannedArray
-"""What code takes that asks for no more than an array's name, dtype and shape."""
+"""An array for code that uses only its name, dtype and shape."""
 
 if TYPE_CHECKING:
     ArrayT = TypeVar("ArrayT", bound=AnyArray, default=StoredArray)
@@ -177,12 +185,15 @@ else:
 
 
 def array_name(key: str, box: Box) -> str:
-    """What a stored array is called that holds one box of a tensor of several."""
+    """Return the name of a stored array that holds one box of a tensor with several."""
     return f"{key}@{','.join(map(str, box.offset))}"
 
 
 def n_stored_bytes(array: StoredArray) -> int:
-    """Return how many bytes of its file a placed array reaches over, strides included; 0 if only its encoding knows."""
+    """Return how many bytes of its file a placed array spans, strides included.
+
+    0 means that only the array's encoding knows.
+    """
     extent = array.extent
     if extent.item_bytes is not None:
         return extent.item_bytes
@@ -195,28 +206,28 @@ def n_stored_bytes(array: StoredArray) -> int:
 
 
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
-    """A run of an array's elements, in C order, as an array of its own with another shape.
+    """Return a run of an array's elements, in C order, as an array of its own with another shape.
 
     Args:
-        array: where it lies is known, or late-bound; without an encoding.
+        array: an array without encoding whose position is known or late-bound.
         start: elements before the run.
-        shape: of the part, in elements.
+        shape: shape of the part, in elements.
 
     Raises:
-        UnsupportedError: the array is not dense in its file, or its bytes must be made.
-        CorruptError: it ends before the part does.
+        UnsupportedError: the array is compressed or strided.
+        CorruptError: the array ends before the part does.
     """
     extent = array.extent
     stop = start + prod(shape)
     if start < 0 or stop > prod(array.shape):
         raise CorruptError(
-            f"elements {start}–{stop} are beyond the array's {prod(array.shape)}",
+            f"elements {start}–{stop} are out of range: the array has {prod(array.shape)}",
             key=array.name,
             file=extent.file,
         )
     is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
     if extent.encoding is not None or not is_dense:
-        raise UnsupportedError("only a part of it is needed, but it is compressed or strided", key=array.name)
+        raise UnsupportedError("cannot read a part of a compressed or strided array", key=array.name)
     name = f"{array.name}[{start}:{stop}]"
     if extent.is_late:
         base, before = extent.part_of or (array.shape, 0)

@@ -1,33 +1,40 @@
-"""float8 and int8 weights with scales: multiplied out (``dequantized``), or float8 made (``quantized``).
+"""Dequantize float8 and int8 weights with scales, or quantize weights to float8.
 
-Both give a catalog in which some tensors are computed while they are copied (``core.quantize.from_float8``,
-``core.quantize.to_float8`` say how, bit for bit).
+Both return a catalog in which some tensors are computed while they are copied
+(``core.quantize.from_float8`` and ``core.quantize.to_float8`` define how, bit for bit).
 
 Scales of a tensor ``X``, by name:
 
-=====================  ====================================================================================
- ``X_scale_inv``        DeepSeek-V3 and others: float32, one for each block of 128 × 128, row, or tensor
- ``X_scale``            compressed-tensors and others (``….weight_scale``): one for each row, or tensor
-=====================  ====================================================================================
+=====================
+====================================================================================
+ ``X_scale_inv``        DeepSeek-V3 and others: float32, one for each block of 128 × 128, row, or
+ tensor
+ ``X_scale``            compressed-tensors and others (``….weight_scale``): one for each row, or
+ tensor
+=====================
+====================================================================================
 
-Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one for all;
-``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for each block.
+Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one
+for all; ``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for
+each block.
 
-bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors' int8, where
-``config.json`` states that scheme: ``….weight_scale``, one for each row or tensor.
+bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors'
+int8, where ``config.json`` states that scheme: ``….weight_scale``, one for each row or tensor.
 
-Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale a tensor, ``()``.
+Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale per tensor,
+``()``.
 
-Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its own.
+Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its
+own.
 
-Not supported, refused by the scheme's name (``core.quantize.schemes``): scales that divide, zero points, groups, packed
-types.
+Not supported, refused by the scheme's name (``core.quantize.schemes``): scales that divide, zero
+points, groups, packed types.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,7 +43,7 @@ from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.stored import Extent, StoredArray
-from core.changes.rename import is_optimizer_key, nested_again
+from core.changes.rename import is_optimizer_key, nest_again
 from core.changes.tie import aliases_among
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import TensorLeaf
@@ -47,7 +54,7 @@ from core.quantize.source import source_of
 from core.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
 
 KINDS = ("block", "tensor", "none")
-"""What a rule of ``quantized`` may ask for."""
+"""The kinds of scales that a rule of ``quantize`` may ask for."""
 
 Rule = tuple[str | None, str]
 """(glob, or None for the weights that are quantised by default; one of ``KINDS``)."""
@@ -56,7 +63,7 @@ _SUFFIXES = ("_scale_inv", "_scale")
 _BITSANDBYTES, _INT8 = "bitsandbytes int8", "int8 scales"
 """Values of ``dequantize`` in the table of schemes."""
 _OVER_127 = 7.874015718698502e-3
-"""As bitsandbytes has it."""
+"""1/127 as bitsandbytes rounds it."""
 _KEPT = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|lm_head|head|output_layer|shared_head|score|classifier|eh_proj"
     r"|gate|router|shared_expert_gate|\w*norm\w*|ln_\w+|ln\d*)(\.|$)"
@@ -66,79 +73,69 @@ _CACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Requantized:
-    """A catalog after multiplying scales in or making them.
+class QuantizedCatalog:
+    """A catalog after dequantizing or quantizing.
 
     Args:
-        catalog: the catalog.
+        catalog: the changed catalog.
         keys: the tensors that changed, in order.
-        left: float matrices (when quantising) or float8 tensors (when not) that stayed as they were.
+        remaining: float8 tensors that were not dequantized, or float matrices that were not
+        quantized.
         notes: what the user should know.
     """
 
     catalog: Catalog
     keys: tuple[str, ...]
-    left: tuple[str, ...]
+    remaining: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
-    """The key of a float8 tensor's scales among ``keys``, or None."""
+    """Return the key of a float8 tensor's scales among ``keys``, or None."""
     if not is_float8(meta.dtype):
         return None
     return next((name for suffix in _SUFFIXES if (name := meta.key + suffix) in keys), None)
 
 
 def is_float8(dtype: str) -> bool:
-    """Whether numbers of a dtype are float8 ones, and not exponents alone."""
-    found = dtype_of(dtype)
-    return found.kind == "float" and found.itemsize == 1 and dtype != "float8_e8m0fnu"
+    """Return whether a dtype is a float8 type with a mantissa, so not one of exponents alone."""
+    facts = dtype_of(dtype)
+    return facts.kind == "float" and facts.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
-def dequantized(
+def dequantize(
     catalog: Catalog,
     dtype: str = "bfloat16",
     *,
     block: tuple[int, int] = (BLOCK, BLOCK),
     config: Mapping[str, object] | None = None,
-) -> Requantized:
-    """Every float8 or int8 tensor with scales as a tensor of ``dtype``; the scales are gone.
+) -> QuantizedCatalog:
+    """Turn float8 and int8 tensors with scales into tensors of ``dtype`` without scales.
 
     Args:
-        dtype: float of at least 16 bits.
-        block: rows and columns of a block, where the scales' shape says that there are blocks.
-        config: the model's ``config.json``, if there is one.
+        dtype: a float type of at least 16 bits.
+        block: rows and columns of a block, for scales whose shape has blocks.
+        config: the model's ``config.json``, or None.
 
     Raises:
-        UsageError: ``dtype`` is none that can be made, or no tensor has scales.
-        CorruptError: scales have a shape or dtype that does not fit, or their tensor is not there.
-        UnsupportedError: ``dtype`` is not known, or a weight is quantized by a scheme that is not dequantized.
+        UsageError: ``dtype`` is not such a float type, or no tensor has scales.
+        CorruptError: scales have a shape or dtype that does not fit, or belong to no tensor.
+        UnsupportedError: ``dtype`` is not known, or the scheme of a weight cannot be dequantized.
     """
     wanted = dtype_of(dtype)
     if wanted.kind != "float" or wanted.itemsize < 2:
-        raise UsageError(f"--dequantize: {dtype!r} is no float of 16 bits or more", hint="say bf16, fp16 or fp32")
+        raise UsageError(
+            f"--dequantize: {dtype!r} is not a float type of 16 bits or more", hint="use bf16, fp16 or fp32"
+        )
     integers = _integer_weights(catalog, config)
-    scales_of: dict[str, str] = {key: weight.scales[0] for key, weight in integers.items()}
-    bare: list[str] = []
-    for key, meta in catalog.tensors.items():
-        scales = companion(meta, catalog.tensors)
-        if scales is not None:
-            scales_of[key] = scales
-            _block_of(meta, catalog.tensors[scales], block)
-        elif is_float8(meta.dtype):
-            bare.append(key)
-        elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
-            raise CorruptError(
-                "these are scales of a tensor that is not there",
-                key=key,
-                hint="copy the checkpoint again, or leave the scales out with --exclude after a look at it",
-            )
+    float8_scales, bare = _float8_scales(catalog, block)
+    scales_of = {key: weight.scales[0] for key, weight in integers.items()} | float8_scales
     if not scales_of:
         raise UsageError(
             "--dequantize: no float8 or int8 tensor has scales",
-            hint="cast with --dtype, if the float8 numbers are the values" if bare else "leave --dequantize out",
+            hint="if the float8 numbers are the values, cast with --dtype" if bare else "leave --dequantize out",
         )
-    gone = {*scales_of.values(), *(key for weight in integers.values() for key in _row_format(weight))}
+    removed = {*scales_of.values(), *(key for weight in integers.values() for key in _row_format(weight))}
 
     @lru_cache(maxsize=_CACHED)
     def computed(key: str) -> Sequence[Fragment]:
@@ -156,41 +153,70 @@ def dequantized(
     def fragments_of(key: str) -> Sequence[Fragment]:
         return computed(key) if key in scales_of else catalog.fragments(key)
 
+    # Remove the scales, and give their tensors the new dtype.
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in gone else entry.leaf)
+        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf)
     tensors = {
         key: replace(meta, dtype=wanted.name) if key in scales_of else meta
         for key, meta in catalog.tensors.items()
-        if key not in gone
+        if key not in removed
     }
-    made = replace(
+    result = replace(
         catalog,
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=skeleton,
-        aliases=_still_alike(catalog, scales_of, tensors),
+        aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
     )
     notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
-    others = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
-    notes += [f"{some_of(others)}: scales of activations, left as they are"] if others else []
-    return Requantized(made, tuple(scales_of), tuple(bare), tuple(notes))
+    activations = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
+    notes += [f"{some_of(activations)}: scales of activations, left as they are"] if activations else []
+    return QuantizedCatalog(result, tuple(scales_of), tuple(bare), tuple(notes))
+
+
+def _float8_scales(catalog: Catalog, block: tuple[int, int]) -> tuple[dict[str, str], list[str]]:
+    """Find the scales of the float8 tensors, and check that they fit.
+
+    Returns:
+        The key of the scales by tensor, and the float8 tensors without scales.
+
+    Raises:
+        CorruptError: scales do not fit their tensor, or belong to no tensor.
+    """
+    scales_of: dict[str, str] = {}
+    bare: list[str] = []
+    for key, meta in catalog.tensors.items():
+        scales = companion(meta, catalog.tensors)
+        if scales is not None:
+            scales_of[key] = scales
+            _block_of(meta, catalog.tensors[scales], block)
+        elif is_float8(meta.dtype):
+            bare.append(key)
+        elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
+            raise CorruptError(
+                "the tensor of these scales is missing",
+                key=key,
+                hint="copy the checkpoint again, or leave the scales out with --exclude if they are not needed",
+            )
+    return scales_of, bare
 
 
 def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> dict[str, QuantizedWeight]:
-    """The int8 weights with scales by key, checked.
+    """Return the int8 weights with scales by key, and check that the scales fit.
 
     Raises:
-        UnsupportedError: a weight is quantized by a scheme that is not dequantized.
-        CorruptError: scales do not fit.
+        UnsupportedError: the scheme of a weight cannot be dequantized.
+        CorruptError: scales do not fit their weight.
     """
     check_scheme(config, doing="--dequantize")
-    found: dict[str, QuantizedWeight] = {}
+    weights: dict[str, QuantizedWeight] = {}
     for weight in quantized_weights(catalog.tensors, config):
         scheme = weight.scheme
         if scheme.dequantize == "scales":
             continue  # float8
-        is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1  # no zero points, no order of columns
+        # More tensors than the scales would be zero points or an order of columns.
+        is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1
         if scheme.dequantize is None or not is_plain:
             raise refused_scheme(weight)
         meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
@@ -205,24 +231,24 @@ def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> d
                 f"of shape {meta.shape}",
                 key=scales.key,
             )
-        found[weight.key] = weight
-    return found
+        weights[weight.key] = weight
+    return weights
 
 
 def _row_format(weight: QuantizedWeight) -> tuple[str, ...]:
-    """The key of bitsandbytes' note on the order of the numbers, if there is one."""
+    """Return the key of bitsandbytes' note on the order of the numbers, if there is one."""
     return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
 
 
 def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of a block, or None for one scale for all.
+    """Return rows and columns of a block, or None where one scale is for the whole tensor.
 
     Raises:
         CorruptError: the scales do not fit the tensor.
     """
-    found = dtype_of(scales.dtype)
-    if found.kind != "float" or (found.itemsize == 1 and found.name != "float8_e8m0fnu"):
-        raise CorruptError(f"scales of {meta.key!r} are {scales.dtype}, which are no scales", key=scales.key)
+    facts = dtype_of(scales.dtype)
+    if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
+        raise CorruptError(f"scales of {meta.key!r} are {scales.dtype}, which scales cannot be", key=scales.key)
     shape = meta.shape
     if scales.n_elements == 1:
         return None
@@ -235,29 +261,31 @@ def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> t
     raise CorruptError(
         f"scales of shape {scales.shape} do not fit {meta.key!r} of shape {shape} in blocks of {block[0]} × {block[1]}",
         key=scales.key,
-        hint="the blocks' size stands in config.json, as quantization_config.weight_block_size",
+        hint="check the block size, which is quantization_config.weight_block_size in config.json",
     )
 
 
-def _still_alike(catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]) -> dict[str, str]:
-    """The aliases, without float8 tensors that share their bytes but not their scales."""
-    known = aliases_among(catalog.aliases, catalog.tensors)
+def _aliases_with_equal_scales(
+    catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]
+) -> dict[str, str]:
+    """Return the aliases, without float8 tensors that share their bytes but not their scales."""
+    first_of = aliases_among(catalog.aliases, catalog.tensors)
 
     def first(key: str | None) -> str | None:
-        return None if key is None else known.get(key, key)
+        return None if key is None else first_of.get(key, key)
 
-    alike = {a: b for a, b in known.items() if first(scales_of.get(a)) == first(scales_of.get(b))}
-    return aliases_among(alike, tensors)
+    equal = {a: b for a, b in first_of.items() if first(scales_of.get(a)) == first(scales_of.get(b))}
+    return aliases_among(equal, tensors)
 
 
-def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
-    """Some float matrices as float8_e4m3fn with scales.
+def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
+    """Quantize the float matrices that the rules choose to float8_e4m3fn with scales.
 
     Args:
         rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that DeepSeek-V3 has in
             float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of tensors with more
-            than two axes only stacked layers and experts. A glob chooses among all tensors of at least two axes and 16
-            bits.
+            than two axes only stacked layers and experts. A glob chooses among all tensors of at least two axes and
+            16 bits.
 
     Raises:
         UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or scales exist already.
@@ -267,32 +295,21 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
         for key, meta in catalog.tensors.items()
         if len(meta.shape) >= 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) >= 2
     ]
-    kind_of: dict[str, str] = {}
-    for glob, kind in rules:
-        if kind not in KINDS:
-            raise UsageError(f"--quantize: {kind!r} is none of: {', '.join(KINDS)}")
-        chosen = (
-            [key for key in matrices if _is_default(catalog.tensors[key])]
-            if glob is None
-            else _matching(matrices, glob)
-        )
-        if not chosen:
-            raise UsageError(
-                f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
-                hint=LIST_THEM,
-            )
-        kind_of.update(dict.fromkeys(chosen, kind))
-    kinds = {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
+    kinds = _chosen_kinds(catalog, matrices, rules)
     scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}
     taken = next((new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects), None)
     if taken is not None:
-        raise UsageError("--quantize: there are scales already", key=taken)
+        raise UsageError("--quantize: scales exist already", key=taken)
+
+    # Each chosen tensor is followed by its scales.
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
         tensors[key] = replace(meta, dtype="float8_e4m3fn") if key in kinds else meta
         if key in kinds:
             new = scales_of[key]
-            tensors[new] = TensorMeta(new, "float32", _scales_shape(meta.shape, kinds[key]))
+            shape = meta.shape
+            blocks = (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kinds[key] == "block" else ()
+            tensors[new] = TensorMeta(new, "float32", blocks)
     weight_of_scales = {new: key for key, new in scales_of.items()}
 
     @lru_cache(maxsize=2 * _CACHED)
@@ -310,29 +327,44 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
             return catalog.fragments(key)
         return _one_array(key, tensors[key].dtype, tensors[key].shape, extent)
 
-    made = replace(
+    result = replace(
         catalog,
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=None if catalog.skeleton is None else _with_scales(catalog.skeleton, scales_of),
     )
-    left = [key for key in matrices if key not in kinds and not is_optimizer_key(key)]
-    return Requantized(made, tuple(kinds), tuple(left), ())
+    remaining = [key for key in matrices if key not in kinds and not is_optimizer_key(key)]
+    return QuantizedCatalog(result, tuple(kinds), tuple(remaining), ())
+
+
+def _chosen_kinds(catalog: Catalog, matrices: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
+    """Return the kind of scales of each matrix that the rules choose, in the order of ``matrices``.
+
+    Raises:
+        UsageError: a rule asks for an unknown kind, or its glob matches no matrix.
+    """
+    kind_of: dict[str, str] = {}
+    for glob, kind in rules:
+        if kind not in KINDS:
+            raise UsageError(f"--quantize: {kind!r} is none of: {', '.join(KINDS)}")
+        if glob is None:
+            chosen = [key for key in matrices if _is_default(catalog.tensors[key])]
+        else:
+            chosen = list(filter(matcher(glob), matrices))
+        if not chosen:
+            raise UsageError(
+                f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
+                hint=LIST_THEM,
+            )
+        kind_of.update(dict.fromkeys(chosen, kind))
+    return {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
 
 
 def _is_default(meta: TensorMeta) -> bool:
+    """Return whether a matrix is a linear weight that DeepSeek-V3 has in float8."""
     key = meta.key
     is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
     return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
-
-
-def _matching(keys: Iterable[str], glob: str) -> list[str]:
-    matches = matcher(glob)
-    return [key for key in keys if matches(key)]
-
-
-def _scales_shape(shape: Shape, kind: str) -> Shape:
-    return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kind == "block" else ()
 
 
 def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
@@ -340,7 +372,7 @@ def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[F
 
 
 def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
-    """A skeleton in which scales stand behind their tensors."""
+    """Return a skeleton in which scales come right after their tensors."""
     leaves: dict[tuple[object, ...], object] = {}
     for entry in entries(skeleton):
         leaves[entry.path] = entry.leaf
@@ -349,4 +381,4 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
             name = entry.path[-1]
             path = (new,) if isinstance(name, ListIndex) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
             leaves[path] = TensorLeaf(new)
-    return nested_again(leaves)
+    return nest_again(leaves)

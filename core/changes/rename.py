@@ -1,10 +1,11 @@
-"""New keys for tensors and objects: by regular expressions, without a prefix, with one.
+"""Give tensors and objects new keys: by regular expressions, without a prefix, or with one.
 
 The optimizer's entries follow their parameters: ``optimizer.state.model.w.exp_avg`` becomes
-``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``, and so do Megatron's (``optimizer.state.exp_avg.w``). An
-optimizer may name parameters as they are called inside of the model's container (``optimizer.state.w.exp_avg`` beside
-``model.w``). Regular expressions see the optimizer's keys too; an entry that they change themselves does not follow.
-The lists of names in parameter groups (``optimizer.param_groups.0.params``) do.
+``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``, and so do Megatron's
+(``optimizer.state.exp_avg.w``). An optimizer may name parameters as they are called inside of the
+model's container (``optimizer.state.w.exp_avg`` beside ``model.w``). Regular expressions see the
+optimizer's keys too; an entry that they change themselves does not follow. The lists of names in
+parameter groups (``optimizer.param_groups.0.params``) do.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import LeafEntry, entries, join_path, nest_leaves
 
-Renamed = tuple[Catalog, list[tuple[str, str]]]
-"""A catalog, and (old, new) for every key that changed."""
-
 _OPTIMIZER = re.compile(
     r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\.|^(optimizer|optim)$"
     r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
@@ -39,19 +37,29 @@ _MEGATRONS = re.compile(
 _PARAMETERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.params", re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class RenamedCatalog:
+    """A catalog under new keys.
+
+    Args:
+        catalog: the changed catalog.
+        renamed: (old, new) for every key that changed.
+    """
+
+    catalog: Catalog
+    renamed: Sequence[tuple[str, str]] = ()
+
+
 def is_optimizer_key(key: str) -> bool:
-    """Whether a key names optimizer state (moments, masters, steps) rather than a model's tensor."""
+    """Return whether a key names optimizer state such as moments, masters and steps."""
     return _OPTIMIZER.search(key) is not None
 
 
-def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
-    """Renames tensors and objects by regular expressions, applied one after the other with ``re.sub``.
+def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog:
+    """Rename tensors and objects by regular expressions, one after the other.
 
     Args:
         rules: ``(pattern, replacement)`` pairs.
-
-    Returns:
-        The catalog, and (old, new) for every key that changed.
 
     Raises:
         UsageError: a pattern is not a regular expression, matches nothing, or two keys become one.
@@ -63,64 +71,58 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
         except re.error as err:
             raise UsageError(f"--rename: {pattern!r} is not a regular expression: {err}") from err
     if not compiled:
-        return catalog, []
+        return RenamedCatalog(catalog)
     new_of: dict[str, str] = {}
     used = [False] * len(compiled)
     for key in (*catalog.tensors, *catalog.objects):
         new = key
         for number, (expression, replacement) in enumerate(compiled):
             try:
-                changed = expression.sub(replacement, new)
+                substituted = expression.sub(replacement, new)
             except (re.error, IndexError) as err:
                 raise UsageError(f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}") from err
-            used[number] |= changed != new
-            new = changed
+            used[number] |= substituted != new
+            new = substituted
         new_of[key] = new
     for (expression, _), was_used in zip(compiled, used, strict=True):
         if not was_used:
-            raise UsageError(f"--rename: {expression.pattern!r} changes no key", hint=LIST_THEM)
+            raise UsageError(f"--rename: {expression.pattern!r} matches no key", hint=LIST_THEM)
     return _under(catalog, _with_states(catalog, new_of), option="--rename")
 
 
-def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
-    """Takes prefixes off the keys that have them, one prefix after the other.
+def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
+    """Remove prefixes from the keys that begin with them, one prefix after the other.
 
     Args:
         prefixes: texts such as ``model.``.
-
-    Returns:
-        As for ``rename``.
 
     Raises:
         UsageError: no key has a prefix, a key would be empty, or two keys become one.
     """
     new_of = {key: key for key in (*catalog.tensors, *catalog.objects)}
     for prefix in prefixes:
-        having = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
-        if not having:
+        prefixed = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
+        if not prefixed:
             inner = next((new for new in new_of.values() if prefix and f".{prefix}" in new), None)
-            raise UsageError(
-                f"--strip-prefix: no key begins with {prefix!r}",
-                hint=LIST_THEM if inner is None else f"{inner!r} has it inside: --rename '{re.escape(prefix)}='",
-            )
-        dotted = next((key for key in having if new_of[key].startswith(f"{prefix}.")), None)
+            hint = LIST_THEM if inner is None else f"{inner!r} contains it: use --rename '{re.escape(prefix)}='"
+            raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=hint)
+        dotted = next((key for key in prefixed if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
-            raise UsageError(f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"say {prefix}.")
-        new_of = {key: new[len(prefix) :] if key in having else new for key, new in new_of.items()}
+            raise UsageError(
+                f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"use {prefix}. with the dot"
+            )
+        new_of = {key: new[len(prefix) :] if key in prefixed else new for key, new in new_of.items()}
     return _under(catalog, _with_states(catalog, new_of), option="--strip-prefix")
 
 
-def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
-    """Puts a prefix before the keys of the model.
+def add_prefix(catalog: Catalog, prefix: str) -> RenamedCatalog:
+    """Put a prefix before the keys of the model.
 
-    They are those of all tensors save the optimizer's, and of objects that lie below the same first names. Of an
-    optimizer's entry for a parameter, the parameter's name gets it.
+    These are the keys of all tensors except the optimizer's, and of objects below the same first
+    names. In an optimizer's entry for a parameter, the parameter's name gets the prefix.
 
     Args:
         prefix: a text such as ``model.``.
-
-    Returns:
-        As for ``rename``.
 
     Raises:
         UsageError: the prefix is empty.
@@ -135,12 +137,12 @@ def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedEntry:
     """An entry of an optimizer that belongs to one parameter.
 
     Args:
-        before, parameter, after: its key: ``optimizer.state.``, ``w``, ``.exp_avg``, or Megatron's
-            ``optimizer.state.exp_avg.``, ``w`` and nothing.
+        before, parameter, after: the parts of its key: ``optimizer.state.``, ``w``, ``.exp_avg``,
+        or Megatron's ``optimizer.state.exp_avg.``, ``w`` and nothing.
         tensor: the key of the parameter's tensor, which may stand in a container (``model.w``).
     """
 
@@ -150,28 +152,31 @@ class Owned:
     tensor: str
 
     def of(self, tensor: str) -> str:
-        """The key of the entry where the parameter's tensor has another key."""
+        """Return the key of the entry for a parameter whose tensor has the key ``tensor``."""
         return f"{self.before}{self.name_of(tensor)}{self.after}"
 
     def name_of(self, tensor: str) -> str:
-        """What the optimizer calls a parameter whose tensor has a key."""
+        """Return the optimizer's name of a parameter whose tensor has the key ``tensor``."""
         return tensor.removeprefix(self.tensor.removesuffix(self.parameter))
 
 
 def _of_parameter(key: str) -> re.Match[str] | None:
+    """Match a key of an optimizer's entry for a parameter; None for any other key."""
     return _MEGATRONS.fullmatch(key) or _OF_PARAMETER.fullmatch(key)
 
 
-def owned_entries(catalog: Catalog) -> dict[str, Owned]:
-    """The optimizer's entries that belong to a parameter whose tensor there is, by key.
+def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
+    """Return the optimizer's entries that belong to a parameter of the catalog, by key.
 
-    Names that are no keys are looked for below the first names of the model's keys; all or none must be there.
+    Parameter names that are not keys are looked up below the first names of the model's keys;
+    either all or none of them must be there.
     """
     matches = {key: match for key in (*catalog.tensors, *catalog.objects) if (match := _of_parameter(key)) is not None}
     names = {match["parameter"] for match in matches.values() if not match["parameter"].isdecimal()}
     tensor_of = {name: name for name in names if name in catalog.tensors}
     rest = names - tensor_of.keys()
     if rest:
+        # Find the container, such as ``model.``, in which all the other names are keys.
         first = min(rest)
         tensors = [key for key in catalog.tensors if key.endswith(f".{first}") and not is_optimizer_key(key)]
         for container in sorted((key[: -len(first)] for key in tensors), key=len):
@@ -179,58 +184,69 @@ def owned_entries(catalog: Catalog) -> dict[str, Owned]:
                 tensor_of |= {name: container + name for name in rest}
                 break
     return {
-        key: Owned(match["before"], match["parameter"], match["after"], tensor_of[match["parameter"]])
+        key: OwnedEntry(match["before"], match["parameter"], match["after"], tensor_of[match["parameter"]])
         for key, match in matches.items()
         if match["parameter"] in tensor_of
     }
 
 
 def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
-    """The new names, those of the optimizer's entries after their parameters'."""
-    made = dict(new_of)
+    """Return the new keys, with those of the optimizer's entries following their parameters."""
+    result = dict(new_of)
     for key, entry in owned_entries(catalog).items():
         if new_of[key] == key and new_of[entry.tensor] != entry.tensor:
-            made[key] = entry.of(new_of[entry.tensor])
-    return made
+            result[key] = entry.of(new_of[entry.tensor])
+    return result
 
 
-def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renamed:
-    """The catalog under new keys, which are checked."""
+def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> RenamedCatalog:
+    """Return the catalog under new keys.
+
+    Args:
+        new_of: old key → new key, for every tensor and object.
+        option: the option that asked for it, for errors.
+
+    Raises:
+        UsageError: a new key is empty, or two keys become one.
+    """
     old_of: dict[str, str] = {}
     for old, new in new_of.items():
         if not new:
-            raise UsageError(f"{option} leaves an empty name", key=old)
+            raise UsageError(f"{option} leaves an empty key", key=old)
         if new in old_of:
-            raise UsageError(f"{option} makes {old_of[new]!r} and {old!r} one key", key=new)
+            raise UsageError(f"{option} gives {old_of[new]!r} and {old!r} the same key", key=new)
         old_of[new] = old
     changes = [(old, new) for old, new in new_of.items() if old != new]
     followed = with_parameters(catalog, {old: (new,) for old, new in changes})
-    return renamed(followed, new_of), changes
+    return RenamedCatalog(rename_entries(followed, new_of), changes)
 
 
 def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
-    """The catalog whose parameter groups list the new names of parameters.
+    """Return the catalog whose parameter groups list the new names of parameters.
 
     A group names its parameters as the optimizer's entries do, which need not be as the model's keys do
     (``optimizer.state.w.exp_avg`` beside ``model.w``).
 
     Args:
-        new_of: old key → new keys (several, where a tensor is taken apart; none, where it goes), of what changes.
+        new_of: old key → new keys, of the keys that change: several where a tensor is taken apart, none where it is
+            left out.
     """
+    # Find the names by which the optimizer's entries call the parameters.
     names = dict(new_of)
-    for key, news in new_of.items():
-        old, made = _of_parameter(key), [_of_parameter(new) for new in news]
+    for key, new_keys in new_of.items():
+        old, matches = _of_parameter(key), [_of_parameter(new) for new in new_keys]
         if old is not None:
             names[old["parameter"]] = [
-                new["parameter"] for new in made if new is not None and new["before"] == old["before"]
-            ] or ([old["parameter"]] if news else [])
+                new["parameter"] for new in matches if new is not None and new["before"] == old["before"]
+            ] or ([old["parameter"]] if new_keys else [])
 
-    def after(params: Iterable[object]) -> list[object]:
-        made = [new for name in params for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))]
-        return list(dict.fromkeys(made))
+    def with_new_names(params: Iterable[object]) -> list[object]:
+        result = [new for name in params for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))]
+        return list(dict.fromkeys(result))
 
+    # Rename in the groups that are objects, and in those of Megatron's optimizer.
     objects = {
-        key: replace(item, value=after(item.value))
+        key: replace(item, value=with_new_names(item.value))
         if _PARAMETERS.fullmatch(key) is not None and isinstance(item.value, list)
         else item
         for key, item in catalog.objects.items()
@@ -238,15 +254,15 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
     optimizer = catalog.optimizer
     if optimizer is not None:
         groups = tuple(
-            group if group.params is None else replace(group, params=tuple(map(str, after(group.params))))
+            group if group.params is None else replace(group, params=tuple(map(str, with_new_names(group.params))))
             for group in optimizer.groups
         )
         catalog = replace(catalog, optimizer=replace(optimizer, groups=groups))
     return replace(catalog, objects=objects)
 
 
-def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
-    """The catalog under new keys.
+def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
+    """Return the catalog under new keys.
 
     Args:
         new_of: old key → new key, for every tensor and object; the new keys are unique.
@@ -267,18 +283,21 @@ def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
         tensors={new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()},
         objects={new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()},
         fragments_of=fragments_of,
-        skeleton=None if catalog.skeleton is None else moved(catalog.skeleton, new_of),
+        skeleton=None if catalog.skeleton is None else move_leaves(catalog.skeleton, new_of),
         aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},
         unsupported={new_of.get(key, key): kind for key, kind in catalog.unsupported.items()},
     )
 
 
-def moved(skeleton: object, new_of: Mapping[str, str]) -> object:
-    """A skeleton under new keys.
+def move_leaves(skeleton: object, new_of: Mapping[str, str]) -> object:
+    """Return a skeleton under new keys.
 
-    A leaf whose new key begins with the path of its old container stays in it, and so do the containers around its
-    name that the new key still names; any other goes to the root, under its whole new key. Leaves that get one key
-    become one leaf, where the first of them was.
+    A leaf whose new key begins with the path of its old container stays in it, and so do the
+    containers around its name that the new key still names; any other leaf goes to the root, under
+    its whole new key. Leaves that get the same key become one leaf, where the first of them was.
+
+    Args:
+        new_of: old key → new key; keys that are missing do not change.
     """
 
     def with_key(leaf: object, key: str) -> object:
@@ -294,11 +313,11 @@ def moved(skeleton: object, new_of: Mapping[str, str]) -> object:
             continue
         placed.add(new)
         leaves[new_path(entry, new)] = with_key(entry.leaf, new)
-    return nested_again(leaves)
+    return nest_again(leaves)
 
 
-def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
-    """Containers made from changed paths.
+def nest_again(leaves: Mapping[tuple[object, ...], object]) -> object:
+    """Nest leaves in containers by their changed paths.
 
     Raises:
         UsageError: the new keys do not fit the containers.
@@ -309,12 +328,12 @@ def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         raise UsageError(
             f"the new keys do not fit the containers of the state dict: {err.message}",
             key=err.key,
-            hint="choose other names, or write a format without nesting first: --to safetensors",
+            hint="choose other names, or first write a format without nesting: --to safetensors",
         ) from err
 
 
 def new_path(entry: LeafEntry, new: str) -> tuple[object, ...]:
-    """Where a leaf stands under a new key, see ``moved``."""
+    """Return the path of a leaf under a new key, by the rule of ``move_leaves``."""
     path = entry.path
     if new == entry.key:
         return path
@@ -326,7 +345,7 @@ def new_path(entry: LeafEntry, new: str) -> tuple[object, ...]:
 
 
 def _below(names: tuple[object, ...], rest: str) -> tuple[object, ...]:
-    """``rest`` of a key as a path that ends with as many of the old ``names`` as it still has."""
+    """Return ``rest`` of a key as a path that ends with as many of ``names`` as it still has."""
     for first in range(len(names)):
         tail = join_path(names[first:])
         if rest == tail:

@@ -1,7 +1,8 @@
-"""Changes to a catalog that move no data: choosing and casting tensors.
+"""Choose and cast tensors of a catalog; no data moves.
 
-Others have files of their own: ``core.changes.rename``, ``core.changes.tie``, ``core.changes.restack``,
-``core.changes.quantize``; ``core.convert.apply_changes`` applies all of them in their order.
+Other changes have files of their own: ``core.changes.rename``, ``core.changes.tie``,
+``core.changes.restack``, ``core.changes.quantize``; ``core.convert.apply_changes`` applies all of
+them in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import is_optimizer_key as is_optimizer_key
 from core.changes.rename import owned_entries, with_parameters
 from core.changes.rename import rename as rename
-from core.changes.rename import renamed as renamed
+from core.changes.rename import rename_entries as rename_entries
 from core.changes.rename import strip_prefix as strip_prefix
 from core.changes.tie import aliases_among
 from core.changes.tie import tie as tie
@@ -33,11 +34,11 @@ from core.pickle.nesting import REMOVED, map_leaves
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A catalog after choosing, and what was left out.
+    """The entries of a catalog that were chosen, and those that were left out.
 
     Args:
         catalog: the remaining entries.
-        left_out: keys of tensors and objects that the globs excluded, in order.
+        left_out: keys of tensors and objects that were left out, in order.
     """
 
     catalog: Catalog
@@ -45,86 +46,95 @@ class Selection:
 
 
 def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
-    """Keeps the entries that match an ``include`` glob (all, if there is none) and no ``exclude`` glob.
+    """Keep the entries that match an ``include`` glob, if any is given, and no ``exclude`` glob.
 
-    The optimizer's entries of a parameter go with it, wherever ``exclude`` takes it out.
+    Where ``exclude`` takes out a parameter, the optimizer's entries for it go too.
 
     Args:
-        include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys. They choose tensors and objects
-            alike.
+        include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and objects alike.
 
     Raises:
-        UsageError: an ``include`` glob matches nothing, or nothing remains.
+        UsageError: a glob matches nothing, or no tensor remains.
     """
     if not include and not exclude:
         return Selection(catalog, ())
-    every = [*catalog.tensors, *catalog.objects]
+    keys = [*catalog.tensors, *catalog.objects]
     wanted = [matcher(glob) for glob in include]
     unwanted = [matcher(glob) for glob in exclude]
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
-        if not any(map(matches, every)):
+        if not any(map(matches, keys)):
             raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
 
-    out = {key for key in every if any(m(key) for m in unwanted)}
-    left = {key for key in out if key in catalog.tensors and not is_optimizer_key(key)}
-    if left:
-        owned = owned_entries(catalog)
-        out |= {key for key, entry in owned.items() if entry.tensor in left}
-        names = left | {entry.parameter for entry in owned.values() if entry.tensor in left}
+    # Take out what the optimizer has for the excluded parameters.
+    excluded = {key for key in keys if any(matches(key) for matches in unwanted)}
+    parameters = {key for key in excluded if key in catalog.tensors and not is_optimizer_key(key)}
+    if parameters:
+        owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor in parameters}
+        excluded |= owned.keys()
+        names = parameters | {entry.parameter for entry in owned.values()}
         catalog = with_parameters(catalog, dict.fromkeys(names, ()))
 
     def is_kept(key: str) -> bool:
-        return (not wanted or any(m(key) for m in wanted)) and key not in out
+        return (not wanted or any(matches(key) for matches in wanted)) and key not in excluded
 
-    return restricted(catalog, is_kept)
+    return keep_entries(catalog, is_kept)
 
 
-def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
-    """Return the entries whose keys are kept, and what belongs to them.
+def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
+    """Return the entries whose keys are kept, with what belongs to them.
+
+    Args:
+        is_kept: returns whether a key of a tensor or object is kept.
 
     Raises:
         UsageError: no tensor remains.
     """
-    every = [*catalog.tensors, *catalog.objects]
+    keys = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
-        raise UsageError("the globs leave no tensor", hint=LIST_THEM)
+        raise UsageError("the globs leave no tensors", hint=LIST_THEM)
     objects = {key: item for key, item in catalog.objects.items() if is_kept(key)}
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
-    optimizer = catalog.optimizer if any(map(state_of, tensors)) else None
-    model = catalog.facet(MegatronModel)
+
+    # Hidden tensors stay if an entry that remains refers to them.
+    remaining = replace(
+        catalog,
+        tensors=tensors,
+        objects=objects,
+        skeleton=skeleton,
+        aliases=aliases_among(catalog.aliases, tensors),
+        optimizer=catalog.optimizer if any(map(state_of, tensors)) else None,
+    )
+    hidden_keys = _referenced_tensors(remaining)
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
+    return Selection(replace(remaining, hidden=hidden), tuple(key for key in keys if not is_kept(key)))
+
+
+def _referenced_tensors(catalog: Catalog) -> set[str]:
+    """Return the keys of the tensors that a catalog's other entries and carried files hold."""
+    model, optimizer = catalog.facet(MegatronModel), catalog.optimizer
     values = [
         catalog.common,
         None if model is None else model.rng_states,
         [] if optimizer is None else [optimizer.step, optimizer.entries],
-        [attribute.value for attribute in attributes_of(skeleton)],
-        *(item.value for item in objects.values()),
+        [attribute.value for attribute in attributes_of(catalog.skeleton)],
+        *(item.value for item in catalog.objects.values()),
     ]
-    hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
-    hidden_keys |= {item.raw_key for item in objects.values() if item.raw_key is not None}
-    hidden_keys |= set(catalog.carried.values())
-    kept = replace(
-        catalog,
-        tensors=tensors,
-        objects=objects,
-        hidden={key: meta for key, meta in catalog.hidden.items() if key in hidden_keys},
-        skeleton=skeleton,
-        aliases=aliases_among(catalog.aliases, tensors),
-        optimizer=optimizer,
-    )
-    return Selection(kept, tuple(key for key in every if not is_kept(key)))
+    keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
+    keys |= {item.raw_key for item in catalog.objects.values() if item.raw_key is not None}
+    return keys | set(catalog.carried.values())
 
 
 def without_optimizer(catalog: Catalog) -> Selection:
-    """Everything but the optimizer's state."""
-    gone = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
+    """Return the catalog without the optimizer's state."""
+    left_out = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
     common = catalog.common
     if common is not None and "optimizer" in common:
         catalog = replace(catalog, common={name: item for name, item in common.items() if name != "optimizer"})
-    keys = set(gone)
-    return restricted(catalog, lambda key: key not in keys)
+    keys = set(left_out)
+    return keep_entries(catalog, lambda key: key not in keys)
 
 
 _KEPT_PRECISION = re.compile(
@@ -137,7 +147,11 @@ _NAMES_STATES = re.compile(rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMEN
 
 
 def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
-    """Whether a glob reaches a tensor: one of the optimizer's, or of a quantized weight, only if the glob names it."""
+    """Return a function that tells whether a cast with a glob reaches a tensor.
+
+    It reaches tensors of the optimizer only if the glob names them, and those of quantized weights
+    only if the glob ends with the last part of their names.
+    """
     matches = matcher(glob)
     names_states = _NAMES_STATES.search(glob) is not None
     last = glob.rpartition(".")[2]
@@ -153,20 +167,22 @@ def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
 def cast_of(
     rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None, *, quantized: Container[str] = ()
 ) -> Callable[[TensorMeta], str]:
-    """The dtype that each tensor is to have.
+    """Return a function that gives the dtype each tensor is to have.
 
     Args:
-        rules: ``(glob, dtype)`` pairs, later ones win; a glob of None means the model's floating-point tensors of at
-            least 16 bits, but not optimizer state, router biases, scales and others that are kept in their precision on
-            purpose, which only a glob reaches. Optimizer state is reached by globs that name it (``optim``, ``state.``,
-            ``exp_avg`` …), not by such as ``*.weight``. A cast to float8 rounds and saturates, and makes no scales.
-        keys: the tensors there are; None leaves unchecked that every glob matches one.
-        quantized: tensors of quantized weights (``core.quantize.schemes``); only a glob that ends with the last part of
-            their name reaches them.
+        rules: ``(glob, dtype)`` pairs, later ones win; a glob of None means the model's
+        floating-point tensors of at least 16 bits, without optimizer state, router biases, scales
+        and others that are kept in their precision on purpose, which only a glob reaches. Optimizer
+        state is reached by globs that name it (``optim``, ``state.``, ``exp_avg`` …), not by globs
+        such as ``*.weight``. A cast to float8 rounds and saturates, and makes no scales.
+        keys: the keys of all tensors; None does not check that every glob matches one.
+        quantized: tensors of quantized weights (``core.quantize.schemes``); only a glob that ends
+        with the last part of their name reaches them.
 
     Raises:
         UnsupportedError: a dtype is not known.
-        UsageError: a glob matches nothing; and, from the function, that a float8 tensor with scales would be cast.
+        UsageError: a glob matches nothing; and, from the function, that a float8 tensor with scales
+        would be cast.
     """
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:
@@ -175,8 +191,8 @@ def cast_of(
     parsed = [(None if glob is None else _casts(glob, quantized), dtype_of(name).name) for glob, name in rules]
     if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
-            "--dtype: a whole model is not cast to eight bits, which needs scales",
-            hint="say --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
+            "--dtype: casting a whole model to 8 bits needs scales",
+            hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
         )
 
     def dtype_for(meta: TensorMeta) -> str:
@@ -186,23 +202,24 @@ def cast_of(
                 if matches(meta.key):
                     chosen = dtype
                 continue
-            found = dtype_of(meta.dtype)
+            facts = dtype_of(meta.dtype)
             scales = companion(meta, present) if present is not None else None
             if scales is not None:
                 raise UsageError(
-                    f"--dtype: the model has {meta.dtype} tensors with scales ({scales!r}), which are not cast",
+                    f"--dtype: {meta.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=meta.key,
-                    hint="multiply the scales in with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
+                    hint="apply the scales with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
                 )
-            is_weight = found.kind == "float" and found.itemsize >= 2 and meta.key not in quantized
+            is_weight = facts.kind == "float" and facts.itemsize >= 2 and meta.key not in quantized
             if is_weight and not is_optimizer_key(meta.key) and not _KEPT_PRECISION.search(meta.key):
                 chosen = dtype
         scales = companion(meta, present) if present is not None and chosen != meta.dtype else None
         if scales is not None:
             raise UsageError(
-                f"--dtype: {meta.dtype} without its scales, {scales!r}, would be other numbers in {chosen}",
+                f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} would change the "
+                "weights",
                 key=meta.key,
-                hint="multiply the scales in with --dequantize, or leave this tensor out of --dtype",
+                hint="apply the scales with --dequantize, or leave this tensor out of --dtype",
             )
         return chosen
 

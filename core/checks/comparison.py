@@ -14,7 +14,7 @@ from core.manifest.file import Manifest, read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.lookup import find_manifest, is_manifest
 from core.megatron.reshard.reshard import Rules
-from core.opening.open import located
+from core.opening.open import locate_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
@@ -79,7 +79,7 @@ def _from_manifest(path: Path) -> ReferenceFingerprints | None:
         finally:
             store.close()
     # The path is a checkpoint, which may have a manifest.
-    place = located(path)
+    place = locate_checkpoint(path)
     place.store.close()
     record = find_manifest(place.store.root, entry=place.store.entry)
     if record is not None and record.manifest is not None and record.manifest.scheme == SCHEME:

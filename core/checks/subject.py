@@ -25,7 +25,7 @@ from core.files.store import LocalStore
 from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
-from core.formats.torch.other_pickles import is_checkpoint_file, look_into
+from core.formats.torch.other_pickles import PickledContent, is_checkpoint_file, look_into
 from core.formats.zarr.fill import fill_of
 from core.manifest.lookup import RecordedManifest, find_manifest
 from core.manifest.stated_crcs import StatedCrcReader

@@ -1,4 +1,4 @@
-"""What every format must do, as checks that a third party can run on its own format.
+"""Check that a format does what every format must do; plug-in authors can run the checks too.
 
 ::
 
@@ -8,9 +8,10 @@
     def test_my_format_keeps_the_contract(check, tmp_path):
         check(FORMAT, tmp_path)
 
-A check writes a small checkpoint through the engine, reads it back, damages it, and raises ``AssertionError`` with a
-sentence about what is wrong. ``Sample`` tells what it is made of, for formats that hold less than the usual things. For
-formats that are only read, ``check_reading`` takes a checkpoint that other software wrote.
+A check writes a small checkpoint through the engine, reads it back, damages it, and raises
+``AssertionError`` with a sentence about what is wrong. For formats that hold less than usual, a
+``Sample`` defines what the checkpoint is made of. For formats that are only read, ``check_reading``
+takes a checkpoint that other software wrote.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ from core.stage.files import StageStore
 
 PARTITIONS = ("whole", "as_stored", "grid", "ranks")
 _METADATA_BYTES = 1 << 20
-"""Most bytes that ``read`` may fetch of the sample, whose largest tensor is longer."""
+"""Maximum number of bytes that ``read`` may fetch of the sample, whose largest tensor is longer."""
 
 
-def _tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every dtype in an odd shape, and every kind of shape."""
-    made: dict[str, tuple[str, tuple[int, ...]]] = {
-        f"dtypes.{name}": (name, (3, 6) if name == "float4_e2m1fn_x2" else (3, 5)) for name in DTYPES
-    }
-    made |= {
+def _sample_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return key → (dtype, shape) with every dtype in an odd shape, and every kind of shape."""
+    dtypes = {f"dtypes.{name}": (name, (3, 6) if name == "float4_e2m1fn_x2" else (3, 5)) for name in DTYPES}
+    return {
+        **dtypes,
         "model.large.weight": ("bfloat16", (1024, 1025)),
         "model.scalar": ("float32", ()),
         "model.empty": ("float32", (0, 4)),
@@ -58,19 +58,18 @@ def _tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
         "model.layers.0.self_attention.linear_qkv.weight": ("bfloat16", (12, 7)),
         "model.layers.10.self_attention.linear_qkv.weight": ("bfloat16", (12, 7)),
     }
-    return made
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a check's checkpoint holds.
+    """The content of the checkpoints that the checks write.
 
     Args:
         tensors: key → (dtype, shape). A dtype that the format refuses by name is left out.
         objects: key → plain value.
     """
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=_tensors)
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=_sample_tensors)
     objects: Mapping[str, object] = field(
         default_factory=lambda: {
             "step": 7,
@@ -83,7 +82,7 @@ SAMPLE = Sample()
 
 
 def check_facts(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """Names are plain, the partition is known, and nothing is sniffed where nothing is."""
+    """Check a format's names and partition, and that it recognises no directory of notes."""
     for name in (format.name, *format.aliases):
         assert name == name.lower() and name.replace("_", "a").isalnum(), f"{name!r} is not a plain name"
     assert format.title.strip(), "the title is empty"
@@ -99,62 +98,75 @@ def check_facts(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
 
 
 def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """``lay_out`` is pure: the same images each time, every byte of a file claimed once, safe and distinct names."""
+    """Check that ``lay_out`` is pure, names files safely, and claims no byte twice."""
     if format.lay_out is None:
         return
-    source, target, _ = _prepared(format, sample)
+    source, target, _ = _source_and_target(format, sample)
     images, again = list(format.lay_out(target)), list(format.lay_out(target))
     assert [(i.path, i.size, i.is_metadata) for i in images] == [(i.path, i.size, i.is_metadata) for i in again]
-    assert images, "there are no files"
-    assert len({image.path for image in images}) == len(images), "two files have one name"
-    for image, other in zip(images, again, strict=True):
+    assert images, "lay_out returned no files"
+    assert len({image.path for image in images}) == len(images), "two files have the same name"
+    for image, repeated in zip(images, again, strict=True):
         check_name(image.path)
         literals = sorted(image.literals(lambda name: 5))
-        assert literals == sorted(other.literals(lambda name: 5)), f"{image.path}: literals differ between two calls"
+        assert literals == sorted(repeated.literals(lambda name: 5)), f"{image.path}: literals differ between two calls"
         ranges = [(placed.offset, placed.array.n_bytes, placed.array.name) for placed in image.arrays]
         assert ranges == sorted(ranges, key=lambda item: item[0]), f"{image.path}: arrays are not in order of offset"
         ranges += [(offset, len(data), "a literal") for offset, data in literals]
-        end, last = 0, "the start"
-        for offset, n_bytes, name in sorted((item for item in ranges if item[1]), key=lambda item: item[0]):
-            assert offset >= end, f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
-            end, last = offset + n_bytes, name
-        assert end <= image.size, f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
+        _check_disjoint(image, ranges)
     make_plan(source, target, images)
 
 
+def _check_disjoint(image: FileImage, ranges: Sequence[tuple[int, int, str]]) -> None:
+    """Check that the (offset, bytes, name) ranges of a file do not overlap and end within it."""
+    end, last = 0, "the start"
+    for offset, n_bytes, name in sorted((item for item in ranges if item[1]), key=lambda item: item[0]):
+        assert offset >= end, f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
+        end, last = offset + n_bytes, name
+    assert end <= image.size, f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
+
+
 def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """What is written is sniffed and read back: every key, dtype, shape, byte and object; twice the same files."""
+    """Check that what is written is read back equal, and is the same when written twice."""
     if format.lay_out is None:
         return
-    source, store, kept = _written(format, folder / "one", sample)
-    _written(format, folder / "two", sample)
+    source, store, specs = _write_sample(format, folder / "one", sample)
+    _write_sample(format, folder / "two", sample)
     files = _files(folder / "one")
     assert files == _files(folder / "two"), "two runs wrote different bytes"
-    read_store = _Counting(LocalStore(folder / "one"))
-    assert format.sniff(read_store), "what was written is not sniffed as this format"
+
+    # Reading fetches metadata only.
+    read_store = _CountingStore(LocalStore(folder / "one"))
+    assert format.sniff(read_store), "what was written is not recognised as this format"
     catalog = format.read(read_store)
-    large = max(prod(shape) * itemsize(dtype) for dtype, shape in kept.values())
+    large = max(prod(shape) * itemsize(dtype) for dtype, shape in specs.values())
     if large > _METADATA_BYTES:
         assert read_store.n_bytes < _METADATA_BYTES, f"read fetched {read_store.n_bytes} bytes: data, not metadata"
-    for key, (dtype, shape) in kept.items():
-        meta = catalog.tensors.get(key)
-        assert meta is not None, f"tensor {key} was not read back; there are {list(catalog.tensors)[:8]} …"
-        assert (meta.dtype, meta.shape) == (dtype, shape), f"{key} came back as {meta.dtype} {meta.shape}"
-    extra = set(catalog.tensors) - set(kept)
-    assert not extra, f"tensors appeared: {sorted(extra)[:4]}"
+
+    # Every key, dtype, shape, byte and object comes back, and nothing else.
+    _check_tensors(catalog, specs)
     _check_fragments(catalog)
-    wanted = _contents(source, store, kept)
-    found = _contents(catalog, read_store, kept)
-    for key in kept:
-        assert found[key] == wanted[key], f"the bytes of {key} differ"
+    expected, actual = _contents(source, store, specs), _contents(catalog, read_store, specs)
+    for key in specs:
+        assert actual[key] == expected[key], f"the bytes of {key} differ"
     if format.keeps_objects:
-        back = _objects(catalog, read_store)
+        objects = _objects(catalog, read_store)
         for key, value in sample.objects.items():
-            assert back.get(key) == value, f"object {key} came back as {back.get(key)!r}"
+            assert objects.get(key) == value, f"object {key} came back as {objects.get(key)!r}"
+
+
+def _check_tensors(catalog: Catalog, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Check that a catalog has exactly the tensors of ``specs``, with their dtypes and shapes."""
+    for key, (dtype, shape) in specs.items():
+        meta = catalog.tensors.get(key)
+        assert meta is not None, f"tensor {key} was not read back; the catalog has {list(catalog.tensors)[:8]} …"
+        assert (meta.dtype, meta.shape) == (dtype, shape), f"{key} came back as {meta.dtype} {meta.shape}"
+    extra = set(catalog.tensors) - set(specs)
+    assert not extra, f"unexpected tensors: {sorted(extra)[:4]}"
 
 
 def check_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """A dtype that the format cannot hold is refused by the tensor's name, with a way out."""
+    """Check that an unsupported dtype is refused with the tensor's name and a hint."""
     if format.lay_out is None:
         return
     for key, (dtype, shape) in sample.tensors.items():
@@ -165,19 +177,20 @@ def check_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
 
 
 def check_damage(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """Files that are cut short, missing or changed never lead to anything but the project's errors."""
+    """Check that truncated, missing or changed files lead only to the project's own errors."""
     if format.lay_out is None:
         return
-    _written(format, folder / "sample", Sample(dict(list(sample.tensors.items())[-6:]), sample.objects))
+    _write_sample(format, folder / "sample", Sample(dict(list(sample.tensors.items())[-6:]), sample.objects))
     check_reading(format, folder / "sample", folder / "damage")
 
 
 def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 40) -> None:
-    """A checkpoint in this format reads well, and damaged copies of it never crash.
+    """Check that a checkpoint in this format reads well, and that damaged copies of it never crash.
 
     Args:
-        path: a small checkpoint directory (or file) that is whole.
-        scratch: a directory that does not exist yet, for a copy that is damaged in one place after the other.
+        path: a small, complete checkpoint directory or file.
+        scratch: a directory that does not exist yet, for a copy that is damaged in one place after
+        the other.
         n_flips: how many times a byte is changed.
     """
     entry = None if path.is_dir() else path.name
@@ -186,32 +199,36 @@ def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 4
     else:
         scratch.mkdir(parents=True)
         shutil.copy(path, scratch)
+
+    # The checkpoint itself reads well.
     with closing(LocalStore(scratch, entry=entry)) as store:
         assert format.sniff(store), f"{path} is not sniffed as {format.name}"
         catalog = format.read(store)
-        assert catalog.tensors, "there are no tensors"
+        assert catalog.tensors, "the checkpoint has no tensors"
         if not catalog.is_rank_local:
             _check_fragments(catalog)
-    whole = _files(scratch)
+    intact = _files(scratch)
     chance = random.Random(5)
+
+    # Damage it: some files are cut short, emptied or removed, and single bytes are changed.
     damaged: list[tuple[str, bytes | None]] = []
-    for name in chance.sample(list(whole), min(len(whole), 12)):
-        data = whole[name]
+    for name in chance.sample(list(intact), min(len(intact), 12)):
+        data = intact[name]
         damaged += [(name, data[: -max(1, len(data) // 3)]), (name, b""), (name, None)]
     for _ in range(n_flips):
-        name = chance.choice(list(whole))
-        damaged.append((name, _flipped(whole[name], at=chance.random())))
-    for name, left in damaged:
+        name = chance.choice(list(intact))
+        damaged.append((name, _flip_byte(intact[name], at=chance.random())))
+    for name, content in damaged:
         (scratch / name).unlink()
-        if left is not None:
-            (scratch / name).write_bytes(left)
+        if content is not None:
+            (scratch / name).write_bytes(content)
         with closing(LocalStore(scratch, entry=entry)) as store:
             _check_damaged(format, store)
-        (scratch / name).write_bytes(whole[name])
+        (scratch / name).write_bytes(intact[name])
 
 
 def _check_damaged(format: Format, store: LocalStore) -> None:
-    """Reading a damaged checkpoint, and copying out of it, ends well or in one of the project's errors."""
+    """Check that reading a damaged checkpoint works or raises one of the project's errors."""
     with suppress(CheckpointingException):
         if format.sniff(store):
             catalog = format.read(store)
@@ -219,20 +236,20 @@ def _check_damaged(format: Format, store: LocalStore) -> None:
                 _contents(catalog, store, {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()})
 
 
-def _flipped(data: bytes, *, at: float) -> bytes:
-    """The bytes, one of them changed; ``at`` is where, from 0 to 1."""
-    changed = bytearray(data)
+def _flip_byte(data: bytes, *, at: float) -> bytes:
+    """Return the bytes with one of them changed; ``at`` is its position, from 0 to 1."""
+    flipped = bytearray(data)
     if data:
-        changed[int(at * len(data))] ^= 0x15
-    return bytes(changed)
+        flipped[int(at * len(data))] ^= 0x15
+    return bytes(flipped)
 
 
 CHECKS: tuple[Callable[..., None], ...] = (check_facts, check_images, check_round_trip, check_dtypes, check_damage)
-"""Each takes a format, a new directory, and optionally a ``Sample``."""
+"""All checks; each takes a format, a new directory, and optionally a ``Sample``."""
 
 
-class _Counting:
-    """A store that counts the bytes that are fetched."""
+class _CountingStore:
+    """A store that counts the bytes that are fetched from it."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -277,7 +294,7 @@ def _content(key: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _source(sample: Sample) -> tuple[Catalog, MemoryStore]:
-    """A checkpoint in memory, one file a tensor."""
+    """Return a catalog of the sample in memory, one file per tensor, and its files."""
     arrays = {
         key: StoredArray(key, dtype, shape, Extent(f"t{number}", 0))
         for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
@@ -290,7 +307,7 @@ def _source(sample: Sample) -> tuple[Catalog, MemoryStore]:
 
 
 def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
-    """The refusal of a sample, or None if it can be laid out."""
+    """Return the error that refuses a sample, or None if it can be laid out."""
     assert format.lay_out is not None
     catalog, _ = _source(sample)
     _, target = source_and_target(catalog, format)
@@ -301,25 +318,29 @@ def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
     return None
 
 
-def _prepared(format: Format, sample: Sample) -> tuple[Catalog, TargetCatalog, MemoryStore]:
-    """Source and target of what the format can hold of a sample."""
-    kept = {
+def _source_and_target(format: Format, sample: Sample) -> tuple[Catalog, TargetCatalog, MemoryStore]:
+    """Return source, target and files for those parts of a sample that the format can hold."""
+    supported = {
         key: spec
         for key, spec in sample.tensors.items()
         if _refusal(format, Sample({"fine": ("float32", (2,)), key: spec}, {})) is None
     }
-    assert kept, "the format holds none of the sample's tensors"
-    catalog, store = _source(Sample(kept, sample.objects if format.keeps_objects else {}))
+    assert supported, "the format holds none of the sample's tensors"
+    catalog, store = _source(Sample(supported, sample.objects if format.keeps_objects else {}))
     source, target = source_and_target(catalog, format)
     return source, target, store
 
 
-def _written(
+def _write_sample(
     format: Format, folder: Path, sample: Sample
 ) -> tuple[Catalog, MemoryStore, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Writes a sample; returns its source and what of its tensors the format holds."""
+    """Write a sample into a new directory.
+
+    Returns:
+        The source, its files, and key → (dtype, shape) of the tensors that the format holds.
+    """
     assert format.lay_out is not None
-    source, target, store = _prepared(format, sample)
+    source, target, store = _source_and_target(format, sample)
     folder.mkdir(parents=True)
     plan = make_plan(source, target, tuple(format.lay_out(target)))
     with closing(StageStore(folder, is_durable=False)) as stage:
@@ -328,21 +349,21 @@ def _written(
 
 
 def _contents(
-    catalog: Catalog, store: ReadStore, kept: Mapping[str, tuple[str, tuple[int, ...]]]
+    catalog: Catalog, store: ReadStore, specs: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, bytearray]:
-    """The dense bytes of every tensor, moved by the engine."""
-    arrays = {key: PlannedArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
+    """Return the dense bytes of every tensor, moved by the engine."""
+    arrays = {key: PlannedArray(key, dtype, shape) for key, (dtype, shape) in specs.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     images = [
         FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
     ]
-    made = MemoryStore()
-    execute(make_plan(catalog, target, images), store, made)
-    return {key: bytearray(made.contents[f"t{number}"]) for number, key in enumerate(arrays)}
+    output = MemoryStore()
+    execute(make_plan(catalog, target, images), store, output)
+    return {key: bytearray(output.contents[f"t{number}"]) for number, key in enumerate(arrays)}
 
 
 def _check_fragments(catalog: Catalog) -> None:
-    """The fragments of every tensor tile it and lie in their arrays."""
+    """Check that the fragments of every tensor tile it and lie in their arrays."""
     arrays = {key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     for key in catalog.tensors:
@@ -350,38 +371,38 @@ def _check_fragments(catalog: Catalog) -> None:
 
 
 def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:
-    """Non-tensor entries by key, those of a common state too."""
+    """Return the entries that are not tensors by key, those of a common state included."""
     from core.formats.torch.format import load_object
 
     values = {key: item.value for key, item in loaded(catalog, store, load_object).objects.items()}
     common = catalog.common or {}
     values |= {str(key): value for key, value in common.items()}
-    return {key: _plain(value) for key, value in _joined(values).items()}
+    return {key: _plain(value) for key, value in _nest_keys(values).items()}
 
 
-def _joined(values: Mapping[str, object]) -> dict[str, object]:
-    """Objects whose dotted keys are paths, nested again."""
-    found: dict[str, object] = {}
+def _nest_keys(values: Mapping[str, object]) -> dict[str, object]:
+    """Return objects whose dotted keys are paths as nested dicts."""
+    root: dict[str, object] = {}
     for key, value in values.items():
         *parents, last = key.split(".")
-        place = found
+        branch = root
         for name in parents:
-            deeper = place.setdefault(name, {})
-            if not isinstance(deeper, dict):
+            child = branch.setdefault(name, {})
+            if not isinstance(child, dict):
                 break
-            place = deeper
+            branch = child
         else:
-            place[last] = value
-    return found
+            branch[last] = value
+    return root
 
 
 def _plain(value: object) -> object:
-    """Mappings and lists as Python's own, lists that became mappings of numbers as lists."""
+    """Return mappings and lists as Python's own, and mappings whose keys count from 0 as lists."""
     if isinstance(value, Mapping):
-        made = {str(key): _plain(item) for key, item in value.items()}
-        if made and list(made) == [str(number) for number in range(len(made))]:
-            return list(made.values())
-        return made
+        items = {str(key): _plain(item) for key, item in value.items()}
+        if items and list(items) == [str(number) for number in range(len(items))]:
+            return list(items.values())
+        return items
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

@@ -1,6 +1,7 @@
-"""Which rule each tensor of a conversion follows, and what becomes of it: for people, and for checking rules.
+"""Explain which rule each tensor of a conversion follows, and how the rule cuts it.
 
-Tensors that differ only in the numbers of layers and experts, and follow one rule with one result, share a line.
+Tensors that differ only in the numbers of layers and experts, and follow one rule with one result,
+share a line.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from core.megatron.rules.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """One line.
+class LayoutLine:
+    """A line of the explanation: tensors that follow one rule with one result.
 
     Args:
         names: the global name, with ``[0-3]`` for the numbers of layers and experts.
-        n_tensors: how many tensors it stands for.
+        n_tensors: how many tensors the line stands for.
         shape: global shape in the destination, in elements.
         rule: the rule's kind: ``replicate``, ``split``, ``vocab`` or ``opaque``.
-        cut: what it does there, in words.
-        shard: shape of one shard.
-        states: names of the optimizer's states that follow it.
-        pattern, where, source: of the rule: its pattern, its row, and where it was established.
+        cut: how the rule cuts the tensor, in words.
+        shard: shape of one shard, in elements.
+        states: names of the optimizer states that follow the tensor.
+        pattern, where, source: the rule's pattern, its row, and where it was established.
     """
 
     names: str
@@ -47,7 +48,7 @@ class Explained:
     source: str
 
     def as_dict(self) -> dict[str, object]:
-        """The line as a JSON object."""
+        """Return the line as a JSON object."""
         return {
             "names": self.names,
             "n_tensors": self.n_tensors,
@@ -62,42 +63,44 @@ class Explained:
         }
 
 
-def explained(catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size: int | None) -> list[Explained]:
-    """The lines of all tensors of the global per-layer form, in its order.
+def explain_layout(catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size: int | None) -> list[LayoutLine]:
+    """Return the lines of all tensors of the global per-layer form, in its order.
 
     Args:
-        catalog: what ``core.megatron.reshard.reshard.unshard`` gives.
-        topology: sizes of the destination.
-        vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
+        catalog: the result of ``core.megatron.reshard.reshard.unshard``.
+        topology: parallel sizes of the destination.
+        vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
 
     Raises:
-        UnknownTensorError, UnsupportedError, CorruptError: as ``core.megatron.reshard.reshard.shard`` does.
+        UnknownTensorError, UnsupportedError, CorruptError: as
+        ``core.megatron.reshard.reshard.shard`` does.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
     states: dict[str, list[str]] = {}
     for key in cuts:
-        found = state_of(key)
-        if found is not None:
-            states.setdefault(found[1], []).append(found[0])
+        state = state_of(key)
+        if state is not None:
+            name, parameter = state
+            states.setdefault(parameter, []).append(name)
     groups: dict[tuple[object, ...], list[str]] = {}
     for key, cut in cuts.items():
         if state_of(key) is None:
-            place = _NUMBER.sub("#", key)
-            groups.setdefault((place, rules.rule_of(key), cut, tuple(states.get(key, ()))), []).append(key)
+            template = _NUMBER.sub("#", key)
+            groups.setdefault((template, rules.rule_of(key), cut, tuple(states.get(key, ()))), []).append(key)
     return [_line(keys, rules.rule_of(keys[0]), cuts[keys[0]], states.get(keys[0], [])) for keys in groups.values()]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _line(keys: list[str], rule: Rule, cut: Cut, states: list[str]) -> Explained:
-    return Explained(
-        names=_folded(keys),
+def _line(keys: list[str], rule: Rule, cut: Cut, states: list[str]) -> LayoutLine:
+    return LayoutLine(
+        names=_folded_name(keys),
         n_tensors=len(keys) * (1 + len(states)),
         shape=cut.shape,
         rule=rule.kind,
-        cut=_in_words(cut),
+        cut=_cut_text(cut),
         shard=cut.shard_shape,
         states=tuple(states),
         pattern=rule.pattern.pattern,
@@ -106,14 +109,15 @@ def _line(keys: list[str], rule: Rule, cut: Cut, states: list[str]) -> Explained
     )
 
 
-def _folded(keys: list[str]) -> str:
-    """One name for all keys, which differ in numbers only."""
-    numbers = list(zip(*(map(int, _NUMBER.findall(key)) for key in keys), strict=True))
-    texts = iter([str(found[0]) if len(set(found)) == 1 else f"[{ranges(set(found))}]" for found in numbers])
+def _folded_name(keys: list[str]) -> str:
+    """Return one name for all keys, which differ only in numbers."""
+    columns = [set(map(int, column)) for column in zip(*map(_NUMBER.findall, keys), strict=True)]
+    texts = iter([str(*numbers) if len(numbers) == 1 else f"[{ranges(numbers)}]" for numbers in columns])
     return _NUMBER.sub(lambda _: next(texts), keys[0])
 
 
-def _in_words(cut: Cut) -> str:
+def _cut_text(cut: Cut) -> str:
+    """Return how a rule cuts a tensor, in words."""
     if cut.axis is None:
         return "every rank holds all of it"
     group = cut.group.upper()

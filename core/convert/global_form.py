@@ -1,4 +1,4 @@
-"""The source of a job as global tensors under their final names, whatever it was before.
+"""Bring the source of a job into global tensors under their final names, whatever it was before.
 
 ::
 
@@ -8,7 +8,8 @@
                                     └────────────────────▶ Hugging Face names
     anything else ── changes ──▶ the names it had
 
-Which way is taken follows from the job and from what the source is; options that would have no effect are refused.
+The job and the kind of source decide which way is taken. Options that would have no effect are
+refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.files_beside import carried_of, with_documents
 from core.changes.select import is_optimizer_key, without_optimizer
-from core.convert.apply_changes import Changed, changed
+from core.convert.apply_changes import ChangedCatalog, apply_changes
 from core.convert.job import Job
 from core.convert.options import (
     HF_ALIASES,
@@ -61,7 +62,7 @@ class GlobalForm:
 
     Args:
         catalog: global tensors under their final names, all objects loaded.
-        renamed: (old key, new key) of what the user's options renamed.
+        renamed: (old key, new key) of each entry that the user's options renamed.
         notes: what the user should know.
         dropped: entries that were left out, with the reason.
     """
@@ -73,306 +74,419 @@ class GlobalForm:
 
 
 def is_model_form(catalog: Catalog) -> bool:
-    """Return whether a catalog is the form that a table of rules made: Megatron's, or Hugging Face's out of it."""
+    """Return whether a table of rules made the catalog: Megatron's form or Hugging Face's."""
     return catalog.facet(MegatronModel) is not None or catalog.facet(HuggingFaceModel) is not None
 
 
 def is_mcore(catalog: Catalog) -> bool:
-    """Whether a catalog is in the schema of Megatron's distributed checkpoints, with their common state."""
+    """Return whether a catalog has the common state of Megatron's distributed checkpoints."""
     return catalog.common is not None
 
 
-def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
-    """See the module's docstring.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FormRequest:
+    """What a job asks of its source, with what has been found out about the source.
 
     Args:
-        job: what is asked for.
+        job: the conversion, as asked for.
+        format: the format of the destination.
+        rules: the layout rules.
+        names: whose tensor names to write, ``hf`` or ``megatron``; None keeps them.
+        model_type: the Hugging Face model type that ``--names`` gives, or None.
+        config: the parsed ``config.json`` of the source, or None.
+        comes_from_hf: the source's tensors have Hugging Face's names.
+        is_restacked: ``core.megatron.reshard.to_torch_dist`` is to stack or unstack the layers.
+    """
+
+    job: Job
+    format: Format
+    rules: Rules
+    names: str | None
+    model_type: str | None
+    config: Mapping[str, object] | None
+    comes_from_hf: bool
+    is_restacked: bool
+
+    @property
+    def becomes_hf(self) -> bool:
+        """Return whether Megatron's names become Hugging Face's."""
+        return self.names == "hf" and not self.comes_from_hf
+
+    @property
+    def becomes_megatron(self) -> bool:
+        """Return whether Hugging Face's names become Megatron's."""
+        is_wanted = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
+        return self.comes_from_hf and is_wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _GlobalStep:
+    """A catalog on its way to the global form, with what a step reports about it."""
+
+    catalog: Catalog
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """Bring a source into global tensors under their final names, with the user's changes applied.
+
+    Args:
+        job: the conversion, as asked for.
         source: the opened source.
-        format: of the destination.
+        format: the format of the destination.
 
     Raises:
-        CheckpointingException: any kind.
+        CheckpointingException: the source is damaged or incomplete, or an option contradicts the source or the
+            destination.
     """
-    from core.hf import check_model, is_hf
+    from core.hf import is_hf
 
+    # Read the objects, the layout rules and the configuration that describes the model.
     catalog = with_documents(loaded(source.catalog, source.store, load_object), documents_above(source))
     rules = load_rules(job.rules, unknown=job.unknown)
-    names, model_type = _names(job)
+    names, model_type = _wanted_names(job)
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
     catalog, config = _with_config(job, catalog, source)
-    comes_from_hf = is_hf(catalog, config)
-    if job.config is not None and not comes_from_hf:
-        _refuse_config(job.config, config, catalog, rules)
-    check_names(job, names, model_type, format, config if comes_from_hf else None)
-    is_named = comes_from_hf or is_megatron(catalog, rules)
+    request = _FormRequest(
+        job=job,
+        format=format,
+        rules=rules,
+        names=names,
+        model_type=model_type,
+        config=config,
+        comes_from_hf=is_hf(catalog, config),
+        is_restacked=format.is_mcore and job.stacking is not None,
+    )
+    _check_request(request, catalog)
+    if request.is_restacked:  # to_torch_dist does it, after the user's other changes
+        request = replace(request, job=replace(job, stack_layers=False, unstack_layers=None))
+
+    # Take one of the three ways of the picture above.
+    if request.becomes_megatron:
+        form = _form_as_megatron(request, catalog)
+    else:
+        step = _unshard_if_needed(request, catalog, source)
+        form = _form_as_hf(request, step) if request.becomes_hf else _form_with_own_names(request, step)
+    return replace(form, dropped=(listed_files(unread), *form.dropped)) if unread else form
+
+
+def _check_request(request: _FormRequest, catalog: Catalog) -> None:
+    """Raise if options contradict the source's names or the destination, or would have no effect.
+
+    Raises:
+        UsageError: an option contradicts the source or the destination.
+        UnsupportedError: the source has Megatron's names, but no training arguments.
+    """
+    job, format, rules = request.job, request.format, request.rules
+    if job.config is not None and not request.comes_from_hf:
+        _refuse_config(job.config, request.config, catalog, rules)
+    check_names(job, request.names, request.model_type, format, request.config if request.comes_from_hf else None)
+    is_named = request.comes_from_hf or is_megatron(catalog, rules)
     check_target(job, format, is_named=is_named)
-    if names == "megatron" and not is_named and not _is_rank_local(catalog):
+    if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         _refuse_without_arguments(catalog, rules)
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
             hint="point at the model's config.json with --config FILE",
         )
-    notes: list[str] = []
-    dropped = [listed_files(unread)] if unread else []
-    is_restacked = format.is_mcore and job.stacking is not None  # core.megatron.reshard.to_torch_dist does it
-    if is_restacked:
-        job = replace(job, stack_layers=False, unstack_layers=None)
-    if comes_from_hf and job.rng is not None:
-        raise UsageError("--rng has no effect: Hugging Face weights come without random states", hint="leave it out")
-    if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
-        assert config is not None
-        return _as_megatron(job, catalog, format, config, notes, dropped)
-    if job.vocab_divisor is not None:
+    if request.comes_from_hf and job.rng is not None:
+        raise UsageError("--rng has no effect: Hugging Face checkpoints have no random states", hint="leave it out")
+    if job.vocab_divisor is not None and not request.becomes_megatron:
         raise UsageError(
-            "--make-vocab-size-divisible-by has no effect: no Hugging Face weights become Megatron's here",
+            "--make-vocab-size-divisible-by has no effect: it is for converting Hugging Face weights to Megatron",
             hint="leave it out; a Megatron checkpoint keeps its own",
         )
-    wants_hf = names == "hf" and not comes_from_hf
-    if wants_hf or is_restacked or _is_laid_out(job, catalog, format, rules, names):
-        if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
-            _refuse_without_arguments(catalog, rules)
-            _refuse_names(catalog, format, wants_hf=wants_hf)
-        refuse_quantizing(job, format)
-        catalog = unshard(
-            catalog,
-            rules=rules,
-            vocab_size=job.vocab_size,
-            optim="drop" if job.optim == "drop" else "refuse" if wants_hf else "carry",
-            keep_padded_vocab=job.keep_padded_vocab,
-            target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
-            store=source.store,
-        )
-        catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
-        catalog = with_rng(catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks")
-        if job.transformer_impl is not None:
-            if not is_cut(format):
-                raise UsageError(
-                    f"--transformer-impl has no effect on {format.name}",
-                    hint="it is for --to megatron and --to torch_dist",
-                )
-            catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
-    else:
+
+
+def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> _GlobalStep:
+    """Bring a Megatron source into its global form if the job changes its layout or names.
+
+    Any other source keeps its form; only its optimizer is left out if the job asks for that.
+
+    Raises:
+        UsageError: an option has no effect on this source or destination.
+        UnsupportedError: the tensors have names that no rule knows.
+    """
+    job, format, rules = request.job, request.format, request.rules
+    if not (request.becomes_hf or request.is_restacked or _is_laid_out(request, catalog)):
         refuse_layout_options(job)
-        catalog = _without_optimizer(job, catalog, dropped)
-        notes += _left_form(catalog, format)
-    if wants_hf:
-        return _as_hf(job, catalog, format, model_type, notes, dropped)
-    made = _changed(catalog, job, notes, config)
-    if comes_from_hf and (names == "hf" or job.config is not None):
-        assert config is not None
-        document = made.catalog.documents.get(CONFIG)
-        stated = config if document is None else parse_json_object(document, file=CONFIG)
-        with _complete(made, "Hugging Face"):
-            notes += check_model(made.catalog, stated, files=carried_of(catalog), is_strict=job.config is not None)
+        step = _without_optimizer(job, catalog)
+        return replace(step, notes=_unchanged_optimizer_notes(step.catalog, format))
+    if not catalog.is_rank_local and not is_megatron(catalog, rules):
+        _refuse_without_arguments(catalog, rules)
+        _refuse_names(catalog, format, becomes_hf=request.becomes_hf)
+    refuse_quantizing(job, format)
+    catalog = unshard(
+        catalog,
+        rules=rules,
+        vocab_size=job.vocab_size,
+        optim="drop" if job.optim == "drop" else "refuse" if request.becomes_hf else "carry",
+        keep_padded_vocab=job.keep_padded_vocab,
+        target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
+        store=source.store,
+    )
+    step = _with_run_facts(request, catalog, source)
+    catalog = with_rng(step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks")
+    if job.transformer_impl is not None:
+        if not is_cut(format):
+            raise UsageError(
+                f"--transformer-impl has no effect on {format.name}",
+                hint="it is for --to megatron and --to torch_dist",
+            )
+        catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
+    return replace(step, catalog=catalog)
+
+
+def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
+    """Apply the user's changes to a source that keeps its family of names, and check the result.
+
+    Raises:
+        UsageError: the changes leave an incomplete model, or an optimizer that does not fit its parameters.
+    """
+    from core.hf import check_model
+
+    job, format, before = request.job, request.format, step.catalog
+    result = _apply_checked(before, job, request.config)
+    notes = [*step.notes, *result.notes]
+    if request.comes_from_hf and (request.names == "hf" or job.config is not None):
+        assert request.config is not None
+        config = _config_after(result.catalog, request.config)
+        with _blaming_options(result, "Hugging Face"):
+            notes += check_model(result.catalog, config, files=carried_of(before), is_strict=job.config is not None)
     if format.carries_files:
-        notes += made.config_notes
-    is_global = catalog.facet(MegatronModel) is not None
-    if is_cut(format) and (is_global or is_mcore(catalog)) and not made.renamed:
-        refuse_broken_optimizer(catalog, made.catalog)
-    if is_cut(format) and is_global and (made.left_out or made.renamed):
-        _refuse_incomplete(made.catalog, rules)
-    return GlobalForm(made.catalog, made.renamed, tuple(notes), tuple(dropped))
+        notes += result.config_notes
+    if is_cut(format):
+        is_global = before.facet(MegatronModel) is not None
+        if (is_global or is_mcore(before)) and not result.renamed:
+            refuse_broken_optimizer(before, result.catalog)
+        if is_global and (result.left_out or result.renamed):
+            _refuse_incomplete(result.catalog, request.rules)
+    return GlobalForm(result.catalog, result.renamed, tuple(notes), step.dropped)
 
 
-def _as_megatron(
-    job: Job,
-    catalog: Catalog,
-    format: Format,
-    config: Mapping[str, object],
-    notes: list[str],
-    dropped: list[str],
-) -> GlobalForm:
-    """Megatron's global form of tensors with Hugging Face's names; the user's changes go by the latter."""
+def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
+    """Bring tensors with Hugging Face's names into Megatron's global form.
+
+    The user's changes go by Hugging Face's names; only stacking and quantizing come after the new names.
+
+    Raises:
+        UsageError: the changes leave an incomplete model, or an option has no effect on such weights.
+    """
     from core.hf import check_model, model_types, to_megatron
 
-    check_vocabulary(job, config)
-    refuse_quantizing(job, format)
-    catalog = _without_optimizer(job, catalog, dropped)
-    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
+    job = request.job
+    assert request.config is not None
+    check_vocabulary(job, request.config)
+    refuse_quantizing(job, request.format)
+    step = _without_optimizer(job, catalog)
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-    first = _changed(catalog, early, notes, config)
-    document = first.catalog.documents.get(CONFIG)
-    config = config if document is None else parse_json_object(document, file=CONFIG)
+    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
+    first = _apply_checked(step.catalog, early, request.config)
+    config = _config_after(first.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
-    with _complete(first, "Hugging Face"):
+    with _blaming_options(first, "Hugging Face"):
         if config.get("model_type") in model_types():
             check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
         catalog = to_megatron(
             first.catalog, config, make_vocab_size_divisible_by=divisor, transformer_impl=job.transformer_impl
         )
-    notes.append(f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)")
-    second = _changed(catalog, late, notes)
-    return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+    padding = f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
+    second = _apply_checked(catalog, late)
+    notes = (*first.notes, padding, *second.notes)
+    return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 
-def _as_hf(
-    job: Job, catalog: Catalog, format: Format, model_type: str | None, notes: list[str], dropped: list[str]
-) -> GlobalForm:
-    """Megatron's global form under Hugging Face's names; changes go by Megatron's names, scales by the new ones."""
+def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
+    """Bring Megatron's global form under Hugging Face's names.
+
+    The user's changes go by Megatron's names; only the scales of quantized weights follow the new names.
+
+    Raises:
+        UsageError: the changes leave an incomplete model.
+    """
     from core.hf import to_hf
 
-    first = _changed(catalog, replace(job, quantize=()), notes)
-    with _complete(first, "Megatron"):
-        catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
-    second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
-    return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+    job = request.job
+    first = _apply_checked(step.catalog, replace(job, quantize=()))
+    with _blaming_options(first, "Megatron"):
+        catalog = to_hf(first.catalog, model_type=request.model_type, has_config=request.format.carries_files)
+    second = _apply_checked(catalog, Job(src=job.src, quantize=job.quantize))
+    notes = (*step.notes, *first.notes, *second.notes)
+    return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 
-def _without_optimizer(job: Job, catalog: Catalog, dropped: list[str]) -> Catalog:
-    """The catalog without its optimizer, if the job asks for that."""
+def _config_after(catalog: Catalog, config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the ``config.json`` after the user's changes, ``config`` if it is unchanged."""
+    document = catalog.documents.get(CONFIG)
+    return config if document is None else parse_json_object(document, file=CONFIG)
+
+
+def _without_optimizer(job: Job, catalog: Catalog) -> _GlobalStep:
+    """Return the catalog without its optimizer if the job asks for that."""
     if job.optim != "drop":
-        return catalog
-    without = without_optimizer(catalog)
-    if without.left_out:
-        dropped.append(f"optimizer ({len(without.left_out)} entries)")
-    return without.catalog
+        return _GlobalStep(catalog)
+    rest = without_optimizer(catalog)
+    dropped = (f"optimizer ({len(rest.left_out)} entries)",) if rest.left_out else ()
+    return _GlobalStep(rest.catalog, dropped=dropped)
 
 
 @contextmanager
-def _complete(made: Changed, whose: str) -> Iterator[None]:
-    """Turns a tensor that is missed into a mistake of the user's, whose options left it out or renamed it."""
+def _blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
+    """Turn a missing tensor into a usage error if the user's options dropped or renamed any.
+
+    Args:
+        result: the catalog after the user's changes.
+        family: whose model is incomplete, ``Megatron`` or ``Hugging Face``.
+    """
     try:
         yield
     except MissingShardError as err:
-        if not (made.left_out or made.renamed):
+        if not (result.left_out or result.renamed):
             raise
         raise UsageError(
-            f"--include, --exclude or the new names leave an incomplete {whose} model: {err.message}",
+            f"--include, --exclude or the new names leave an incomplete {family} model: {err.message}",
             key=err.key,
-            hint="keep the names, without --config, to write a part of a model: --to safetensors, dcp or torch",
+            hint="to write part of a model keep its names and leave --config out: --to safetensors, dcp or torch",
         ) from err
 
 
 def _refuse_config(path: Path, config: Mapping[str, object] | None, catalog: Catalog, rules: Rules) -> NoReturn:
-    """Raise for a configuration that ``--config`` gives, of a source that is not a Hugging Face model with it.
+    """Raise because ``--config`` was given for a source that is not a Hugging Face model.
 
     Raises:
-        UsageError: it is not a model's, or the source does not need it.
-        UnsupportedError: the source needs training arguments, whose place it cannot take.
+        UsageError: the file is not a model's configuration, or the source does not need one.
+        UnsupportedError: the source needs training arguments, which a configuration cannot replace.
     """
     if config is None or not isinstance(config.get("model_type"), str):
         raise UsageError(
-            "--config: the file names no model_type, so it does not describe a model of transformers",
+            "--config: the file has no model_type, so it is not the configuration of a transformers model",
             file=str(path),
-            hint="give the config.json of the model",
+            hint="give the model's config.json",
         )
-    if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
+    if not catalog.is_rank_local and not is_megatron(catalog, rules):
         _refuse_without_arguments(catalog, rules)
     raise UsageError(
-        "--config has no effect: the checkpoint is Megatron's, with training arguments", hint="leave it out"
+        "--config has no effect: this is a Megatron checkpoint with its own training arguments", hint="leave it out"
     )
 
 
 def _refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
-    """Raise if the tensors have Megatron's names, but nothing describes their model.
+    """Raise if the tensors have Megatron's names, but no training arguments describe the model.
 
     Raises:
-        UnsupportedError: so it is.
+        UnsupportedError: the tensors have Megatron's names.
     """
     if has_megatron_names(catalog, rules):
         raise UnsupportedError(
-            "the tensors have Megatron's names, but the checkpoint holds no training arguments (args), which describe "
-            f"the model and its layout; a {CONFIG} cannot take their place",
-            hint="convert a checkpoint of the run that holds them, or keep the names: --to safetensors, dcp or torch",
+            "the tensors have Megatron's names, but the checkpoint has no training arguments (args), which describe "
+            f"the model and its layout; a {CONFIG} cannot replace them",
+            hint="use a checkpoint of the run that has them, or keep the names: --to safetensors, dcp or torch",
         )
 
 
-def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
-    """Tensors whose names nobody knows cannot be renamed, nor cut by a layout.
+def _refuse_names(catalog: Catalog, format: Format, *, becomes_hf: bool) -> NoReturn:
+    """Raise because tensors with unknown names can neither be renamed nor cut by a layout.
 
     Raises:
-        UnsupportedError: the names are not Megatron's, or there are no arguments of Megatron's.
+        UnsupportedError: always.
     """
     first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
-    wanted = "Hugging Face's names" if wants_hf else f"{format.name} with a parallel layout"
-    keeps = "safetensors" if wants_hf else "torch_dist, dcp or torch"
+    goal = "renamed to Hugging Face's names" if becomes_hf else f"written as {format.name} with a parallel layout"
+    formats = "safetensors" if becomes_hf else "torch_dist, dcp or torch"
     raise UnsupportedError(
-        f"the tensors ({first!r} …) cannot become {wanted}: they have neither Megatron's names and arguments, nor "
-        f"Hugging Face's with a {CONFIG} beside them",
-        hint=f"give the {CONFIG} of the model with --config FILE, or keep the names: --to {keeps}",
+        f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and training arguments nor "
+        f"Hugging Face's names and a {CONFIG}",
+        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
     )
 
 
 def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalog, Mapping[str, object] | None]:
-    """The catalog, and the parsed config.json beside its weights, above them or of ``--config``; None if there is none.
+    """Return the catalog, and the parsed ``config.json`` of the model or None.
+
+    The file comes from ``--config``, or lies with the weights or in a directory above them.
 
     Raises:
-        UsageError: there are two.
-        CorruptError: it is not JSON.
+        UsageError: both ``--config`` and the source have one.
+        CorruptError: the file is not valid JSON.
     """
     if job.config is None:
         return catalog, config_of_source(source)
     if CONFIG in carried_of(catalog):
         raise UsageError(
-            "--config: SRC has a config.json of its own",
+            "--config: SRC already has a config.json",
             file=str(job.config),
-            hint="leave --config out, or edit that one",
+            hint="leave --config out, or edit the one in SRC",
         )
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
     return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
 
 
-def _is_rank_local(catalog: Catalog) -> bool:
-    return catalog.is_rank_local
+def _wanted_names(job: Job) -> tuple[str | None, str | None]:
+    """Parse ``--names``, and ``--to hf``, which implies it.
 
+    Returns:
+        ``hf``, ``megatron`` or None to keep the names; and the Hugging Face model type or None.
 
-def _names(job: Job) -> tuple[str | None, str | None]:
-    """(``hf``, ``megatron`` or None, the Hugging Face model type or None)."""
+    Raises:
+        UsageError: ``--names`` has another value.
+    """
     if job.names is None:
         return ("hf", None) if job.to is not None and job.to.lower() in HF_ALIASES else (None, None)
     family, _, model_type = job.names.partition(":")
     if family not in ("hf", "megatron") or (model_type and family != "hf"):
         raise UsageError(
-            f"--names {job.names!r} is not known", hint="say hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron"
+            f"--names {job.names!r} is not known",
+            hint="use hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron",
         )
     return family, model_type or None
 
 
 VOCAB_DIVISOR = 128
-"""Megatron's default of ``--make-vocab-size-divisible-by``."""
+"""Megatron's default for ``--make-vocab-size-divisible-by``."""
 
 
-def _changed(catalog: Catalog, job: Job, notes: list[str], config: Mapping[str, object] | None = None) -> Changed:
-    """The user's changes; what cannot be copied must be gone after them."""
-    made = changed(catalog, job, config=config)
-    refuse_unsupported(made.catalog)
-    notes += made.notes
-    return made
+def _apply_checked(catalog: Catalog, job: Job, config: Mapping[str, object] | None = None) -> ChangedCatalog:
+    """Apply the user's changes, and raise if they leave an entry that cannot be copied."""
+    result = apply_changes(catalog, job, config=config)
+    refuse_unsupported(result.catalog)
+    return result
 
 
-def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names: str | None) -> bool:
-    """Whether the source must be brought into Megatron's global form."""
-    if _is_rank_local(catalog) or format.partition == "ranks" or changes_layout(job):
+def _is_laid_out(request: _FormRequest, catalog: Catalog) -> bool:
+    """Return whether the source must be brought into Megatron's global form."""
+    job, format = request.job, request.format
+    if catalog.is_rank_local or format.partition == "ranks" or changes_layout(job):
         return True
-    if (names == "megatron" or job.transformer_impl is not None) and is_megatron(catalog, rules):
-        return True
-    if not format.is_mcore or not is_megatron(catalog, rules):
+    if not is_megatron(catalog, request.rules):
         return False
-    return not is_mcore(catalog) or (job.optim == "carry" and _has_other_optimizer(catalog, format))
+    if request.names == "megatron" or job.transformer_impl is not None:
+        return True
+    # A distributed optimizer has a form of its own in each of Megatron's formats.
+    has_other_optimizer = format.name != catalog.format and sharding_of(catalog) is not None
+    return format.is_mcore and (not is_mcore(catalog) or (job.optim == "carry" and has_other_optimizer))
 
 
-def _has_other_optimizer(catalog: Catalog, format: Format) -> bool:
-    """Whether there is a distributed optimizer, whose form is another in each of Megatron's formats."""
-    return format.name != catalog.format and sharding_of(catalog) is not None
+def _unchanged_optimizer_notes(catalog: Catalog, format: Format) -> tuple[str, ...]:
+    """Return a note if a distributed optimizer stays in a form that is bound to its sizes."""
+    sharding, wanted = sharding_of(catalog), wanted_sharding(format.name)
+    if not format.is_mcore or sharding in (None, wanted):
+        return ()
+    note = (
+        f"the optimizer state stays {sharding}, which Megatron loads only at the same sizes, if at all; use --tp-new "
+        f"or --pp-new (also with the same sizes) to rewrite it as {wanted}"
+    )
+    return (note,)
 
 
-def _left_form(catalog: Catalog, format: Format) -> list[str]:
-    """A note on a distributed optimizer that stays as it is, and so loads only where it was saved."""
-    sharding = sharding_of(catalog)
-    if not format.is_mcore or sharding in (None, wanted_sharding(format.name)):
-        return []
-    return [
-        f"the optimizer's state stays {sharding}, which Megatron does not load at other sizes, if at all; with "
-        "--tp-new or --pp-new, the same sizes or others, it becomes " + wanted_sharding(format.name)
-    ]
-
-
-def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str], *, wants_hf: bool) -> Catalog:
-    """The global form with what the user or the directory's name says beside the checkpoint."""
+def _with_run_facts(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> _GlobalStep:
+    """Add the directory's iteration and the options' vocabulary size to the global form."""
+    job = request.job
+    notes = []
     if catalog.iteration is None and source.iteration is not None:
-        notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
+        notes.append(f"the files do not record their iteration; using {source.iteration} from the directory name")
         catalog = replace(catalog, iteration=source.iteration)
     model = catalog.facet(MegatronModel)
     n_rows = None if model is None else model.vocab_size
@@ -380,24 +494,24 @@ def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str],
         args = with_vocab_size(catalog.args, n_rows)
         catalog = replace(catalog, args=args, common={**(catalog.common or {}), "args": args})
         notes.append(f"args.vocab_size is now {n_rows}")
-    if any(glob is None for glob, _ in job.dtype) and not wants_hf:
-        notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
-    return catalog
+    if any(glob is None for glob, _ in job.dtype) and not request.becomes_hf:
+        notes.append("params_dtype, bf16 and fp16 in the training arguments are unchanged")
+    return _GlobalStep(catalog, tuple(notes))
 
 
 def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
-    """A Megatron checkpoint without some of the model's tensors would load nowhere.
+    """Raise if the user's changes leave a Megatron model that could not be loaded.
 
     Raises:
-        UsageError: names what is missing.
+        UsageError: the model is incomplete; the error names what is missing.
     """
     try:
         facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
         check_complete(catalog.tensors, facts, rules)
     except (CheckpointingException, ValueError) as err:
-        what = err.message if isinstance(err, CheckpointingException) else str(err)
+        message = err.message if isinstance(err, CheckpointingException) else str(err)
         raise UsageError(
-            f"--include, --exclude or --rename leave an incomplete Megatron model: {what}",
+            f"--include, --exclude or --rename leave an incomplete Megatron model: {message}",
             key=getattr(err, "key", None),
-            hint="write --to dcp or --to torch to keep a part of a model",
+            hint="to keep part of a model, write --to dcp or --to torch",
         ) from err

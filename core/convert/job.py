@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what it reports: plain values, for both doors."""
+"""What a conversion is asked for, and what it reports, as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_THREADS = 2
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
+"""A callback that gets (bytes done, bytes in total)."""
 
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -44,12 +44,12 @@ class TopologyChange:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes to change."""
+        """Return the sizes to change, by name."""
         return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
 
     @property
     def is_change(self) -> bool:
-        """Whether it says anything about the destination."""
+        """Return whether a size or the pipeline of the destination is given."""
         return bool(self.sizes) or self.pipeline is not None
 
 
@@ -58,15 +58,15 @@ class Job:
     """One conversion, as asked for.
 
     Args:
-        src: what to read, see ``core.opening.open``.
-        dst: what to write; None proposes a name beside ``src``.
+        src: what to read (``core.opening.open`` has the kinds of paths).
+        dst: what to write; None proposes a name in the directory of ``src``.
         to: target format; None keeps the source's.
         iteration: which iteration of a training root.
         topology: parallel sizes to change and to check; None for none.
         keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
-        vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
-        config: the ``config.json`` of a model with Hugging Face's names, where the source has none beside its weights.
-        vocab_divisor: of Hugging Face's weights that become Megatron's: padded vocabularies are multiples of it times
+        vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
+        config: the ``config.json`` of a model with Hugging Face's names, where the source has none of its own.
+        vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are multiples of it times
             TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
@@ -80,30 +80,29 @@ class Job:
             source has them.
         moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None keeps their kind.
         dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
-            quantize: see ``core.convert.apply_changes``, which applies them in that order. The first of them go by the
-                names that
-            the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
-            ``dequantize`` is a dtype or None; ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the
-            usual names, None for no unstacking.
-        max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
+            quantize: changes that ``core.convert.apply_changes`` applies in this order. Each goes by the names
+            that the changes before it made; the first go by those that the source has once it is global, as
+            ``ckpt inspect`` shows them. ``dequantize`` is a dtype or None; ``add_prefix`` a text or None;
+            ``unstack_layers`` are globs, () for the usual names, None for no unstacking.
+        max_file_bytes: maximum size of an output file with tensors, where the format can split; None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's (``core.convert.hard_links``).
-        weights_only: set what ``torch.load(weights_only=True)`` refuses aside, also where it could stay what it was.
+        weights_only: set aside what ``torch.load(weights_only=True)`` refuses, even where it could stay as it was.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
         missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them (``core.opening.open``).
         replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
             the others are not read.
-        memory_bytes: most memory the process may use, imports included.
-        beside_bytes: how much of it is taken by what the engine does not count, such as belonging to a team.
+        memory_bytes: memory limit of the process, imports included.
+        beside_bytes: how much of it is taken by what the engine does not count, such as the runtime of a team.
         threads: copying threads.
         resume: keep an unfinished stage on failure, and continue one.
         force: replace an existing destination, once the new one is complete.
         crc, digest: compute CRC-32 and content digests in the same pass.
         fsync: wait until the bytes are on the disk.
         fingerprint: make fingerprints of the canonical tensors in the same pass (``core.manifest.fingerprint_copy``).
-        verify: read the result again before it becomes visible, and compare every byte with the source.
+        verify: read the result back before it becomes visible, and compare every byte with the source.
         rules: a TOML file with additional layout rules.
         unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
-        device: on which per-byte work may be done; None for the CPU path. The bytes are the same.
+        device: the device for per-byte work; None for the CPU. The bytes are the same.
     """
 
     src: Path
@@ -156,7 +155,7 @@ class Job:
 
     @property
     def stacking(self) -> bool | None:
-        """Whether layers are to be stacked, or to have keys of their own; None if nothing is asked."""
+        """Return True to stack layers, False to unstack them, None to leave them alone."""
         return True if self.stack_layers else None if self.unstack_layers is None else False
 
 
@@ -165,20 +164,21 @@ class Report:
     """What a finished job did.
 
     Args:
-        src, dst: where from and to.
-        source_format, format: names of the formats.
+        src, dst: paths of the source and the destination.
+        source_format, format: names of their formats.
         n_tensors: tensors written.
         bytes_read: bytes of tensors read.
         bytes_written: bytes of all output files.
-        bytes_resumed: those of them that an earlier, interrupted run had written.
-        bytes_verified: bytes of tensors that were read again and compared; 0 if that was not asked for.
+        bytes_resumed: those of ``bytes_written`` that an earlier, interrupted run had written.
+        bytes_verified: bytes of tensors that were read back and compared; 0 if that was not asked for.
         n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).
         n_fingerprints: fingerprints in the manifest.
-        n_read_back: those of them for which the result was read again.
+        n_read_back: fingerprints for which the result was read back.
         manifest: path of the manifest.
-        notes, dropped: see ``Prepared``.
+        notes: what the user should know.
+        dropped: entries of the source that the destination does not hold, with the reason.
         workers: what each of several workers did; () for a process that worked alone.
     """
 
@@ -202,7 +202,7 @@ class Report:
     workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """The report as a JSON object, without the workers (``core.team.protocol.summarize_figures``)."""
-        found = asdict(self)
-        del found["workers"]
-        return found
+        """Return the report as a JSON object without the workers."""
+        report = asdict(self)
+        del report["workers"]
+        return report

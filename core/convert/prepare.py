@@ -14,11 +14,11 @@ from core.catalog.facets import MegatronModel
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import folded
-from core.changes.tie import recordable, recorded
+from core.changes.tie import find_recorded_ties, keep_recordable_ties
 from core.convert.apply_changes import config_beside
-from core.convert.explain import Explained, explained
+from core.convert.explain import LayoutLine, explain_layout
 from core.convert.global_form import global_form, is_model_form
-from core.convert.hard_links import linked
+from core.convert.hard_links import link_data_files
 from core.convert.job import Job as Job
 from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
@@ -34,7 +34,7 @@ from core.convert.nesting_notes import (
 )
 from core.convert.options import is_cut
 from core.convert.sizes import check_source_sizes, target_topology
-from core.convert.target_form import cut_form, vetted_form, with_objects_loaded
+from core.convert.target_form import cut_form, safe_form, with_objects_loaded
 from core.convert.verify import check_memory
 from core.errors import UnsupportedError, UsageError
 from core.files.url import refuse_url
@@ -44,7 +44,7 @@ from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.reshard.reshard import load_rules
-from core.opening.objects import loaded, state_dict, vetted
+from core.opening.objects import check_safety, loaded, state_dict
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import listed_files, unread_files
 from core.opening.target import keeps_nesting, tensors_only
@@ -54,21 +54,22 @@ from core.plan.plan import Plan, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A job ready to run: everything is decided and proven, no data has moved.
+    """A job ready to run: everything is decided and proven, and no data has moved.
 
     Args:
-        job: what was asked for.
+        job: the conversion, as asked for.
         source: the opened source.
         target_format: the format of the destination.
         dst: where the result goes.
         images: the output files.
         plan: the proven work.
-        renamed: (old key, new key) of what ``rename`` changed.
+        renamed: (old key, new key) of each entry that ``rename`` changed.
         notes: what the user should know.
         dropped: entries of the source that the destination will not hold, with the reason.
-        form: the source's global tensors under their final names, before they are cut for the destination.
-        n_tensors: tensors of the destination, without those of which it has the names only.
-        links: (path, file of the source, bytes) of what is a hard link, with ``metadata_only``.
+        form: the source's global tensors under their final names, before they are cut for the
+        destination.
+        n_tensors: tensors of the destination, without those that it records by name only.
+        links: (path, file of the source, bytes) of each hard link, with ``metadata_only``.
     """
 
     job: Job
@@ -86,64 +87,66 @@ class Prepared:
 
     @property
     def is_file(self) -> bool:
-        """Whether the destination is one file."""
+        """Return whether the destination is one file."""
         return is_file_of(self.target_format, self.dst)
 
     @property
     def files(self) -> list[tuple[str, int]]:
-        """Output files and their sizes in bytes."""
+        """Return the output files and their sizes in bytes."""
         return [*((path, size) for path, _, size in self.links), *((image.path, image.size) for image in self.images)]
 
     def files_for_rank(self, rank: int) -> list[str]:
-        """Source files that one rank of the destination needs.
+        """Return the source files that one rank of the destination needs.
 
         Args:
-            rank: its index among the rank directories of the destination in their order; where there are none, a
-                file's among those with tensors.
+            rank: index of the rank among the destination's rank directories in their order; in a format without
+                them, index of a file among those with tensors.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: the destination has no such rank.
         """
         is_ranks = self.target_format.partition == "ranks"
+        # Collect the arrays that each rank's files hold.
         arrays: dict[str, set[str]] = {}
         for image in self.images:
             if image.arrays:
-                place = image.path.rpartition("/")[0] if is_ranks else image.path
-                arrays.setdefault(place, set()).update(placed.array.name for placed in image.arrays)
+                folder = image.path.rpartition("/")[0] if is_ranks else image.path
+                arrays.setdefault(folder, set()).update(placed.array.name for placed in image.arrays)
         if not 0 <= rank < len(arrays):
-            what = "rank directories" if is_ranks else "files with tensors"
+            unit = "rank directories" if is_ranks else "files with tensors"
             raise UsageError(
-                f"there is no rank {rank}: the destination has {len(arrays)} {what}",
-                hint=f"they count from 0 to {len(arrays) - 1}",
+                f"no rank {rank}: the destination has {len(arrays)} {unit}",
+                hint=f"ranks are numbered from 0 to {len(arrays) - 1}",
             )
+        # Follow the plan from those arrays back to the source's files.
         wanted = list(arrays.values())[rank]
-        found: set[str] = set()
+        files: set[str] = set()
         for key in iter(self.plan.keys()):
             work = self.plan.match(key)
             for n_piece, n_target, _ in work.pairs:
                 target, piece = work.targets[n_target].array, work.pieces[n_piece][1].array
                 if target is not None and target.name in wanted and piece is not None:
-                    found.add(piece.extent.file)
-        return sorted(found)
+                    files.add(piece.extent.file)
+        return sorted(files)
 
-    def explained(self) -> list[Explained]:
-        """Which rule each tensor follows.
+    def explain_layout(self) -> list[LayoutLine]:
+        """Return which layout rule each tensor follows.
 
         Raises:
             UsageError: the destination is not cut by a parallel layout.
         """
         if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
             raise UsageError(
-                f"--explain: no layout rules are used: {self.target_format.name} is not cut by a layout here",
-                hint="ask it of a conversion to megatron or torch_dist, such as ckpt reshard SRC --tp-new 4 --explain",
+                f"--explain: this conversion to {self.target_format.name} uses no layout rules",
+                hint="use it when writing megatron or torch_dist, for example ckpt reshard SRC --tp-new 4 --explain",
             )
         topology = target_topology(self.job, self.form, self.target_format)
-        return explained(
+        return explain_layout(
             self.form, topology, load_rules(self.job.rules, unknown=self.job.unknown), vocab_size=self.job.vocab_size
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The plan as a JSON object."""
+        """Return the plan as a JSON object."""
         return {
             "src": str(self.source.path),
             "source_format": self.source.format.name,
@@ -164,10 +167,10 @@ class Prepared:
 
 @contextmanager
 def prepare(job: Job) -> Iterator[Prepared]:
-    """Opens the source, decides and proves everything; the source is closed at the end of the block.
+    """Open the source, decide and prove everything, and close the source after the block.
 
     Raises:
-        CheckpointingException: any kind; nothing has been written.
+        CheckpointingException: the job cannot be done; nothing has been written.
     """
     for path in (job.src, job.dst, job.config, job.rules):
         if path is not None:
@@ -176,8 +179,8 @@ def prepare(job: Job) -> Iterator[Prepared]:
     try:
         with gc_paused():
             with _naming_file(source):
-                prepared = _prepared(job, source)
-            gc.freeze()  # or the collector looks at all of it as soon as the copy makes objects
+                prepared = _prepare(job, source)
+            gc.freeze()  # or the collector traverses all of it as soon as the copy makes objects
         yield prepared
     finally:
         gc.unfreeze()
@@ -186,7 +189,7 @@ def prepare(job: Job) -> Iterator[Prepared]:
 
 @contextmanager
 def _naming_file(source: Checkpoint) -> Iterator[None]:
-    """Name the file in errors about an entry of a source that is one file."""
+    """Add the file's name to errors about an entry of a source that is one file."""
     try:
         yield
     except UnsupportedError as err:
@@ -195,48 +198,50 @@ def _naming_file(source: Checkpoint) -> Iterator[None]:
         raise
 
 
-def _prepared(job: Job, source: Checkpoint) -> Prepared:
-    format = source.format if job.to is None else format_called(job.to)
+def _prepare(job: Job, source: Checkpoint) -> Prepared:
+    """Decide what is written, lay out the files, and make the plan that proves it.
+
+    Raises:
+        CheckpointingException: the job cannot be done.
+    """
     opened = source
-    if format.lay_out is None:
-        raise UnsupportedError(
-            f"format {format.name} can be read, but not written",
-            hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
-        )
+    format = _writable_format(job, source)
+    assert format.lay_out is not None
     source = with_objects_loaded(source, exclude=job.exclude)
     if job.metadata_only:
-        return _linked(job, opened, format)
+        return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
         raise UsageError(
-            "--tie proves that two tensors are equal, which --on-replica-mismatch first does not do", hint="give one"
+            "--tie needs all copies compared, and --on-replica-mismatch first does not compare them",
+            hint="use only one of them",
         )
-    form = vetted_form(job, source, format)
-    notes, dropped = [*source.notes, *form.notes], [*form.dropped]
-    catalog = form.catalog
+
+    # Bring the source under its final names, and cut it for the destination.
+    form = safe_form(job, source, format)
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = is_file_of(format, dst)
-    notes += _nesting_lost(catalog, format, is_file=is_file)
-    dropped += _left_behind(catalog, format, is_file=is_file)
-    if format.records_ties and catalog.aliases:
-        stated = config_of(source.store) if CONFIG in carried_of(catalog) else None
-        has_config = format.carries_files and not is_file
-        catalog = recordable(catalog, config_beside(catalog, stated) if has_config else None)
-    catalog, target = cut_form(job, catalog, format)
+    catalog, target = cut_form(job, _with_recordable_ties(form.catalog, source, format, is_file=is_file), format)
+    lost = _nesting_lost(form.catalog, format, is_file=is_file)
+    notes = [*source.notes, *form.notes, *lost]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
+    dropped = [*form.dropped, *_dropped_entries(form.catalog, format, is_file=is_file)]
     dropped += [text for text in target.dropped if text not in dropped]
+
+    # Lay out the output files.
     if is_file and not format.nests:
         target = tensors_only(target)
     write = replace(target.write, max_file_bytes=job.max_file_bytes, is_file=is_file, is_release=source.is_release)
     target = replace(target, write=write)
     images = tuple(format.lay_out(target))
     if format.is_mcore:
-        images = _as_root(images, RELEASE if source.is_release else target.iteration)
+        images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
     if is_file:
         images = (replace(images[0], path=dst.name),)
-    ties = recorded(target, images) if format.records_ties else {}
+    ties = find_recorded_ties(target, images) if format.records_ties else {}
     notes += recorded_notes(ties)
-    compares = job.replicas == "error"
+
+    # Prove that every byte of the files has a source.
     plan = make_plan(
         catalog,
         target,
@@ -244,10 +249,10 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         threads=job.threads,
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes,
-        compares=compares,
+        compares=job.replicas == "error",
     )
     if plan.n_ignored:
-        notes.append(f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first is taken")
+        notes.append(f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first copy is used")
     if job.verify:
         check_memory(plan, job.memory_bytes)
     return Prepared(
@@ -265,21 +270,44 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     )
 
 
-def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
-    """A destination whose data files are the source's."""
-    made = linked(job, source)
+def _writable_format(job: Job, source: Checkpoint) -> Format:
+    """Return the format of the destination.
+
+    Raises:
+        UnsupportedError: it cannot be written.
+    """
+    format = source.format if job.to is None else format_called(job.to)
+    if format.lay_out is None:
+        names = ", ".join(writable.name for writable in formats() if writable.lay_out is not None)
+        raise UnsupportedError(f"{format.name} is read-only", hint=f"choose a format to write with --to: {names}")
+    return format
+
+
+def _with_recordable_ties(catalog: Catalog, source: Checkpoint, format: Format, *, is_file: bool) -> Catalog:
+    """Return the catalog with only those ties that the destination's format records."""
+    if not format.records_ties or not catalog.aliases:
+        return catalog
+    config = config_of(source.store) if CONFIG in carried_of(catalog) else None
+    has_config = format.carries_files and not is_file
+    return keep_recordable_ties(catalog, config_beside(catalog, config) if has_config else None)
+
+
+def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
+    """Prepare a destination whose data files are hard links to the source's."""
+    linked = link_data_files(job, source)
     if job.topology is not None:
         _check_loads_at(job, source, format)
-    vetted(loaded(made.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False)
-    images = made.images
-    paths = {name: name for name in made.files}
+    check_safety(loaded(linked.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False)
+    images = linked.images
+    paths = {name: name for name in linked.files}
     if format.is_mcore:
         iteration = RELEASE if source.is_release else source.iteration
-        images = _as_root(images, iteration)
-        paths = {name: _in_root(name, iteration) for name in made.files}
+        images = _in_training_root(images, iteration)
+        paths = {name: _iteration_path(name, iteration) for name in linked.files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
-    nothing = replace(made.catalog, tensors={}, hidden={}, objects={})
-    unread = unread_files(source, linked=made.files)
+    # The plan has no tensors: it only writes the new metadata.
+    empty = replace(linked.catalog, tensors={}, hidden={}, objects={})
+    unread = unread_files(source, linked=linked.files)
     return Prepared(
         job=job,
         source=source,
@@ -287,26 +315,29 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         dst=job.dst or _proposed_dst(job, source, format),
         images=images,
         plan=make_plan(
-            nothing,
-            nothing.as_target(format=nothing.format, fragments_of=lambda key: ()),
+            empty,
+            empty.as_target(format=empty.format, fragments_of=lambda key: ()),
             images,
             threads=job.threads,
             memory_bytes=job.memory_bytes,
         ),
         renamed=(),
-        notes=(*source.notes, *made.notes, f"{len(links)} files are hard links to the source's; no byte was copied"),
+        notes=(*source.notes, *linked.notes, f"{len(links)} files are hard links to the source's; no data was copied"),
         dropped=(listed_files(unread),) if unread else (),
-        form=made.catalog,
-        n_tensors=len(made.catalog.tensors),
+        form=linked.catalog,
+        n_tensors=len(linked.catalog.tensors),
         links=links,
     )
 
 
 def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
-    """Links load at the sizes that are asked for, if the model can be cut so: the layout is planned, and not written.
+    """Raise unless the model can be cut to the sizes that are asked for.
+
+    The layout is planned, but not written.
 
     Raises:
-        CheckpointingException: those of writing it.
+        CheckpointingException: the layout cannot be planned, for the reasons that writing it would
+        give.
     """
     check_source_sizes(job, source.catalog)
     if job.topology is not None and job.topology.is_change:
@@ -315,14 +346,14 @@ def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
 
 
 def is_file_of(format: Format, dst: Path) -> bool:
-    """Whether the destination is one file, and no directory."""
+    """Return whether the destination is one file rather than a directory."""
     if not format.is_single_file:
         return False
     return dst.suffix in format.suffixes if format.suffixes else dst.suffix != ""
 
 
 def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """What becomes of containers around tensors, where the destination has them otherwise."""
+    """Return notes on containers around tensors that the destination does not keep."""
     if is_model_form(catalog):
         return []
     sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
@@ -333,36 +364,43 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
     return [*root_notes(catalog), *nesting_notes(state_dict(catalog)), *sharing]
 
 
-def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """What the destination has no place for; entries that share their first name share a line."""
+def _dropped_entries(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+    """Return a line for each entry that the destination cannot store.
+
+    Entries with the same first part of their names share a line.
+    """
     lines = []
-    if not is_model_form(catalog) and (is_file or not keeps_nesting(catalog, format)) and not format.nests:
+    has_own_nesting = format.nests or (not is_file and keeps_nesting(catalog, format))
+    if not is_model_form(catalog) and not has_own_nesting:
         lines += attribute_tensors_left_out(catalog)
-    beside = [*carried_of(catalog), *catalog.documents]
-    if beside and (is_file or not format.carries_files):
-        lines.append(f"files beside the weights: {', '.join(beside)}")
-    if not (format.keeps_objects and (format.nests or not is_file)):
-        groups: dict[str, list[str]] = {}
-        is_alone = catalog.optimizer is not None
-        common = catalog.common or {}
-        for key in dict.fromkeys((*catalog.objects, *map(str, common), *([OPTIMIZER] if is_alone else []))):
-            groups.setdefault(key.partition(".")[0], []).append(key)
-        for name, keys in groups.items():
-            what = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
-            lines.append(f"{what}: no tensor, {format.title} has no place for it")
+    files = [*carried_of(catalog), *catalog.documents]
+    if files and (is_file or not format.carries_files):
+        lines.append(f"files beside the weights: {', '.join(files)}")
+    if format.keeps_objects and (format.nests or not is_file):
+        return lines
+    groups: dict[str, list[str]] = {}
+    optimizer = [OPTIMIZER] if catalog.optimizer is not None else []
+    for key in dict.fromkeys((*catalog.objects, *map(str, catalog.common or {}), *optimizer)):
+        groups.setdefault(key.partition(".")[0], []).append(key)
+    for name, keys in groups.items():
+        label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
+        lines.append(f"{label}: not a tensor, so {format.title} cannot store it")
     return lines
 
 
-def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
-    """The images of a training root with its tracker, as Megatron loads it; as they are without an iteration."""
+def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
+    """Return the images in a training root with its tracker file, as Megatron loads it.
+
+    Without an iteration the images are returned unchanged.
+    """
     if type(iteration) is not int and iteration != RELEASE:
         return images
-    moved = tuple(replace(image, path=_in_root(image.path, iteration)) for image in images)
+    moved = tuple(replace(image, path=_iteration_path(image.path, iteration)) for image in images)
     return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
 
 
-def _in_root(path: str, iteration: object) -> str:
-    """A path in a training root; as it is without an iteration."""
+def _iteration_path(path: str, iteration: object) -> str:
+    """Return the path of a file in a training root; unchanged without an iteration."""
     if iteration == RELEASE:
         return f"{RELEASE}/{path}"
     return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
@@ -372,7 +410,11 @@ _SUFFIXES = {"torch": ".pt"}
 
 
 def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
-    """A name beside the source: ``SRC-tp4-pp1`` (``-ep2`` … where said) for another layout, else ``SRC.FORMAT``."""
+    """Return a destination named after the source, in the source's directory.
+
+    The name is ``SRC-tp4-pp1`` (with ``-ep2`` and the like where given) for another layout, else
+    ``SRC.FORMAT``.
+    """
     src = Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
@@ -381,7 +423,7 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         name += "".join(
             f"-{size}{n}" for size in ("vpp", "ep", "etp") if (n := getattr(job.topology, size)) is not None
         )
-        made = src.parent / (name if job.to is None else f"{name}.{format.name}")
+        path = src.parent / (name if job.to is None else f"{name}.{format.name}")
     else:
-        made = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
-    return made if job.src.is_absolute() else Path(os.path.relpath(made))
+        path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
+    return path if job.src.is_absolute() else Path(os.path.relpath(path))

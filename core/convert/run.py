@@ -1,10 +1,11 @@
-"""Converting and resharding: the only place where format, layout, plan, copy and commit meet.
+"""Convert or reshard in one process: where format, layout, plan, copy and commit meet.
 
 ::
 
     open → global form → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
 
-``prepare`` does all of it that moves no data; ``run`` does the rest, ``core.convert.workers.run`` with several workers.
+``prepare`` does everything that moves no data, and ``run`` the rest. With several workers
+``core.convert.workers.run`` does it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
 from core.convert.prepare import Prepared, prepare
-from core.convert.stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
+from core.convert.stage import (
+    WrittenFingerprints,
+    finish_data,
+    finish_manifest,
+    identity_text,
+    report_of,
+    stage_of,
+    written_path,
+)
 from core.convert.stored_plan.file import identity_of
 from core.convert.verify import verify
 from core.copy.options import CopyOptions
@@ -47,22 +56,24 @@ def run(
 
     Args:
         job: what to do.
-        progress: called with (bytes done, bytes in all) from the copying threads.
-        publishing: called right before the destination gets its name, with what will be said of
-            it and the inode that then has that name.
+        progress: called with (bytes done, bytes in total) from the copying threads.
+        publishing: called right before the destination gets its name, with the report and the
+            inode that will have that name.
 
     Raises:
-        CheckpointingException: any kind; the destination is untouched.
+        CheckpointingException: the job failed; the destination is untouched.
     """
     job = within_memory(job)
     begun = time.monotonic()
     with prepare(job) as prepared:
+        # Open the stage, or continue the one that an interrupted run of the same job left.
         plan, source = prepared.plan, prepared.source
         if job.force:
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
         identity = identity_of(plan, source.store, options=identity_text(job)) if job.resume else ""
         stage = stage_of(prepared, identity=identity)
         with stage, _watch(prepared) as watch:
+            # Copy the tensors, then write everything else; the manifest comes last.
             options = CopyOptions(
                 crc=job.crc,
                 digest=job.digest,
@@ -73,14 +84,21 @@ def run(
             )
             result = execute(plan, source.store, stage.store, options)
             files = finish_data(prepared, stage, result)
-            made = Made() if watch is None else _seen(watch, prepared, stage)
-            finish_manifest(prepared, stage, result, files, made)
-            n_verified = _verified(prepared, stage, progress) if job.verify else 0
+            fingerprints = WrittenFingerprints()
+            if watch is not None:
+                path = written_path(prepared, stage)
+                fingerprints = WrittenFingerprints(
+                    *watch.finish(path, threads=job.threads, memory_bytes=job.memory_bytes)
+                )
+            finish_manifest(prepared, stage, result, files, fingerprints)
+
+            # Check the result before it becomes visible.
+            n_verified = _verify_stage(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
 
             def report() -> Report:
                 seconds = time.monotonic() - begun
-                return report_of(prepared, stage, result, made, n_verified=n_verified, seconds=seconds)
+                return report_of(prepared, stage, result, fingerprints, n_verified=n_verified, seconds=seconds)
 
             if publishing is not None:
                 publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
@@ -89,10 +107,10 @@ def run(
 
 
 def within_memory(job: Job) -> Job:
-    """The job with the memory that is left beside its device, and without a device that is left out for it.
+    """Return the job with the memory that its device leaves, without a device that does not fit.
 
     Raises:
-        CapacityError: the device was asked for by name, and takes too much.
+        CapacityError: the device was asked for by name, and does not fit into the memory limit.
     """
     if job.device is None:
         return job
@@ -103,7 +121,7 @@ def within_memory(job: Job) -> Job:
 
 
 def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None]:
-    """Makes fingerprints of what is written, if they are wanted."""
+    """Return a context that makes fingerprints of what is written, if the job asks for them."""
     job = prepared.job
     if not job.fingerprint:
         return nullcontext()
@@ -114,17 +132,11 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     return observe_copy(prepared.plan, entry=entry, rules=rules, device=job.device)
 
 
-def _seen(watch: CopyFingerprints, prepared: Prepared, stage: Stage) -> Made:
-    """The fingerprints of what was written."""
-    job = prepared.job
-    return Made(*watch.finish(written_path(prepared, stage), threads=job.threads, memory_bytes=job.memory_bytes))
-
-
-def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
-    """Bytes of the stage that were read again and compared with the source."""
+def _verify_stage(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
+    """Read the stage back, compare it with the source, and return the number of bytes compared."""
     job, plan = prepared.job, prepared.plan
     if job.fsync:
-        stage.store.sync_all()  # so that reading again means the disk, and not the system's cache
+        stage.store.sync_all()  # so that the bytes are read from the disk, not from the system's cache
     return verify(
         plan,
         prepared.source.store,
@@ -137,7 +149,7 @@ def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> in
 
 
 def _counted(progress: Progress | None, n_bytes: int) -> Callable[[int], None] | None:
-    """Turns steps into totals; safe for threads."""
+    """Return a thread-safe callback that turns steps in bytes into totals for ``progress``."""
     if progress is None:
         return None
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The parallel sizes of a job's source and of its destination."""
+"""Find the parallel sizes of a job's source and of its destination."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.megatron.model.topology import Topology
 
 
 def _source_topology(catalog: Catalog) -> Topology | None:
-    """Sizes of the run that saved, or None where nothing says."""
+    """Return the parallel sizes of the run that saved, or None if nothing records them."""
     topology = catalog.facet(Topology)
     if topology is not None:
         return topology
@@ -24,37 +24,39 @@ def _source_topology(catalog: Catalog) -> Topology | None:
 
 
 def check_source_sizes(job: Job, catalog: Catalog) -> None:
-    """The sizes that the user asserts of the source are its own.
+    """Raise unless the source has the parallel sizes that the user asserts.
 
     Raises:
-        UsageError: it has others, or does not say.
+        UsageError: the source has other sizes, or does not record them.
     """
     asserted = job.topology.source if job.topology is not None else {}
     if not asserted:
         return
-    found = _source_topology(catalog)
-    if found is None:
+    topology = _source_topology(catalog)
+    if topology is None:
         raise UsageError(
-            "the checkpoint does not say which parallel sizes it was saved with",
+            "the checkpoint does not record the parallel sizes it was saved with",
             hint=f"leave out {', '.join('--' + name for name in asserted)}",
         )
     for name, size in asserted.items():
-        actual = found.expert_tp if name == "etp" else getattr(found, name)
+        actual = topology.expert_tp if name == "etp" else getattr(topology, name)
         if actual != size:
             raise UsageError(
-                f"--{name} {size} was said, but the checkpoint has {name.upper()} {actual} ({found})",
-                hint=f"say --{name} {actual}, or leave it out",
+                f"--{name} {size} does not match the checkpoint, which has {name.upper()} {actual} ({topology})",
+                hint=f"use --{name} {actual}, or leave it out",
             )
 
 
 def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
-    """Sizes of the destination.
+    """Return the parallel sizes of the destination.
 
-    Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
-    keeps the layout; rank files get 1. A pipeline layout has the number of model chunks in it.
+    Sizes that are not given stay the source's where they only cut global tensors into pieces, or
+    where the job keeps the layout; rank files get 1. A pipeline layout determines the number of
+    model chunks.
 
     Raises:
-        UsageError: it has another than was asked for, or its parts do not divide over the pipeline stages.
+        UsageError: the pipeline layout has another number of model chunks than was asked for, or
+        its parts do not divide evenly over the pipeline stages.
     """
     keeps = job.keeps_layout or format.partition != "ranks"
     base = (_source_topology(catalog) if keeps else None) or Topology()
@@ -62,14 +64,14 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
     pipeline = None if job.topology is None else job.topology.pipeline
     if format.partition != "ranks" and sizes.get("pp", base.pp) != base.pp:
         base = replace(base, vpp=1)  # global tensors know no model chunks, only which stage's rank writes what
-    made = replace(base, **sizes, pipeline=pipeline)
+    topology = replace(base, **sizes, pipeline=pipeline)
     if pipeline is None or pipeline.layout is None:
-        return made
-    vpp, rest = divmod(len(pipeline.layout), made.pp)
+        return topology
+    vpp, rest = divmod(len(pipeline.layout), topology.pp)
     if rest or sizes.get("vpp", vpp) != vpp:
         raise UsageError(
-            f"--pipeline-model-parallel-layout has {len(pipeline.layout)} parts, which are not those of PP {made.pp}"
+            f"--pipeline-model-parallel-layout has {len(pipeline.layout)} parts, which does not match PP {topology.pp}"
             + (f" and VPP {sizes['vpp']}" if "vpp" in sizes else ""),
-            hint="it has one part for every model chunk, PP × VPP in all; say --pp-new",
+            hint="it needs one part for every model chunk, PP × VPP in all; set --pp-new",
         )
-    return replace(made, vpp=vpp)
+    return replace(topology, vpp=vpp)

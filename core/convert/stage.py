@@ -1,4 +1,4 @@
-"""The stage of a prepared job: where it is written, what comes into it beside tensors, and what is reported of it."""
+"""Open the stage of a prepared job, write what comes beside its tensors, and report on it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:
-    """The stage of a job.
+    """Return the stage of a job.
 
     Args:
-        identity: of the plan; needed with ``resume``.
-        is_shared: several workers fill it.
+        identity: the identity of the plan; needed with ``resume``.
+        is_shared: several workers fill the stage.
     """
     job = prepared.job
     return Stage(
@@ -42,17 +42,17 @@ def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> S
 
 
 def written_path(prepared: Prepared, stage: Stage) -> Path:
-    """Where the destination is until it is published."""
+    """Return where the destination is until it is published."""
     return stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class WrittenFingerprints:
     """Fingerprints of what has been written.
 
     Args:
-        fingerprints: by key; None if they were not asked for.
-        n_read_back: those for which the result was read again.
+        fingerprints: fingerprints by key; None if they were not asked for.
+        n_read_back: fingerprints for which the result was read back.
     """
 
     fingerprints: dict[str, Fingerprint] | None = None
@@ -60,14 +60,17 @@ class Made:
 
 
 def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[FileSum]:
-    """Writes what files have beside their tensors, and makes links; the sums of all files.
+    """Write everything beside the tensors except the manifest, and make the hard links.
 
     Args:
-        result: of the copy; all tensors are written.
+        result: the result of the copy; all tensors are written.
+
+    Returns:
+        The checksums of all files.
 
     Raises:
-        CapacityError, StorageError: the system refuses.
-        UnsupportedError: links cannot be made there.
+        CapacityError, StorageError: the file system refuses a write.
+        UnsupportedError: the file system has no hard links to the source's files.
     """
     files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc)
     for path, name, size in prepared.links:
@@ -76,15 +79,17 @@ def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[Fi
     return files
 
 
-def finish_manifest(prepared: Prepared, stage: Stage, result: CopyResult, files: list[FileSum], made: Made) -> None:
-    """Writes the manifest, the last of all files.
+def finish_manifest(
+    prepared: Prepared, stage: Stage, result: CopyResult, files: list[FileSum], fingerprints: WrittenFingerprints
+) -> None:
+    """Write the manifest, the last of all files.
 
     Args:
         files: from ``finish_data``.
-        made: fingerprints.
+        fingerprints: the fingerprints to record.
 
     Raises:
-        CapacityError, StorageError: the system refuses.
+        CapacityError, StorageError: the file system refuses a write.
     """
     write_manifest(
         stage.store,
@@ -94,7 +99,7 @@ def finish_manifest(prepared: Prepared, stage: Stage, result: CopyResult, files:
         files,
         tool=f"ckpt-toolkit {__version__}",
         crc=prepared.job.crc,
-        fingerprints=made.fingerprints,
+        fingerprints=fingerprints.fingerprints,
     )
 
 
@@ -106,18 +111,18 @@ def report_of(
     prepared: Prepared,
     stage: Stage,
     result: CopyResult,
-    made: Made,
+    fingerprints: WrittenFingerprints,
     *,
     n_verified: int,
     seconds: float,
     workers: Sequence[Figures] = (),
 ) -> Report:
-    """The report of a job that is done.
+    """Return the report on a finished job.
 
     Args:
         n_verified: bytes that were compared with the source.
         seconds: wall time.
-        workers: what each did, of several.
+        workers: what each of several workers did.
     """
     dst, manifest = prepared.dst, _manifest_of(prepared)
     return Report(
@@ -131,8 +136,8 @@ def report_of(
         bytes_resumed=result.resumed_bytes,
         bytes_verified=n_verified,
         n_copies=prepared.plan.n_copies,
-        n_fingerprints=len(made.fingerprints or ()),
-        n_read_back=made.n_read_back,
+        n_fingerprints=len(fingerprints.fingerprints or ()),
+        n_read_back=fingerprints.n_read_back,
         seconds=seconds,
         files=tuple(path for path, _ in prepared.files),
         manifest=str(dst.parent / manifest if prepared.is_file else dst / manifest),
@@ -143,7 +148,7 @@ def report_of(
 
 
 def identity_text(job: Job) -> str:
-    """The options that decide which bytes are written, and by which version of the tool."""
+    """Return the tool's version and the options that decide the written bytes, as JSON."""
     options = asdict(job)
     for name in (
         "src",

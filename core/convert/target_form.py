@@ -1,6 +1,7 @@
-"""What a job writes, before it has a place: the source's global form, vetted, and cut for the destination's format.
+"""Build what a job writes: the source's global form, checked, and cut for the destination's format.
 
-``core.convert.run`` makes a plan of it; ``core.inspect.capabilities`` asks only whether there is one.
+``core.convert.run`` makes a plan of it; ``core.inspect.capabilities`` asks only whether there is
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from core.formats.torch.format import load_object
 from core.formats.torch.refused import names_importable
 from core.megatron.reshard.reshard import load_rules, shard, stack
 from core.megatron.rules.experts import transposed
-from core.opening.objects import loaded, refuse_hidden, vetted
+from core.opening.objects import check_safety, loaded, refuse_hidden
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
@@ -30,14 +31,14 @@ from core.pickle.reader import noting_uses
 
 
 def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
-    """Return the checkpoint with the value of every object that has a stream of its own.
+    """Return the checkpoint with the value of every object that is stored in a stream of its own.
 
     Args:
-        exclude: patterns of entries that are left out afterwards.
+        exclude: patterns of entries that are left out later.
 
     Raises:
         CheckpointingException: a stream is damaged.
-        UnsafeError: a pickle names something dangerous that none of the objects shows.
+        UnsafeError: a pickle refers to something dangerous that none of the objects shows.
     """
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
@@ -45,48 +46,56 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
     return source
 
 
-def vetted_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
-    """Return the source's global form without the objects that must not be carried.
+def safe_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """Return the source's global form without the objects that must not be carried over.
 
     Args:
-        job: what is asked for.
+        job: the conversion, as asked for.
         source: from ``with_objects_loaded``.
-        format: of the destination.
+        format: the format of the destination.
 
     Raises:
         CheckpointingException: the job cannot be done.
     """
-    return vetted_of(global_form(job, source, format), job, source, format)
+    return without_unsafe(global_form(job, source, format), job, source, format)
 
 
-def vetted_of(form: GlobalForm, job: Job, source: Checkpoint, format: Format) -> GlobalForm:
-    """Return a source's global form without the objects that must not be carried; the arguments as ``vetted_form``'s.
+def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """Remove the objects that must not be carried over from a source's global form.
+
+    Args:
+        form: from ``global_form``.
+        job, source, format: as for ``safe_form``.
 
     Raises:
-        CheckpointingException: there are objects that must not be passed over.
+        UnsupportedError: a name cannot be written as text.
+        CheckpointingException: an object can neither be stored nor left out silently.
     """
     _check_text(form.catalog)
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
-    checked = vetted(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
+    checked = check_safety(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
     weights_only = job.weights_only or not _has_live_objects(source)
     catalog = replace(checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only))
     return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
 
 
 def keeps_unknown_classes(format: Format) -> bool:
-    """Return whether a format holds objects of classes that nobody knows, as inert pickles or set aside."""
+    """Return whether a format holds objects of unknown classes, as inert pickles or set aside."""
     return format.partition == "ranks" or format.nests or format.is_mcore
 
 
 def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
-    """Return the source under the target's keys, and the target catalog whose arrays are to be placed.
+    """Cut the global form for the destination's format.
 
     Args:
-        catalog: from ``vetted_form``.
+        catalog: the catalog of ``safe_form``.
+
+    Returns:
+        The source under the target's keys, and the target catalog whose arrays are to be placed.
 
     Raises:
-        CheckpointingException: the layout cannot cut it, or the format has no place for it.
+        CheckpointingException: the layout cannot cut it, or the format cannot store it.
     """
     is_global = catalog.facet(MegatronModel) is not None
     if format.partition == "ranks":
@@ -121,10 +130,12 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
 
 def _has_live_objects(source: Checkpoint) -> bool:
-    """Whether objects stay instances of their classes in a torch file, as torch's own loader of the source makes them.
+    """Return whether objects may stay instances of their classes in a torch file.
 
-    DCP's do unless they name classes of other packages than torch and numpy, which are set aside in every DCP that this
-    project writes. Objects of other formats, and those that a torch file had set aside, stay loadable by default.
+    They may if torch's own loader of the source makes such instances. DCP's does, unless they name
+    classes of other packages than torch and numpy, which this project sets aside in every DCP that
+    it writes. Objects of other formats, and those that a torch file had set aside, stay loadable by
+    default.
     """
     torch_file = source.catalog.facet(TorchFileFacts)
     if torch_file is not None and torch_file.is_set_aside:
@@ -134,13 +145,13 @@ def _has_live_objects(source: Checkpoint) -> bool:
 
 
 def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
-    """Raise unless every key of a dict on the way to an entry has a text, of which the entry's name is made.
+    """Raise unless every dict key on the way to an entry has a text for the entry's name.
 
     Args:
-        only_tensors: other entries stay in their dicts.
+        only_tensors: check tensors only; other entries stay in their dicts.
 
     Raises:
-        UnsupportedError: a key is an object without one.
+        UnsupportedError: a key is an object without such a text.
     """
     if catalog.skeleton is None:
         return
@@ -154,10 +165,10 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
                 break
     if nameless:
         path, classes = next(iter(nameless.items()))
-        others = f", and so have those of {listed_keys(list(nameless)[1:])}" if len(nameless) > 1 else ""
+        more = f"; the same goes for {listed_keys(list(nameless)[1:])}" if len(nameless) > 1 else ""
         raise UnsupportedError(
-            f"the dict {path or 'at the root'} has keys that are objects ({listed_keys(classes)}) without a text that "
-            f"could name its entries{others}",
+            f"the dict {path or 'at the root'} has keys that are objects ({listed_keys(classes)}), from which no names "
+            f"can be made for its entries{more}",
             key=path or None,
             file=file,
             hint=f"write a torch file, which keeps them (--to torch), leave the entries out (--exclude '{path or '<*'}'"
@@ -166,17 +177,17 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
 
 
 def _check_text(catalog: Catalog) -> None:
-    """Raise unless every name can be written as text.
+    """Raise unless every name can be written as UTF-8 text.
 
     Raises:
-        UnsupportedError: one holds half a surrogate pair.
+        UnsupportedError: a name holds half a surrogate pair.
     """
     for key in (*catalog.tensors, *catalog.objects, *catalog.hidden):
         try:
             key.encode()
         except UnicodeEncodeError as err:
             raise UnsupportedError(
-                f"a name is no text that can be written: {err.reason}",
+                f"the name is not valid text: {err.reason}",
                 key=key,
                 hint="leave it out with --exclude, or rename it with --rename",
             ) from err

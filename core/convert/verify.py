@@ -1,8 +1,8 @@
-"""Reading a finished destination again, and comparing every byte with the source.
+"""Read a finished destination back, and compare every byte with the source.
 
-The destination is opened as any checkpoint is, so that what is compared is what its readers will see: its own metadata
-say where the bytes of each tensor lie. The source is moved a second time to those places, by a plan of its own, and
-instead of being written every byte is compared with the one that is there.
+The destination is opened like any checkpoint, so that readers will see exactly what was compared:
+its own metadata locate the bytes of each tensor. A second plan moves the source to those positions,
+and every byte is compared with the one that is there instead of being written.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 def check_memory(plan: Plan, memory_bytes: int) -> None:
-    """Finds out beforehand whether there is memory for the metadata of source and destination.
+    """Raise unless there is memory for the metadata of both source and destination.
 
     Raises:
-        CapacityError: there is not.
+        CapacityError: the memory limit is too low.
     """
     spare = plan.threads * (plan.buffer_bytes - MIN_BUFFER_BYTES) + plan.cache_bytes
     least = plan.memory_bytes - spare + plan.metadata_bytes
     if least > memory_bytes:
         raise CapacityError(
-            f"{memory_bytes} bytes of memory are allowed, but the work and then --verify need {least}",
-            hint=f"allow at least {-(-least // MIB)} MiB",
+            f"--verify needs {-(-least // MIB):,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
+            hint=f"set the memory limit to at least {-(-least // MIB)} MiB",
         )
 
 
@@ -59,65 +59,68 @@ def verify(
     progress: Progress | None = None,
     device: Device | None = None,
 ) -> int:
-    """Compare a destination with the source that it was made of.
+    """Compare a destination with the source it was made from.
 
     Args:
-        plan: the one that made it.
+        plan: the plan that made the destination.
         source_store: the source's files.
         written: where the destination is now.
-        rules: the layout's table, for rank files.
-        memory_bytes: most bytes the process may use.
-        progress: told about compared bytes.
-        device: on which per-byte work may be done.
+        rules: the layout rules, for rank files.
+        memory_bytes: memory limit of the process.
+        progress: called with the number of bytes of each comparison.
+        device: the device for per-byte work, or None.
 
     Returns:
         The bytes of tensors that were compared.
 
     Raises:
-        CorruptError: a byte, a tensor, a dtype or a shape is not what it should be.
-        CheckpointingException: any other, if the destination cannot be read.
+        CorruptError: a byte, a tensor, a dtype or a shape differs from the source.
+        CheckpointingException: the destination cannot be read.
     """
-    with planned_again(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
+    with plan_comparison(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
         options = CopyOptions(crc=False, digest=False, progress=progress, device=device)
-        execute(again, source_store, Comparison(store), options)
+        execute(again, source_store, ComparingStage(store), options)
         return again.write_bytes
 
 
 @contextmanager
-def planned_again(plan: Plan, written: Path, *, rules: Rules, memory_bytes: int) -> Iterator[tuple[Plan, LocalStore]]:
-    """The plan whose target is a destination that exists, and the destination's files.
+def plan_comparison(plan: Plan, written: Path, *, rules: Rules, memory_bytes: int) -> Iterator[tuple[Plan, LocalStore]]:
+    """Plan the source against a destination that exists.
 
     Args:
         plan, written, rules, memory_bytes: as for ``verify``.
 
+    Yields:
+        The plan whose target is the destination, and the destination's files.
+
     Raises:
         CheckpointingException: as for ``verify``.
     """
-    found = open_checkpoint(written)
+    checkpoint = open_checkpoint(written)
     try:
-        for name in found.store.files():
-            forget_cached(found.store.path(name))
-        catalog = _in_the_plans_keys(found, plan, rules)
-        bound = _bound(catalog, plan.target, found.store)
+        for name in checkpoint.store.files():
+            forget_cached(checkpoint.store.path(name))
+        catalog = _with_keys_of_plan(checkpoint, plan, rules)
+        bound = _bind_arrays(catalog, plan.target, checkpoint.store)
         target = _as_target(bound)
         yield (
             make_plan(
                 plan.source,
                 target,
-                _images(bound, found.store),
+                _images(bound, checkpoint.store),
                 zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
                 threads=plan.threads,
                 memory_bytes=memory_bytes - plan.metadata_bytes,
                 compares=plan.compares,
             ),
-            found.store,
+            checkpoint.store,
         )
     finally:
-        found.store.close()
+        checkpoint.store.close()
 
 
 def forget_cached(path: Path) -> None:
-    """Asks the system to read a file from the disk again; what it has not written yet stays cached."""
+    """Ask the system to read a file from the disk again; what is not written yet stays cached."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -125,47 +128,50 @@ def forget_cached(path: Path) -> None:
         os.close(fd)
 
 
-def _in_the_plans_keys(found: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
-    """The destination's tensors under the keys that the plan has."""
-    catalog = found.catalog
+def _with_keys_of_plan(checkpoint: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
+    """Return the destination's tensors under the keys of the plan."""
+    catalog = checkpoint.catalog
     if not catalog.is_rank_local:
         return catalog
     topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
     assert topology is not None and ranks is not None, "a target of rank files has both"
-    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store), ranks.transposed)
+    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=checkpoint.store), ranks.transposed)
 
 
-def _bound(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog:
-    """The tensors of the destination whose places are all known; they are those that were to be written.
+def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog:
+    """Return the destination's tensors with the positions of all their arrays.
+
+    Args:
+        wanted: the target catalog that the destination was written by.
 
     Raises:
-        CorruptError: a tensor is missing, or has another dtype or shape.
+        CorruptError: a tensor is missing, or has another dtype or shape than was written.
+        UnsupportedError: an array is compressed or strided.
     """
     aliases = catalog.aliases
     for key, meta in wanted.tensors.items():
-        have = catalog.tensors.get(key)
-        if have is None or (have.dtype, have.shape) != (meta.dtype, meta.shape):
-            what = "is not there" if have is None else f"is {have.dtype} of shape {have.shape}"
+        actual = catalog.tensors.get(key)
+        if actual is None or (actual.dtype, actual.shape) != (meta.dtype, meta.shape):
+            state = "is missing" if actual is None else f"is {actual.dtype} of shape {actual.shape}"
             raise CorruptError(
-                f"the destination was to hold {meta.dtype} of shape {meta.shape}, but reading it again, it {what}",
-                key=key,
+                f"the tensor was written as {meta.dtype} of shape {meta.shape}, but {state} when read back", key=key
             )
     arrays: dict[str, StoredArray] = {}
 
-    def bound(array: StoredArray) -> StoredArray:
-        known = arrays.get(array.name)
-        if known is None:
-            known = arrays[array.name] = catalog.bind(store, array)
-            extent = known.extent
-            if extent.encoding or extent.strides not in (None, c_strides(known.shape)):
+    def bind(array: StoredArray) -> StoredArray:
+        bound = arrays.get(array.name)
+        if bound is None:
+            bound = arrays[array.name] = catalog.bind(store, array)
+            extent = bound.extent
+            if extent.encoding or extent.strides not in (None, c_strides(bound.shape)):
                 raise UnsupportedError(
-                    "--verify compares dense arrays, this one is compressed or strided", key=array.name
+                    "--verify compares dense arrays, but this array is compressed or strided", key=array.name
                 )
-        return known
+        return bound
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        found = catalog.fragments(key)
-        return tuple(piece if piece.array is None else replace(piece, array=bound(piece.array)) for piece in found)
+        pieces = catalog.fragments(key)
+        return tuple(piece if piece.array is None else replace(piece, array=bind(piece.array)) for piece in pieces)
 
     tensors = {key: wanted.tensors[key] for key in wanted.tensors if key not in aliases}
     return replace(
@@ -174,55 +180,55 @@ def _bound(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog
 
 
 def _images(catalog: Catalog, store: ReadStore) -> list[FileImage]:
-    """The files as they are: which array lies where."""
+    """Return the destination's files as they are: which array lies at which offset."""
     placed: dict[str, dict[str, PlacedArray]] = {}
     for fragment in catalog.all_fragments():
         array = fragment.array
         if array is not None:
             placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(array.extent.offset, _planned(array))
     return [
-        FileImage(file, store.size(file), sorted(arrays.values(), key=lambda one: (one.offset, one.array.n_bytes)))
+        FileImage(file, store.size(file), sorted(arrays.values(), key=lambda item: (item.offset, item.array.n_bytes)))
         for file, arrays in placed.items()
     ]
 
 
-class Comparison:
-    """A stage that compares what it is given with what is there."""
+class ComparingStage:
+    """A stage that compares bytes with those in its files instead of writing them."""
 
     def __init__(self, store: ReadStore) -> None:
         self._store = store
 
     def create(self, name: str, n_bytes: int) -> None:
-        """The file exists."""
+        """Do nothing: the file exists."""
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Compares.
+        """Compare bytes with those in the file.
 
         Raises:
             CorruptError: the bytes differ.
         """
         view = memoryview(data).cast("B")
-        there = self._store.read(name, offset, len(view))
-        if there != view:
-            first = next(at for at, (one, other) in enumerate(zip(there, view, strict=True)) if one != other)
+        stored = self._store.read(name, offset, len(view))
+        if stored != view:
+            first = next(at for at, (a, b) in enumerate(zip(stored, view, strict=True)) if a != b)
             raise CorruptError(
-                f"byte {offset + first} of the written file is {there[first]:#04x}, but the source says "
-                f"{view[first]:#04x}",
+                f"byte {offset + first} of the written file is {stored[first]:#04x}, but {view[first]:#04x} in the "
+                "source",
                 file=name,
                 span=(offset, offset + len(view)),
                 hint="nothing was made visible; the disk or the memory may be faulty: run it again",
             )
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Reads what is there."""
+        """Read bytes of the file."""
         self._store.read_into(name, offset, buffer)
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Nothing was written."""
+        """Do nothing: no bytes were written."""
 
 
 def _as_target(catalog: Catalog) -> TargetCatalog:
-    """Return a catalog of what a destination holds as the one that it was written by."""
+    """Return a catalog of what a destination holds as the target catalog that it was written by."""
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         return tuple(

@@ -1,7 +1,8 @@
-"""Tensors whose manifests say that they are equal: those need not be read.
+"""Find tensors that both manifests record as equal, so that they need not be read.
 
-A manifest is believed if every file that it lists has the stated size and is no younger than it. Fingerprints are no
-cryptographic hashes (``core.fingerprint.definition``): whoever wants to deceive can.
+A manifest is trusted if every file that it lists has the recorded size and is not newer than the
+manifest. Fingerprints are not cryptographic hashes (``core.fingerprint.definition``) and do not
+protect against forgery.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from core.manifest.lookup import RecordedManifest, find_manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
-    """What manifests say.
+class RecordedEquality:
+    """The tensors that manifests record as equal.
 
     Args:
         equal: keys of tensors whose fingerprints are equal in both.
@@ -31,52 +32,57 @@ class Stated:
     notes: tuple[str, ...] = ()
 
 
-def stated_equal(a: Side, b: Side) -> Stated:
-    """The tensors that both manifests call equal; none where one of them has no fingerprints, or is not believed."""
-    found: list[Manifest] = []
+def recorded_as_equal(a: Side, b: Side) -> RecordedEquality:
+    """Return the tensors that both manifests record as equal.
+
+    There are none where a checkpoint has no fingerprints, or a manifest that cannot be trusted.
+    """
+    manifests: list[Manifest] = []
     for name, side in zip("AB", (a, b), strict=True):
         try:
-            known = find_manifest(side.source.store.root, entry=side.source.store.entry)
-            if known is not None and known.failure is not None:
-                raise known.failure
-            manifest = None if known is None else known.manifest
-            if known is None or manifest is None or not manifest.fingerprints:
-                return Stated()
-            why = _distrust(side, known, manifest)
+            entry = find_manifest(side.source.store.root, entry=side.source.store.entry)
+            if entry is not None and entry.failure is not None:
+                raise entry.failure
+            manifest = None if entry is None else entry.manifest
+            if entry is None or manifest is None or not manifest.fingerprints:
+                return RecordedEquality()
+            reason = _distrust(side, entry, manifest)
         except CheckpointingException as err:
-            why = err.sentence
-        if why is not None:
-            return Stated(notes=(f"{name}: its manifest is not used: {why}",))
+            reason = err.sentence
+        if reason is not None:
+            return RecordedEquality(notes=(f"{name}: its manifest is not used: {reason}",))
         assert manifest is not None
-        found.append(manifest)
-    one, other = found
-    if one.scheme != other.scheme:
-        return Stated(notes=(f"the fingerprints are of different schemes, {one.scheme} and {other.scheme}",))
-    equal = {key for key in one.fingerprints if _is_equal(key, a, b, one.fingerprints, other.fingerprints)}
-    return Stated(frozenset(equal))
+        manifests.append(manifest)
+    first, second = manifests
+    if first.scheme != second.scheme:
+        return RecordedEquality(notes=(f"the fingerprints have different schemes, {first.scheme} and {second.scheme}",))
+    equal = {key for key in first.fingerprints if _is_equal(key, a, b, first.fingerprints, second.fingerprints)}
+    return RecordedEquality(frozenset(equal))
 
 
-def _is_equal(key: str, a: Side, b: Side, one: Mapping[str, Fingerprint], other: Mapping[str, Fingerprint]) -> bool:
-    """Whether the fingerprints are of these two tensors, and equal."""
-    first = one[key]
+def _is_equal(
+    key: str, a: Side, b: Side, prints_a: Mapping[str, Fingerprint], prints_b: Mapping[str, Fingerprint]
+) -> bool:
+    """Return whether the fingerprints belong to these two tensors, and are equal."""
+    fingerprint = prints_a[key]
     metas = a.catalog.tensors.get(key), b.catalog.tensors.get(key)
-    return other.get(key) == first and all(
-        meta is not None and (meta.dtype, meta.shape) == (first.dtype, first.shape) for meta in metas
+    return prints_b.get(key) == fingerprint and all(
+        meta is not None and (meta.dtype, meta.shape) == (fingerprint.dtype, fingerprint.shape) for meta in metas
     )
 
 
-def _distrust(side: Side, known: RecordedManifest, manifest: Manifest) -> str | None:
-    """Why a manifest is not believed, or None."""
+def _distrust(side: Side, entry: RecordedManifest, manifest: Manifest) -> str | None:
+    """Return why a manifest cannot be trusted, or None if it can."""
     store = side.source.store
     with translate_os_errors(store.label, doing="check"):
-        written = os.stat(store.root.resolve() / known.name).st_mtime_ns
+        written = os.stat(store.root.resolve() / entry.name).st_mtime_ns
         for file in manifest.files:
             path = store.path(file.path)
             if not path.is_file():
-                return f"{file.path} is not there"
+                return f"{file.path} is missing"
             status = os.stat(path)
             if status.st_size != file.n_bytes:
                 return f"{file.path} has {status.st_size} bytes, not {file.n_bytes}"
             if status.st_mtime_ns > written:
-                return f"{file.path} is younger than it"
+                return f"{file.path} is newer than the manifest"
     return None

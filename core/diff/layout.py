@@ -1,7 +1,7 @@
-"""Entries that differ because the parallel layout, the format or the directory does, and not the content.
+"""Recognise entries that differ because layout, format or directory do, not the content.
 
-A checkpoint that was resharded or converted holds the same, although its arguments state other sizes. Such entries are
-told, and do not make two checkpoints different.
+A checkpoint that was resharded or converted holds the same, although its arguments record other
+sizes. Such entries are reported, but do not make two checkpoints different.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ARGS = frozenset(f"args.{name}" for name in _SIZES | _FORMS | _PLACES)
 
 
 def is_of_layout(entry: EntryDiff, a: Side, b: Side) -> bool:
-    """Whether an entry that differs is one of those; see the module's docstring."""
+    """Return whether an entry differs only because the layout, the format or the directory does."""
     path = entry.path
     if path in _ARGS or path == CONTENT or path.startswith(f"{CONTENT}."):
         return True
     if path == "optimizer.step" and entry.kind != "changed":
-        return True  # groups, or the states of parameters, say it as well
+        return True  # groups, or the states of parameters, record it as well
     is_other_format = a.source.format.name != b.source.format.name
     is_other_layout = a.topology != b.topology
     if path.startswith(RERUN):

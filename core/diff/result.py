@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints found."""
+"""The result of a comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from core.numbers.difference import Tolerance, ValueDifference
 from core.team.protocol import Figures
 
 KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
-"""Of tensors, the gravest first; the last three are no differences."""
+"""Kinds of results for a tensor, the most serious first; the last three are not differences."""
 _ROLES = ("model", "masters", "moments", "other")
 SAME = frozenset({"close", "unread", "equal"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """One tensor of either checkpoint.
+    """One tensor of either checkpoint, compared.
 
     Args:
-        key: its name.
-        kind: one of ``KINDS``: ``dtype`` are equal or different values of different types, in an exact comparison;
-            ``close`` differ within the tolerance; ``unread`` have one shape and type, and no values were compared.
-        a, b: what it is on either side; None where it is not.
-        values: what differs; None where everything is equal, or nothing was read.
-        is_cast: of two types: the narrower holds the wider one's values, rounded; None where that cannot be told.
+        key: name of the tensor.
+        kind: one of ``KINDS``: ``dtype`` are equal or different values of different types, in an
+        exact comparison; ``close`` differ within the tolerance; ``unread`` have one shape and type,
+        and no values were compared.
+        a, b: the tensor in A and in B; None where it is missing.
+        values: how the values differ; None where everything is equal, or nothing was read.
+        is_cast: for two types, whether the narrower holds the wider one's values, rounded; None if
+        unknown.
         first: values of A and B at the first element that differs.
-        is_by_fingerprint: equal by the word of both manifests, and not read.
+        is_by_fingerprint: equal according to both manifests, and not read.
     """
 
     key: str
@@ -44,29 +46,33 @@ class TensorDiff:
 
     @property
     def is_same(self) -> bool:
-        """Whether it is no difference."""
+        """Return whether the tensors count as the same."""
         return self.kind in SAME
 
     @property
     def meta(self) -> TensorMeta:
-        """What it is in A, or in B where A has none."""
-        found = self.a or self.b
-        assert found is not None
-        return found
+        """Return the tensor's facts in A, or in B where A does not have it."""
+        meta = self.a or self.b
+        assert meta is not None
+        return meta
 
     @property
     def role(self) -> str:
-        """``model``, ``moments``, ``masters`` or ``other``."""
+        """Return ``model``, ``moments``, ``masters`` or ``other``."""
         return role_of(self.key)
 
     def index_of(self, flat: int) -> Shape:
-        """The index of an element, given in C order."""
+        """Return the index of an element that is given by its position in C order."""
         shape = self.meta.shape
         return tuple(flat // step % n for step, n in zip(c_strides(shape), shape, strict=True))
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts what matters most first: kind, NaN, weights before their optimizer, how far apart in lengths of A."""
+        """Return a sorting key that puts what matters most first.
+
+        Sorted by kind, NaN, weights before their optimizer, and the size of the difference relative
+        to A.
+        """
         values = self.values
         relative = values.relative if values is not None else None
         n_nan = values.n_nan if values is not None else 0
@@ -76,21 +82,23 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """Two checkpoints compared.
+    """The comparison of two checkpoints.
 
     Args:
-        a, b: they.
-        rule: None for exact.
-        is_read: whether values were compared; else names, shapes and types only.
-        tensors: every tensor of either, what matters most first.
-        entries: what differs beside tensors.
-        of_layout: entries that differ because layouts, formats or directories do; they do not count.
-        n_entries: values beside tensors that were compared.
-        left_out: what was not compared although it should have been: then nobody can say that they are the same.
+        a, b: the two checkpoints.
+        rule: the tolerance; None for an exact comparison.
+        is_read: values were compared; otherwise names, shapes and types only.
+        tensors: every tensor of either checkpoint, what matters most first.
+        entries: entries beside the tensors that differ.
+        of_layout: entries that differ because layouts, formats or directories do; they do not
+        count.
+        n_entries: number of values beside the tensors that were compared.
+        left_out: what could not be compared although it should have been, so that the checkpoints
+        are not called the same.
         notes: what the user should know.
-        read_bytes: of tensors, both sides.
+        read_bytes: bytes of tensors read on both sides.
         seconds: wall time.
-        figures: of the workers, where several compared.
+        figures: what each worker did, where several compared.
     """
 
     a: Side
@@ -109,14 +117,14 @@ class Diff:
 
     @property
     def is_same(self) -> bool:
-        """Whether everything that was compared is equal, and everything was compared."""
+        """Return whether everything was compared and is equal."""
         return not self.entries and not self.left_out and all(tensor.is_same for tensor in self.tensors)
 
     @property
     def n_by_fingerprint(self) -> int:
-        """Tensors that are equal by the word of both manifests."""
+        """Return the number of tensors that are equal according to both manifests."""
         return sum(tensor.is_by_fingerprint for tensor in self.tensors)
 
     def of_kind(self, kind: str) -> list[TensorDiff]:
-        """The tensors of a kind, in order."""
+        """Return the tensors of a kind, in order."""
         return [tensor for tensor in self.tensors if tensor.kind == kind]

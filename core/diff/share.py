@@ -1,32 +1,37 @@
-"""The tensors of two checkpoints compared by the ranks of a team: each looks at an equal run of the bytes of both.
+"""Compare the tensors of two checkpoints with a team of ranks, dividing the bytes equally.
 
 ::
 
-    ranks   compare their bands ─┬─▶ lead: which tensors differ ─ told ─┬─ sum up their equal bands of those ─▶ lead
+    ranks   compare their bands ─┬─▶ lead: which tensors differ ─ told ─┬─ sum up their equal bands
+    of those ─▶ lead
 
-The figures are those of one process: sums over a tensor are exact until they are rounded (``core.numbers.tally``).
+The figures are those of one process: sums over a tensor are exact until they are rounded
+(``core.numbers.tally``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from core.diff.tensor_pass import Advance, Compared, TensorWork, compared_of
+from core.diff.tensor_pass import Advance, ComparedTensor, TensorWork, compared_of
 from core.numbers.tally import Tally
 from core.scan.share import Meter, RankShare
 from core.team.protocol import Figures, Team, broadcast_result, gather_results
 
+_Tallied = tuple[tuple[str, str], Tally]
+"""The types of a tensor in A and B, and the tally of its bands."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank has found.
+class _RankTallies:
+    """The tallies of one rank.
 
     Args:
-        tallies: by key, with the types of A and B.
-        n_bytes: that it has read.
-        seconds: that it took.
+        tallies: key → (types of A and B, tally).
+        n_bytes: bytes that the rank read.
+        seconds: wall time of the rank.
     """
 
     tallies: dict[str, tuple[tuple[str, str], Tally]]
@@ -38,10 +43,10 @@ class SharedComparison:
     """One rank's part of a comparison.
 
     Args:
-        team: that works together.
-        share: of this rank.
-        work: makes what compares the bands of the share, and tells about bytes.
-        threads: that compare.
+        team: the ranks that work together.
+        share: this rank's share of the bytes.
+        work: returns what compares the bands of the share and reports bytes.
+        threads: number of comparing threads.
     """
 
     def __init__(
@@ -53,47 +58,54 @@ class SharedComparison:
         self._threads = threads
         self._meter = Meter()
 
-    def compared(self) -> tuple[list[Compared], tuple[Figures, ...]]:
-        """What is to say about the tensors, in the order of the share, and what the workers did; at the lead.
+    def compare(self) -> tuple[list[ComparedTensor], tuple[Figures, ...]]:
+        """Compare with all ranks.
+
+        Returns:
+            On the lead the tensors in the order of the share, and what the workers did; nothing on other ranks.
 
         Raises:
             CheckpointingException: the first error of a rank.
         """
-        first = gather_results(self._team, self._first)
-        found: dict[str, tuple[tuple[str, str], Tally]] = {}
-        differing = broadcast_result(self._team, lambda: _joined(found, first or []))
-        second = gather_results(self._team, lambda: self._second(differing))
+        # Every rank compares its bands, and the lead learns which tensors differ.
+        first = gather_results(self._team, self._compare_bands)
+        tallies = _joined({}, first or [])
+        differing = broadcast_result(self._team, lambda: {key for key, (_, tally) in tallies.items() if tally.differs})
+        # Sums over those tensors need their equal bands as well.
+        second = gather_results(self._team, lambda: self._sum_up_bands(differing))
         if first is None or second is None:
             return [], ()
-        _joined(found, second)
+        tallies = _joined(tallies, second)
         figures = tuple(
-            Figures(rank, self._team.hosts[rank], one.n_bytes + two.n_bytes, 0, one.seconds + two.seconds)
-            for rank, (one, two) in enumerate(zip(first, second, strict=True))
+            Figures(rank, self._team.hosts[rank], a.n_bytes + b.n_bytes, 0, a.seconds + b.seconds)
+            for rank, (a, b) in enumerate(zip(first, second, strict=True))
         )
-        return [compared_of(key, *found[key]) for key in self._share.spans], figures
+        return [compared_of(key, *tallies[key]) for key in self._share.spans], figures
 
-    def _first(self) -> _Part:
-        """Compares the bands of the share."""
+    def _compare_bands(self) -> _RankTallies:
+        """Compare the bands of the share."""
         return self._timed(self._share.n_bytes, lambda: self._work.run_share(self._threads))
 
-    def _second(self, differing: Set[str]) -> _Part:
-        """Sums up the equal bands of tensors that differ somewhere."""
+    def _sum_up_bands(self, differing: Set[str]) -> _RankTallies:
+        """Sum up the equal bands of tensors that differ somewhere."""
         return self._timed(self._work.equal_bytes(differing), lambda: self._work.sum_up(differing, self._threads))
 
-    def _timed(self, n_bytes: int, work: Callable[[], dict[str, tuple[tuple[str, str], Tally]]]) -> _Part:
+    def _timed(self, n_bytes: int, work: Callable[[], dict[str, tuple[tuple[str, str], Tally]]]) -> _RankTallies:
+        """Run a part of the work, and return its tallies with bytes and time."""
         begun = time.monotonic()
         self._meter = Meter(self._team, n_bytes)
-        found = work()
+        tallies = work()
         self._meter.finish()
-        return _Part(found, self._meter.n_bytes, time.monotonic() - begun)
+        return _RankTallies(tallies, self._meter.n_bytes, time.monotonic() - begun)
 
     def _advance(self, n_bytes: int) -> None:
         self._meter.advance(n_bytes)
 
 
-def _joined(found: dict[str, tuple[tuple[str, str], Tally]], parts: Sequence[_Part]) -> set[str]:
-    """Adds what the ranks have found; returns the keys of the tensors that differ."""
+def _joined(tallies: Mapping[str, _Tallied], parts: Sequence[_RankTallies]) -> dict[str, _Tallied]:
+    """Return the tallies with those of the ranks added to them."""
+    result = dict(tallies)
     for part in parts:
         for key, (dtypes, tally) in part.tallies.items():
-            found.setdefault(key, (dtypes, Tally()))[1].join(tally)
-    return {key for key, (_, tally) in found.items() if tally.differs}
+            result.setdefault(key, (dtypes, Tally()))[1].join(tally)
+    return result

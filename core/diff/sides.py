@@ -1,15 +1,21 @@
-"""Two checkpoints under the same names, so that they can be compared.
+"""Bring two checkpoints under the same names, so that they can be compared.
 
-==================  ==================  ===========================================================================
+==================  ==================
+===========================================================================
  A                   B                   compared as
-==================  ==================  ===========================================================================
- Megatron's          Megatron's          global per-layer tensors, without padding rows; names of one implementation
- Megatron's          Hugging Face's      the model's tensors under Megatron's names (``core.hf.to_megatron``)
+==================  ==================
+===========================================================================
+ Megatron's          Megatron's          global per-layer tensors, without padding rows; names of
+ one implementation
+ Megatron's          Hugging Face's      the model's tensors under Megatron's names
+ (``core.hf.to_megatron``)
  anything else       anything else       the names that they have
  rank files          rank files          rank by rank, where one of the layouts is not understood
-==================  ==================  ===========================================================================
+==================  ==================
+===========================================================================
 
-What cannot be compared is told in ``Side.left_out``, and is no reason to call two checkpoints equal.
+What cannot be compared is reported in ``Side.left_out``; two checkpoints are not called equal in
+spite of it.
 """
 
 from __future__ import annotations
@@ -49,10 +55,10 @@ class Side:
     """One of two checkpoints that are compared.
 
     Args:
-        source: it, opened.
+        source: the opened checkpoint.
         catalog: its tensors under the names of the comparison.
-        entries: what else is compared, by name.
-        left_out: what of it is not compared although it should be, with the reason.
+        entries: everything else that is compared, by name.
+        left_out: what cannot be compared although it should be, with the reason.
         notes: what the user should know.
     """
 
@@ -64,15 +70,15 @@ class Side:
 
     @property
     def topology(self) -> Topology | None:
-        """Its parallel sizes, where it has Megatron's layout."""
+        """Return the parallel sizes of a checkpoint in Megatron's layout, or None."""
         return self.catalog.facet(Topology)
 
 
 def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]:
-    """Both checkpoints in a form that can be compared.
+    """Return both checkpoints in a form that can be compared.
 
     Raises:
-        UnsupportedError: one of them holds rank files that are not understood, and the other is something else.
+        UnsupportedError: only one of them holds rank files whose layout is not understood.
         CheckpointingException: an object cannot be read.
     """
     forms = canonical(a, rules=rules), canonical(b, rules=rules)
@@ -84,58 +90,62 @@ def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]
     if forms[0].has_layout:
         return _with_hf(a, forms[0], b, forms[1])
     if forms[1].has_layout:
-        other, one = _with_hf(b, forms[1], a, forms[0])
-        return one, other
+        megatron, other = _with_hf(b, forms[1], a, forms[0])
+        return other, megatron
     return _side(a, forms[0]), _side(b, forms[1])
 
 
 def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -> Side:
-    """A side as it is."""
+    """Return a side under its own names."""
     catalog = form.catalog if catalog is None else catalog
     left_out: tuple[str, ...] = ()
     if form.failure is not None and form.has_layout:
-        left_out = (f"the optimizer's state is not understood: {form.failure}",)
-    notes = () if form.failure is None or form.has_layout else (f"its layout is not understood: {form.failure}",)
+        left_out = (f"cannot interpret the optimizer state: {form.failure}",)
+    notes = () if form.failure is None or form.has_layout else (f"cannot interpret the layout: {form.failure}",)
     return Side(source, catalog, _entries(catalog, source.store), left_out, notes)
 
 
 def _rank_by_rank(sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical]) -> tuple[Side, Side]:
+    """Return both sides rank by rank.
+
+    Raises:
+        UnsupportedError: one of them does not hold rank files.
+    """
     failure = next(form.failure for form in forms if not form.is_global)
     if not all(source.catalog.is_rank_local for source in sources):
         raise UnsupportedError(
-            f"only one of them is understood as a whole: {failure.message if failure else 'rank files'}",
+            f"the layout of only one of them can be interpreted: {failure.message if failure else 'rank files'}",
             key=failure.key if failure else None,
             hint=failure.hint if failure else None,
         )
-    made = []
+    sides = []
     for source, form in zip(sources, forms, strict=True):
         catalog = loaded(source.catalog, source.store, load_object)
         notes = () if form.failure is None else (f"compared rank by rank: {form.failure}",)
-        made.append(Side(source, catalog, _entries(catalog, source.store), (), notes))
-    return made[0], made[1]
+        sides.append(Side(source, catalog, _entries(catalog, source.store), (), notes))
+    return sides[0], sides[1]
 
 
 def _of_one_implementation(
     sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical], rules: Rules
 ) -> tuple[Side, Side]:
-    """Two Megatron checkpoints; B under the names of A's implementation."""
-    one, other = forms
-    first = _side(sources[0], one)
+    """Return two Megatron checkpoints, with B under the names of A's implementation."""
+    a, b = forms
+    side_a = _side(sources[0], a)
     try:
-        is_local = _is_local(one.catalog, rules)
-        if is_local == _is_local(other.catalog, rules):
-            return first, _side(sources[1], other)
+        is_local = _is_local(a.catalog, rules)
+        if is_local == _is_local(b.catalog, rules):
+            return side_a, _side(sources[1], b)
         name = "local" if is_local else "transformer_engine"
-        second = _side(sources[1], other, with_implementation(other.catalog, name, rules=rules))
+        side_b = _side(sources[1], b, with_implementation(b.catalog, name, rules=rules))
         note = f"its names are those of the other implementation; compared as {name}"
-        return first, replace(second, notes=(*second.notes, note))
     except CheckpointingException as err:
-        second = _side(sources[1], other)
-        return first, replace(second, notes=(*second.notes, f"names are compared as they are: {err}"))
+        side_b, note = _side(sources[1], b), f"names are compared as they are: {err}"
+    return side_a, replace(side_b, notes=(*side_b.notes, note))
 
 
 def _model_of(side: Side) -> Side:
-    """A side without its optimizer, which is not understood on one of them."""
+    """Return a side without its optimizer, whose form is unknown on one of the sides."""
     catalog = side.catalog
     tensors = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
     entries = {name: value for name, value in side.entries.items() if name != OPTIMIZER}
@@ -143,11 +153,12 @@ def _model_of(side: Side) -> Side:
 
 
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
+    """Return whether the names are those of Megatron's local implementation."""
     return facts_of(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
 def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Canonical) -> tuple[Side, Side]:
-    """A Megatron checkpoint and one that may have Hugging Face's names."""
+    """Return a Megatron checkpoint and another, under Megatron's names if it has Hugging Face's."""
     from core.hf import is_hf, to_megatron
 
     catalog = plain.catalog
@@ -162,7 +173,7 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
     model = {key: meta for key, meta in form.catalog.tensors.items() if role_of(key) == "model"}
     n_more = len(form.catalog.tensors) - len(model)
-    notes = [f"{n_more} tensors of the optimizer have no place beside Hugging Face's names"] if n_more else []
+    notes = [f"{n_more} optimizer tensors not compared: Hugging Face checkpoints have none"] if n_more else []
     first = Side(megatron, replace(form.catalog, tensors=model), {}, (), tuple(notes))
     model = {key: meta for key, meta in mapped.tensors.items() if role_of(key) == "model"}
     note = f"compared under Megatron's names ({config.get('model_type')})"
@@ -170,33 +181,33 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
 
 
 def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
-    """What is no tensor, by name."""
-    found: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
+    """Return everything that is not a tensor, by name."""
+    result: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
         if not (EXTRA_STATE in key and item.value in (None, [None])):
-            found[key] = item.value
+            result[key] = item.value
     for attribute in attributes_of(catalog.skeleton):
         if attribute.name != VERSIONS:  # of modules, which formats other than torch's do not have
-            found[f"{attribute.key} (attribute)"] = attribute.value
+            result[f"{attribute.key} (attribute)"] = attribute.value
     optimizer = catalog.optimizer
     if optimizer is not None:
         step = _number(catalog, store, optimizer.step)
         groups = [dict(group.settings) for group in optimizer.groups]
-        found[OPTIMIZER] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
+        result[OPTIMIZER] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
     for path, key in carried_of(catalog).items():
-        found[path] = _document(store, path, key)
-    return found
+        result[path] = _document(store, path, key)
+    return result
 
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:
-    """A number, where it is stored as a tensor of one element."""
+    """Return the value of a number that may be stored as a tensor of one element."""
     if not isinstance(value, TensorLeaf) or catalog.meta(value.key).n_elements != 1:
         return value
     return first_values(store, catalog, value.key, 1)[0]
 
 
 def _document(store: ReadStore, path: str, key: str) -> object:
-    """A file beside the weights: what a configuration says, the bytes of any other."""
+    """Return the parsed content of a configuration, or the bytes of any other file as a tensor."""
     if path.endswith("config.json"):
         with suppress(CorruptError):
             return read_json_object(store, path, max_bytes=_MAX_CONFIG_BYTES)

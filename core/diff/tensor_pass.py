@@ -1,8 +1,9 @@
-"""The one pass over the tensors of two checkpoints: band by band, in several threads, in bounded memory.
+"""Compare the tensors of two checkpoints in one pass: band by band, in threads, in bounded memory.
 
-Bands that are equal byte for byte are compared as bytes and not looked at any further; numbers are made only of those
-that differ. Sums over a whole tensor (cosine, relative length of the difference) need its equal bands as well, once one
-band of it differs: those are read again, of A alone.
+Bands that are equal byte for byte are compared as bytes and not examined any further; only those
+that differ are turned into numbers. Sums over a whole tensor (cosine, relative length of the
+difference) need its equal bands as well, once one band of it differs: those are read again, of A
+alone.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from core.scan.share import RankShare
 from core.team.threads import ThreadGroup
 
 BAND_BYTES = 1 << 20
-"""Of the larger type; two bands then stay in the cache of a core while they are compared."""
+"""Size of a band in the larger type, so that two bands fit into the cache of a core."""
 _GROUP = 32
-"""Bands that a thread takes at a time."""
+"""Number of bands that a thread takes at a time."""
 
 Advance = Callable[[int], None]
-"""Told from the comparing threads about bytes of A and B that have been compared."""
+"""A callback of the comparing threads that gets the number of bytes of A and B just compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A tensor of both checkpoints.
+class ComparedTensor:
+    """A tensor of both checkpoints after its values have been compared.
 
     Args:
-        key: its name.
-        is_same_bytes: every byte is equal, and the types are.
-        values: what differs; None if every byte is equal.
-        is_cast: of different types: whether B is A rounded (or widened) to B's type, None where that is no cast.
+        key: name of the tensor.
+        is_same_bytes: every byte is equal, and so are the types.
+        values: how the values differ; None if every byte is equal.
+        is_cast: for different types, whether B is A rounded (or widened) to B's type; None where
+        there is no such cast.
         first: values of A and B at the first element that differs.
     """
 
@@ -54,14 +56,14 @@ class Compared:
 
 
 @dataclass(slots=True)
-class _Job:
+class _TensorJob:
     """One tensor while it is compared.
 
     Args:
-        key: its name.
-        a, b: it, on either side.
-        n_left: groups of bands that have not been looked at.
-        tally: what has been found.
+        key: name of the tensor.
+        a, b: the tensor in A and in B.
+        n_left: number of groups of bands that have not been compared.
+        tally: the differences so far.
         equal: bands that are equal, and may have to be summed up.
     """
 
@@ -81,27 +83,27 @@ class _Job:
         return self.a.dtype, self.b.dtype
 
 
-_Item = tuple[_Job, list[Box], bool]
-"""A tensor, some bands of it, and whether they are known to be equal and only to be summed up."""
+_Item = tuple[_TensorJob, list[Box], bool]
+"""A tensor, some of its bands, and whether these are equal and only to be summed up."""
 
 
-def compared_of(key: str, dtypes: tuple[str, str], tally: Tally) -> Compared:
-    """What is to say about a tensor all of which has been looked at."""
+def compared_of(key: str, dtypes: tuple[str, str], tally: Tally) -> ComparedTensor:
+    """Return the result for a tensor whose bands have all been compared."""
     is_same = not tally.differs and dtypes[0] == dtypes[1]
     first = tally.first[1] if tally.first is not None and tally.values.n_differing else None
     tally.sums.write_to(tally.values)
-    return Compared(key, is_same, tally.values if tally.differs else None, tally.is_cast, first)
+    return ComparedTensor(key, is_same, tally.values if tally.differs else None, tally.is_cast, first)
 
 
 class TensorWork:
-    """Compares tensors that both checkpoints have, with one shape.
+    """Compares tensors that both checkpoints have in one shape.
 
     Args:
-        a, b: the readers.
-        keys: (key in A, key in B) of what to compare.
-        rule: None for exact.
-        advance: told about progress.
-        share: of a rank of a team, by A's keys; None for everything.
+        a, b: readers of the two checkpoints.
+        keys: (key in A, key in B) of each tensor to compare.
+        rule: the tolerance; None for an exact comparison.
+        advance: called with the number of bytes just compared.
+        share: a rank's share of the work, by A's keys; None for everything.
     """
 
     def __init__(
@@ -122,11 +124,11 @@ class TensorWork:
         self._again: deque[_Item] = deque()
         self._lock = threading.Lock()
         self._crew = ThreadGroup("diff")
-        self._done: list[Compared] = []
-        self._held: list[_Job] = []
+        self._done: list[ComparedTensor] = []
+        self._held: list[_TensorJob] = []
 
-    def run(self, threads: int) -> list[Compared]:
-        """Does all of it; the calling thread waits and stays open to signals.
+    def run(self, threads: int) -> list[ComparedTensor]:
+        """Compare everything; the calling thread waits and stays open to signals.
 
         Raises:
             CheckpointingException: the first error of a thread.
@@ -135,10 +137,10 @@ class TensorWork:
         return self._done
 
     def run_share(self, threads: int) -> dict[str, tuple[tuple[str, str], Tally]]:
-        """Compares the bands that are its own; ``sum_up`` comes afterwards.
+        """Compare the bands of this rank's share; ``sum_up`` comes afterwards.
 
         Returns:
-            By key, the types of A and B, and what was found.
+            Key → (types of A and B, tally).
 
         Raises:
             CheckpointingException: the first error of a thread.
@@ -147,12 +149,12 @@ class TensorWork:
         return {job.key: (job.dtypes, job.tally) for job in self._held}
 
     def equal_bytes(self, keys: Set[str]) -> int:
-        """How many bytes ``sum_up`` will read."""
+        """Return how many bytes ``sum_up`` will read."""
         jobs = [job for job in self._held if job.key in keys]
         return sum(prod(box.shape) * itemsize(job.dtypes[0]) for job in jobs for box in job.equal)
 
     def sum_up(self, keys: Set[str], threads: int) -> dict[str, tuple[tuple[str, str], Tally]]:
-        """Adds up the equal bands, among its own, of tensors that differ somewhere.
+        """Add up the equal bands, in this rank's share, of tensors that differ somewhere.
 
         Raises:
             CheckpointingException: the first error of a thread.
@@ -167,11 +169,12 @@ class TensorWork:
         return {job.key: (job.dtypes, job.tally) for job in jobs}
 
     def _all_items(self, keys: Iterable[tuple[str, str]]) -> Iterator[_Item]:
+        """Yield the tensors in groups of bands, those of this rank's share only."""
         for key, other in keys:
             if self._share is not None and not self._share.meets(key):
                 continue
             try:
-                job = _Job(key, self._a.tensor(key), self._b.tensor(other))
+                job = _TensorJob(key, self._a.tensor(key), self._b.tensor(other))
             except CheckpointingException as err:
                 err.key = err.key or key
                 raise
@@ -186,20 +189,22 @@ class TensorWork:
                 yield job, group, False
 
     def _next(self) -> _Item | None:
+        """Return the next group of bands, or None at the end."""
         with self._lock:
             if self._crew.is_stopped():
                 return None
             return self._again.popleft() if self._again else next(self._items, None)
 
     def _work(self) -> None:
-        hand = _Hand(self._rule)
+        """Compare groups of bands until there are none left; runs in every thread."""
+        comparer = _BandComparer(self._rule)
         while (item := self._next()) is not None:
             job, boxes, is_equal = item
             for box in boxes:
                 if self._crew.is_stopped():
                     return
-                look = hand.sum_up if is_equal else hand.compare
-                n_bytes = look(job, box, lock=self._lock)
+                process = comparer.sum_up if is_equal else comparer.compare
+                n_bytes = process(job, box, lock=self._lock)
                 if not is_equal or self._share is not None:
                     self._advance(n_bytes)
             if self._share is None:
@@ -207,15 +212,15 @@ class TensorWork:
             elif not is_equal:
                 self._hold(job)
 
-    def _hold(self, job: _Job) -> None:
-        """One group of this rank's bands of a tensor is done."""
+    def _hold(self, job: _TensorJob) -> None:
+        """Record that a group of this rank's bands of a tensor is done."""
         with self._lock:
             job.n_left -= 1
             if job.n_left == 0:
                 self._held.append(job)
 
-    def _finish(self, job: _Job) -> None:
-        """One group of a tensor is done; the last one may call for its equal bands."""
+    def _finish(self, job: _TensorJob) -> None:
+        """Record that a group of a tensor is done; the last one may queue its equal bands."""
         with self._lock:
             job.n_left -= 1
             if job.n_left:
@@ -229,27 +234,31 @@ class TensorWork:
             self._done.append(compared_of(job.key, job.dtypes, job.tally))
 
 
-def _own_boxes(boxes: Iterable[Box], job: _Job, share: RankShare) -> list[Box]:
-    """Those bands that are a rank's: a tensor's bytes on both sides are places in the work of all."""
+def _own_boxes(boxes: Iterable[Box], job: _TensorJob, share: RankShare) -> list[Box]:
+    """Return the bands that belong to a rank's share.
+
+    The bytes of a tensor on both sides are a range in the work of all ranks.
+    """
     start, stop = share.spans[job.key]
     unit = (stop - start) // (prod(job.shape) or 1)
     return [box for box in boxes if share.is_own(job.key, unit * flat_offset(box, job.shape))]
 
 
-class _Hand:
-    """The buffers of one thread, and what is done with them."""
+class _BandComparer:
+    """The buffers of one thread, with which it compares bands."""
 
     def __init__(self, rule: Tolerance | None) -> None:
         self._rule = rule
         self._a, self._b, self._raw = (_Buffer() for _ in range(3))
 
-    def compare(self, job: _Job, box: Box, *, lock: threading.Lock) -> int:
-        """Compares a band; returns the bytes read."""
+    def compare(self, job: _TensorJob, box: Box, *, lock: threading.Lock) -> int:
+        """Compare a band, and return the number of bytes read."""
         n = prod(box.shape)
         a, b = self._a.first(n * itemsize(job.dtypes[0])), self._b.first(n * itemsize(job.dtypes[1]))
         job.a.read(box, a, self._raw.view)
         job.b.read(box, b, self._raw.view)
         if self._is_equal(a, job):
+            # Equal bands are summed up at once only if the tensor is known to differ.
             with lock:
                 if not job.tally.differs:
                     job.equal.append(box)
@@ -258,15 +267,15 @@ class _Hand:
             with lock:
                 job.tally.add_equal(n, square)
             return len(a) + len(b)
-        found = compare_elements(a, b, dtypes=job.dtypes, rule=self._rule)
+        difference = compare_elements(a, b, dtypes=job.dtypes, rule=self._rule)
         is_cast = self._is_cast(a, b, job)
-        pair = None if found.first is None else _pair(a, b, found.first, job.dtypes)
+        pair = None if difference.first is None else _pair(a, b, difference.first, job.dtypes)
         with lock:
-            job.tally.add(found, start=flat_offset(box, job.shape), is_cast=is_cast, pair=pair)
+            job.tally.add(difference, start=flat_offset(box, job.shape), is_cast=is_cast, pair=pair)
         return len(a) + len(b)
 
-    def sum_up(self, job: _Job, box: Box, *, lock: threading.Lock) -> int:
-        """Adds an equal band to the sums of a tensor that differs elsewhere; returns the bytes read."""
+    def sum_up(self, job: _TensorJob, box: Box, *, lock: threading.Lock) -> int:
+        """Add an equal band to the sums of its tensor, and return the bytes read."""
         n = prod(box.shape)
         a = self._a.first(n * itemsize(job.dtypes[0]))
         job.a.read(box, a, self._raw.view)
@@ -275,18 +284,21 @@ class _Hand:
             job.tally.add_equal(n, square)
         return len(a)
 
-    def _is_equal(self, a: memoryview, job: _Job) -> bool:
-        """Whether nothing in the two bands that were read last needs a closer look.
+    def _is_equal(self, a: memoryview, job: _TensorJob) -> bool:
+        """Return whether the two bands that were read last are equal.
 
         Args:
-            a: A's.
+            a: the band of A.
         """
         if job.dtypes[0] != job.dtypes[1] or not self._a.begins_as(self._b, len(a)):
             return False
         return self._rule is None or self._rule.equal_nan or not has_nan(a, job.dtypes[0])
 
-    def _is_cast(self, a: memoryview, b: memoryview, job: _Job) -> bool | None:
-        """Whether the narrower of two types holds the other's values, rounded; None for one type, or no such cast."""
+    def _is_cast(self, a: memoryview, b: memoryview, job: _TensorJob) -> bool | None:
+        """Return whether the narrower of two types holds the other's values, rounded.
+
+        None means that the types are the same, or that there is no such cast.
+        """
         (wide, wide_type), (narrow, narrow_type) = (a, job.dtypes[0]), (b, job.dtypes[1])
         if itemsize(wide_type) < itemsize(narrow_type):
             (wide, wide_type), (narrow, narrow_type) = (narrow, narrow_type), (wide, wide_type)
@@ -297,7 +309,7 @@ class _Hand:
         except UnsupportedError:
             return None
         cast_of(wide_type, narrow_type)(wide, self._raw.first(len(narrow)))
-        return bytearray(self._raw.first(len(narrow))) == narrow  # as memoryviews they would be taken apart
+        return bytearray(self._raw.first(len(narrow))) == narrow  # two memoryviews are compared item by item
 
 
 class _Buffer:
@@ -309,26 +321,26 @@ class _Buffer:
         self.view = memoryview(self._bytes)
 
     def first(self, n_bytes: int) -> memoryview:
-        """Its first bytes."""
+        """Return the first bytes of the buffer."""
         return self.view[:n_bytes]
 
     def begins_as(self, other: _Buffer, n_bytes: int) -> bool:
-        """Whether two buffers begin with the same bytes; other threads run meanwhile."""
+        """Return whether two buffers begin with the same bytes; other threads run meanwhile."""
         return not _memcmp()(self._address, other._address, n_bytes)
 
 
 @cache
 def _memcmp() -> Callable[[int, int, int], int]:
-    """The C library's; comparing memoryviews in Python takes them apart byte by byte."""
-    found = ctypes.CDLL(None).memcmp
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return found
+    """Return the C library's memcmp; Python compares memoryviews byte by byte."""
+    memcmp = ctypes.CDLL(None).memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return memcmp
 
 
 def _pair(
     a: memoryview, b: memoryview, index: int, dtypes: tuple[str, str]
 ) -> tuple[int | float | None, int | float | None]:
-    """The values of one element on both sides."""
+    """Return the values of one element on both sides."""
     size_a, size_b = itemsize(dtypes[0]), itemsize(dtypes[1])
     return (
         element_value(a[index * size_a : (index + 1) * size_a], dtypes[0]),

@@ -1,6 +1,6 @@
-"""What ``ckpt inspect`` shows: the summary, the folded tree, a look at one tensor, what can be done.
+"""``ckpt inspect``: the summary, the folded tree, a look at one tensor, what can be done.
 
-Start at ``summary``; ``capabilities`` plans each conversion to say whether it would succeed.
-Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf, megatron.model,
-megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
+Start at ``summary``; ``capabilities`` plans each conversion to find out whether it would succeed.
+Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf,
+megatron.model, megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
 """

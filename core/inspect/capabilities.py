@@ -1,13 +1,16 @@
-"""What can be done with a checkpoint: for every format whether ``convert`` would write it, and what it takes.
+"""Find out which formats a checkpoint can be converted to, and what it takes.
 
-Nothing is predicted: the job is planned as ``core.convert.run`` plans it, up to the point where bytes would move, first
-without options, then with those that a refusal may ask for. So that looking at a checkpoint stays quick,
+Nothing is guessed: the job is planned as ``core.convert.run`` plans it, up to the point where bytes
+would move, first without options, then with those that a refusal may ask for. So that inspecting a
+checkpoint stays quick,
 
 * the objects are loaded once, and the global form is made once for all formats that get the same;
-* of many tensors whose names differ only in their numbers, and which are alike otherwise, the first is planned. A
-  parallel layout needs the whole model: there it is made of all tensors, and what is not cut is thinned after it.
+* of many tensors whose names differ only in their numbers, and which are alike otherwise, the first
+is planned. A
+  parallel layout needs the whole model: there it is made of all tensors, and what is not cut is
+  thinned after it.
 
-So what is damaged in one of many layers is not seen here: ``core.validate.run`` looks for that.
+So damage in one of many layers is not seen here: ``core.validate.run`` looks for that.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from functools import cached_property
 from itertools import combinations
 
 from core.catalog.catalog import Catalog
-from core.changes.select import cast_of, restricted
+from core.changes.select import cast_of, keep_entries
 from core.convert.global_form import GlobalForm, global_form, is_mcore
 from core.convert.job import Job, TopologyChange
 from core.convert.options import is_cut
-from core.convert.target_form import cut_form, keeps_unknown_classes, vetted_of, with_objects_loaded
+from core.convert.target_form import cut_form, keeps_unknown_classes, with_objects_loaded, without_unsafe
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.registry import formats
@@ -35,29 +38,29 @@ from core.pickle.reader import gc_paused, judge
 from core.plan.plan import make_plan
 
 MANY = 32
-"""More tensors than so many are thinned."""
+"""More tensors than this are thinned."""
 MANY_STREAMS = 4_096
-"""More objects than so many, each of which may have a stream to be read, are thinned before they are loaded."""
+"""More objects than this are thinned before they are loaded, as each may have its own stream."""
 LARGE = 400
-"""Of a model that is cut by a layout, more tensors than so many are not placed in files: the layout has judged them."""
+"""More tensors than this are not placed in files, if a layout has already checked them."""
 HUGE = 60_000
-"""Of a model with a layout and more arrays than so many nothing is tried: one plan takes longer than all else."""
+"""A model with a layout and more arrays than this is not tried: a plan takes too long."""
 MANY_VALUES = 100_000
-"""Nor if its objects hold more values than so many, as they would be written for every format."""
+"""Objects with more values than this are not tried: every format would write them."""
 _DIGITS = re.compile(r"\d+")
 _HF = "hf"
-"""As ``--to`` takes it: the format safetensors, with Hugging Face's names."""
+"""The value of ``--to`` for the safetensors format with Hugging Face's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something that can or cannot be done.
+    """An action that can or cannot be done.
 
     Args:
         action: ``convert`` or ``reshard``.
-        is_possible: whether ckpt does it.
+        is_possible: ckpt can do it.
         targets: format names, for ``convert``.
-        why: the reason if not, or a condition if so.
+        why: the reason if it is not possible, or a condition if it is.
     """
 
     action: str
@@ -67,13 +70,13 @@ class Capability:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is known of the model in a checkpoint.
+class ModelTraits:
+    """Facts about the model in a checkpoint that decide what can be done.
 
     Args:
         layout_refusal: why it has no parallel layout that could be changed; None if it has one.
         is_hf: its tensors have Hugging Face's names.
-        has_optimizer: there are optimizer states.
+        has_optimizer: the checkpoint has optimizer states.
         has_scales: weights have scales of their own.
     """
 
@@ -84,7 +87,7 @@ class Model:
 
     @property
     def has_layout(self) -> bool:
-        """Whether its names are known, so that a parallel layout is looked for."""
+        """Return whether its names are known, so that it may have a parallel layout."""
         return self.layout_refusal is None or self.is_hf
 
 
@@ -94,25 +97,25 @@ class _Option:
 
     Args:
         text: what must be done, with the option.
-        fields: of the job.
+        fields: fields of the job that the option sets.
     """
 
     text: str
     fields: Mapping[str, object]
 
 
-_NO_OPTIM = _Option("the optimizer must be left out: --no-optim", {"optim": "drop"})
-_DEQUANTIZE = _Option("the scales must be multiplied in: --dequantize bf16", {"dequantize": "bf16"})
-_HF_NAMES = _Option("the names must stay Hugging Face's: --names hf", {"names": "hf"})
-_DROP_UNKNOWN = _Option("objects of unknown classes must be left out: --drop-unknown", {"drop_unknown": True})
-_FLOAT32 = _Option("the weights must be cast: --dtype float32", {"dtype": ((None, "float32"),)})
-_NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
+_NO_OPTIM = _Option("without the optimizer: --no-optim", {"optim": "drop"})
+_DEQUANTIZE = _Option("with the weights dequantized: --dequantize bf16", {"dequantize": "bf16"})
+_HF_NAMES = _Option("with Hugging Face's names: --names hf", {"names": "hf"})
+_DROP_UNKNOWN = _Option("without objects of unknown classes: --drop-unknown", {"drop_unknown": True})
+_FLOAT32 = _Option("with the weights cast: --dtype float32", {"dtype": ((None, "float32"),)})
+_NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
 
-def capabilities_of(checkpoint: Checkpoint, model: Model) -> tuple[Capability, ...] | None:
-    """Return what can be done with a checkpoint; None if it is so large that nothing is tried.
+def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capability, ...] | None:
+    """Return what can be done with a checkpoint, or None if it is so large that nothing is tried.
 
-    Formats under one condition, or with one reason, share an entry.
+    Formats under the same condition, or with the same reason against them, share an entry.
     """
     if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(checkpoint.catalog):
         return None
@@ -136,9 +139,9 @@ def capabilities_of(checkpoint: Checkpoint, model: Model) -> tuple[Capability, .
 
 
 class _Trials:
-    """Jobs that are planned to see whether they can be done, and what several of them share."""
+    """Plans jobs to see whether they can be done, and keeps what several of them share."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: ModelTraits) -> None:
         self._model = model
         self._is_covered = False
         self._is_vetted = False
@@ -157,7 +160,7 @@ class _Trials:
         self._source = checkpoint
 
     def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
-        """Return whether the checkpoint can be converted, and the condition or the reason."""
+        """Return whether the checkpoint can be converted, with the condition or the reason."""
         options = [
             *([_NO_OPTIM] if self._model.has_optimizer else []),
             *([_DEQUANTIZE] if self._model.has_scales else []),
@@ -169,12 +172,12 @@ class _Trials:
         job = Job(src=self._source.path, to=to)
         if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
             options = []  # no option gives the tensors other names
-        is_possible, why = self._tried(job, format, options)
+        is_possible, why = self._try_options(job, format, options)
         has_reason = lacks_layout and not self._model.is_hf  # of a model of a family, the planner says more
         return is_possible, self._model.layout_refusal if has_reason and not is_possible else why
 
     def reshard(self) -> tuple[bool, str | None]:
-        """Return whether the parallel sizes can be changed, and the condition or the reason."""
+        """Return whether the parallel sizes can be changed, with the condition or the reason."""
         own = self._source.format
         if self._model.layout_refusal is not None and not self._model.is_hf:
             return False, self._model.layout_refusal
@@ -184,29 +187,30 @@ class _Trials:
         ]
         job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
         if is_cut(own):
-            return self._tried(job, own, options)
+            return self._try_options(job, own, options)
         megatron = next(format for format in formats() if format.partition == "ranks")
-        is_possible, why = self._tried(replace(job, to=megatron.name), megatron, options)
+        is_possible, why = self._try_options(replace(job, to=megatron.name), megatron, options)
         if not is_possible:
             return False, why
         return True, "; ".join([*([why] if why else []), _NEEDS_LAYOUT])
 
-    def _tried(self, job: Job, format: Format, options: list[_Option]) -> tuple[bool, str | None]:
-        """Return whether a job can be done with some of the options, as few as possible, and which; or why not."""
+    def _try_options(self, job: Job, format: Format, options: list[_Option]) -> tuple[bool, str | None]:
+        """Return whether a job can be done, with the fewest options that it takes or the reason."""
         first = self._refusal(job, format, ())
         if first is None:
             return True, None
         if not self._is_vetted and self._has_unknown_classes and not keeps_unknown_classes(format):
             options = [*options, _DROP_UNKNOWN]
-        every = self._refusal(job, format, tuple(options)) if options else first
-        if every is not None:
-            return False, every.sentence  # fewer options help no more
+        # Where all options together do not help, fewer of them do not either.
+        with_all = self._refusal(job, format, tuple(options)) if options else first
+        if with_all is not None:
+            return False, with_all.sentence
         subsets = [chosen for size in range(1, len(options)) for chosen in combinations(options, size)]
         fewest = next((chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options)
         return True, "; ".join(option.text for option in fewest)
 
     def _refusal(self, job: Job, format: Format, options: tuple[_Option, ...]) -> CheckpointingException | None:
-        """Return the error that planning a job ends with; None if it can be done."""
+        """Return the error that planning a job ends with, or None if it can be done."""
         fields = {name: value for option in options for name, value in option.fields.items()}
         job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
         try:
@@ -221,14 +225,16 @@ class _Trials:
             else:
                 images = tuple(format.lay_out(target))
                 if is_layout or job.dtype or job.dequantize or not self._is_covered:
-                    make_plan(catalog, target, images)  # proves that the source has every region, and every cast
+                    make_plan(catalog, target, images)  # proves that the source has every region, and each cast exists
                     self._is_covered = True
         except CheckpointingException as err:
             return err
         return None
 
     def _form(self, job: Job, format: Format, options: tuple[_Option, ...]) -> GlobalForm:
-        """Return the vetted global form that a job makes; formats without a layout of their own share it.
+        """Return the checked global form that a job makes.
+
+        Formats without a layout of their own share it.
 
         Raises:
             CheckpointingException: the job cannot be done.
@@ -236,7 +242,7 @@ class _Trials:
         if self._failure is not None:
             raise self._failure
         casts = job.dtype if not self._model.has_scales else ()
-        if casts:  # the last of the changes, so it is made to the form that is there
+        if casts:  # a cast is the last of the changes, so it can be made to the form without it
             form = self._form(replace(job, dtype=()), format, tuple(option for option in options if option != _FLOAT32))
             return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
         place: object = self._model.is_hf and format.carries_files
@@ -250,7 +256,7 @@ class _Trials:
             try:
                 if raw_key not in self._raw_forms:
                     self._raw_forms[raw_key] = global_form(job, self._source, format)
-                result = vetted_of(self._raw_forms[raw_key], job, self._source, format)
+                result = without_unsafe(self._raw_forms[raw_key], job, self._source, format)
                 self._is_vetted |= not keeps_unknown and not job.drop_unknown
             except CheckpointingException as err:
                 result = err
@@ -266,7 +272,7 @@ class _Trials:
 
 
 def _has_many_values(catalog: Catalog) -> bool:
-    """Return whether the objects that were read with the metadata hold more values than are written for trial."""
+    """Return whether objects have too many values to be written for trial."""
     n_values = 0
     for node in walk([item.value for item in catalog.objects.values() if item.raw_key is None]):
         if isinstance(node, (list, tuple, dict, set, frozenset)):
@@ -279,10 +285,10 @@ def _has_many_values(catalog: Catalog) -> bool:
 
 
 def _thinned(catalog: Catalog) -> Catalog:
-    """Return the catalog with one of the tensors that are alike but for the numbers in their names.
+    """Return the catalog with only the first of tensors that differ in the numbers of their names.
 
-    Of objects, those are alike that name the same classes. Where thousands have streams of their own that are not
-    loaded yet, the names of their keys must do.
+    Objects are alike if they name the same classes. Where thousands have streams of their own that
+    are not loaded yet, only their keys are compared.
     """
     if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
         return catalog
@@ -294,4 +300,4 @@ def _thinned(catalog: Catalog) -> Catalog:
         first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
     keys = set(first_of.values())
     keys |= set(catalog.unsupported)
-    return restricted(catalog, keys.__contains__).catalog
+    return keep_entries(catalog, keys.__contains__).catalog

@@ -1,7 +1,8 @@
-"""Looking at one tensor: which file holds which box, and its first numbers.
+"""Look at one tensor: which file holds which box, and its first numbers.
 
-Reads nothing for the map, and only the elements asked for (plus, for late-bound items, one small read) for the numbers.
-Of encoded arrays (compressed chunks) it decodes the units that hold them.
+The map is made from metadata; for the numbers only the elements asked for are read (plus, for
+late-bound items, one small read). Of encoded arrays (compressed chunks) the units that hold them
+are decoded.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Number = int | float | bool | complex
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one box of a tensor lies.
+class BoxLocation:
+    """The position of one box of a tensor in a file.
 
     Args:
         box: region of the tensor, in elements.
@@ -37,10 +38,10 @@ class Place:
         array_shape: shape of that array, in elements.
         offset: byte address of the array's element 0, or of the container item that holds it.
         item_bytes: length of that container item, or None where ``offset`` is exact.
-        strides: of the array, in elements; None for C order or where only the item tells.
+        strides: strides of the array, in elements; None for C order or where only the item records them.
         n_bytes: bytes of the region.
         encoding: the codec, where the array's bytes must be decoded; None for plain ones.
-        stored_bytes: length of the encoded array in its file, where the metadata tell it.
+        stored_bytes: length of the encoded array in its file, where the metadata record it.
     """
 
     box: Box
@@ -57,22 +58,23 @@ class Place:
     stored_bytes: int | None = None
 
 
-def places_of(catalog: Catalog, key: str) -> list[Place]:
-    """The map of one tensor, in order of the boxes; replicas are separate places.
+def places_of(catalog: Catalog, key: str) -> list[BoxLocation]:
+    """Return where the boxes of one tensor lie, in their order, with replicas as separate entries.
 
     Raises:
-        KeyError: no such tensor.
+        KeyError: the catalog has no such tensor.
     """
     itemsize = DTYPES[catalog.meta(key).dtype].itemsize
     places = [_place(fragment, itemsize) for fragment in catalog.fragments(key)]
     return sorted(places, key=lambda place: (place.box.offset, place.rank, place.file or ""))
 
 
-def _place(fragment: Fragment, itemsize: int) -> Place:
+def _place(fragment: Fragment, itemsize: int) -> BoxLocation:
+    """Return where the box of one fragment lies."""
     array = fragment.array
     extent = array.extent if array else None
     encoding = extent.encoding if extent else None
-    return Place(
+    return BoxLocation(
         box=fragment.box,
         file=extent.file if extent else None,
         rank=array.coords if array else (),
@@ -89,7 +91,7 @@ def _place(fragment: Fragment, itemsize: int) -> Place:
 
 
 def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[Number]:
-    """The first ``n`` elements of a tensor in C order (fewer if it has fewer).
+    """Return the first ``n`` elements of a tensor in C order (fewer if it has fewer).
 
     Args:
         n: at most some ten thousand; every element costs a few microseconds.
@@ -125,7 +127,7 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
 def _rows(
     store: DecodedStore, catalog: Catalog, fragment: Fragment, box: Box, itemsize: int
 ) -> Iterator[tuple[Shape, bytes]]:
-    """(index of the first element in the tensor, bytes) for every row of ``box`` along the last axis."""
+    """Yield (index of the first element, bytes) for every row of ``box`` along the last axis."""
     n = box.shape[-1] if box.shape else 1
     array = fragment.array
     bound = None if array is None else _bound(store, catalog, array)
@@ -149,13 +151,14 @@ def _rows(
 
 
 def _bound(store: DecodedStore, catalog: Catalog, array: StoredArray) -> StoredArray:
+    """Return an array with its position, decoded if necessary."""
     if array.extent.is_late:
         array = catalog.bind(store, array)
     return store.placed(array)
 
 
 def _row_starts(box: Box) -> Iterator[Shape]:
-    """Indexes of the first elements of the rows of ``box`` along its last axis, in C order."""
+    """Yield the index of the first element of every row of ``box``, in C order."""
     if not box.shape:
         yield ()
         return
@@ -179,7 +182,11 @@ _COMPLEX = {"complex128": "d", "complex64": "f", "complex32": "e"}
 
 
 def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
-    """A function from little-endian bytes to Python numbers."""
+    """Return a function from little-endian bytes to Python numbers.
+
+    Raises:
+        UnsupportedError: Python has no such numbers.
+    """
     if dtype in _STRUCT:
         code = _STRUCT[dtype]
         size = struct.calcsize(f"<{code}")
@@ -197,20 +204,20 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
         return pairs
     name = DTYPES[dtype].numpy
     if name is None:
-        raise UnsupportedError(f"numbers of dtype {dtype} cannot be shown")
+        raise UnsupportedError(f"cannot display numbers of dtype {dtype}")
 
     def small_floats(data: bytes) -> list[Number]:
         import ml_dtypes
         import numpy
 
-        found: list[Number] = numpy.frombuffer(data, dtype=getattr(ml_dtypes, name)).astype("float32").tolist()
-        return found
+        values: list[Number] = numpy.frombuffer(data, dtype=getattr(ml_dtypes, name)).astype("float32").tolist()
+        return values
 
     return small_floats
 
 
 def _bfloat16(data: bytes) -> Sequence[Number]:
-    """bfloat16 is the upper half of a float32."""
+    """Return bfloat16 numbers, each of which is the upper half of a float32."""
     wide = bytearray(2 * len(data))
     wide[2::4] = data[0::2]
     wide[3::4] = data[1::2]

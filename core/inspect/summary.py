@@ -1,7 +1,8 @@
-"""What ``ckpt inspect`` says about a checkpoint, as plain values; metadata only.
+"""Summarize a checkpoint as ``ckpt inspect`` shows it, as plain values; reads metadata only.
 
-A rank catalog (Megatron rank files) is shown unsharded where its layout is understood, otherwise rank by rank with the
-reason; its optimizer entries, which have no global names, are listed under their rank directories either way.
+A rank catalog (Megatron rank files) is shown unsharded where its layout is understood, otherwise
+rank by rank with the reason; its optimizer entries, which have no global names, are listed under
+their rank directories either way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from core.convert.job import Job
 from core.errors import CheckpointingException
 from core.files.store import list_files_below
 from core.formats.torch.format import load_object
-from core.inspect.capabilities import Capability, Model, capabilities_of
+from core.formats.torch.other_pickles import PickledContent
+from core.inspect.capabilities import Capability, ModelTraits, capabilities_of
 from core.inspect.tree import components
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
@@ -31,7 +33,6 @@ from core.pickle.reader import gc_paused
 from core.quantize.schemes import quantized_weights
 
 if TYPE_CHECKING:
-    from core.formats.torch.other_pickles import PickledContent
     from core.opening.open import Checkpoint
     from core.pickle.uses import Use
 
@@ -56,12 +57,12 @@ ROLES = ("model", "moments", "masters", "other")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors with one purpose.
+class TensorGroup:
+    """Totals of the tensors with one purpose.
 
     Args:
         name: one of ``ROLES``.
-        n_tensors, n_elements, n_bytes: every tensor counted once (in a rank view: once a rank).
+        n_tensors, n_elements, n_bytes: every tensor counted once (in a rank view: once per rank).
         dtypes: dtype → bytes, the largest first.
     """
 
@@ -74,24 +75,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a checkpoint is and holds.
+    """A summary of a checkpoint.
 
     Args:
-        path: where it was found, after descending from a root.
-        format, title, version: name of the format, a few words for people, the format's own version.
+        path: path of the checkpoint, after descending from a root.
+        format, title, version: name of the format, its title for people, the format's own version.
         iteration: training iteration, or None.
         n_files, file_bytes: regular files of the checkpoint and their bytes on disk.
-        parallel: sizes by name (``tp``, ``pp`` …), for checkpoints that state them; {} otherwise.
-        n_ranks: how many ranks wrote files, where the file names tell; else None.
+        parallel: sizes by name (``tp``, ``pp`` …), for checkpoints that record them; {} otherwise.
+        n_ranks: how many ranks wrote files, where the file names show it; else None.
         model: facts from the training arguments.
-        groups: what the tensors are for.
+        groups: totals of the tensors by purpose.
         optimizer: name in ``core.megatron.optimizer.form``, or None.
-        capabilities: what can be done with it; () if that was not tried.
+        capabilities: what can be done with the checkpoint; () if that was not tried.
         notes: what the user should know.
         view: the catalog whose tensors are shown.
         is_unsharded: the view is global although the files are rank-local.
         n_objects: entries that are not tensors.
-        n_unopened: files that were taken to be like others, and not opened.
+        n_unopened: files that look like others and were not opened.
     """
 
     path: str
@@ -104,7 +105,7 @@ class Summary:
     parallel: Mapping[str, int]
     n_ranks: int | None
     model: Mapping[str, object]
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
     optimizer: str | None
     capabilities: tuple[Capability, ...]
     notes: tuple[str, ...]
@@ -114,9 +115,9 @@ class Summary:
     n_unopened: int = 0
 
     @property
-    def total(self) -> Group:
-        """All groups together."""
-        return Group(
+    def total(self) -> TensorGroup:
+        """Return the totals of all groups."""
+        return TensorGroup(
             "total",
             sum(group.n_tensors for group in self.groups),
             sum(group.n_elements for group in self.groups),
@@ -126,13 +127,14 @@ class Summary:
 
     @property
     def optimizer_title(self) -> str | None:
-        """The optimizer's form in words, or None."""
+        """Return the optimizer's form in words, or None."""
         return None if self.optimizer is None else TITLES[self.optimizer]
 
 
 @gc_paused()
-def summarized(checkpoint: Checkpoint) -> Summary:
-    """Everything that ``ckpt inspect`` shows, save for single tensors."""
+def summarize(checkpoint: Checkpoint) -> Summary:
+    """Return everything that ``ckpt inspect`` shows, except for single tensors."""
+    # Bring the model into its global form where the layout is understood.
     catalog = checkpoint.catalog
     unsharded = _unsharded(checkpoint)
     view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
@@ -141,19 +143,23 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     bare = dict.fromkeys(bare_key(key, catalog) for key in catalog.tensors)
     bare_objects = dict.fromkeys(bare_key(key, catalog) for key in catalog.objects)
     optimizer = optim_format_of(bare, bare_objects, has_flattened=_has_flattened(catalog))
+
+    # Collect the notes.
     notes = [*checkpoint.notes]
     if catalog.is_rank_local and unsharded.catalog is None:
-        notes.append("shown rank by rank: what several ranks hold is counted several times")
+        notes.append("shown rank by rank: data that several ranks hold is counted several times")
     notes += catalog.notes
     n_unopened = 0 if ranks is None else ranks.n_unopened
     if n_unopened:
         notes.append(
-            f"opened {n_files - n_unopened:,} of {n_files:,} files, one of each stage and length; --all opens every one"
+            f"opened {n_files - n_unopened:,} of {n_files:,} files, one per pipeline stage and length; --all opens all"
         )
     notes += _warnings(checkpoint)
+
+    # Find out what can be done.
     capabilities = capabilities_of(
         checkpoint,
-        Model(
+        ModelTraits(
             layout_refusal=None if unsharded.catalog is not None else unsharded.why or "the layout is not known",
             is_hf=unsharded.is_hf,
             has_optimizer=optimizer is not None,
@@ -162,7 +168,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     )
     if capabilities is None:
         notes.append(
-            "what can be done with it was not tried, as it is so large: convert --dry-run and reshard --dry-run tell"
+            "too large to try what can be done with it; use convert --dry-run and reshard --dry-run to find out"
         )
     return Summary(
         path=str(checkpoint.path),
@@ -186,11 +192,11 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     )
 
 
-def groups_of(tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str) -> tuple[Group, ...]:
-    """The tensors by purpose; groups without tensors are left out.
+def groups_of(tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str) -> tuple[TensorGroup, ...]:
+    """Return the totals of tensors by purpose; groups without tensors are left out.
 
     Args:
-        bare: key → key without rank directory.
+        bare: returns a key without its rank directory.
     """
     members: dict[str, list[TensorMeta]] = {name: [] for name in ROLES}
     for meta in tensors:
@@ -205,17 +211,18 @@ def groups_of(tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str
             n_elements += meta.n_elements
             dtypes[meta.dtype] = dtypes.get(meta.dtype, 0) + meta.n_bytes
         by_size = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
-        groups.append(Group(name, len(metas), n_elements, sum(dtypes.values()), by_size))
+        groups.append(TensorGroup(name, len(metas), n_elements, sum(dtypes.values()), by_size))
     return tuple(groups)
 
 
 def path_of(key: str, view: Catalog) -> list[str]:
-    """The names on the way to a key in the tree; a rank directory is a name of its own."""
+    """Return the names on the way to a key in the tree; a rank directory is a name of its own."""
     rank, name = _split_rank(key, view)
     return components(name) if rank is None else [rank, *components(name)]
 
 
 def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
+    """Return the rank directory of a key, or None, and the rest of the key."""
     if catalog.is_rank_local or catalog.facet(_RankKeys) is not None:
         rank, colon, name = key.partition(":")
         if colon and "." not in rank:
@@ -224,7 +231,7 @@ def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
 
 
 def bare_key(key: str, catalog: Catalog) -> str:
-    """A key without the rank directory before it."""
+    """Return a key without the rank directory before it."""
     return _split_rank(key, catalog)[1]
 
 
@@ -233,9 +240,9 @@ class _Unsharded:
     """The global form of a checkpoint with a known layout, or why there is none.
 
     Args:
-        catalog: it, or None.
-        why: the reason if not.
-        has_scales: weights have scales, which were multiplied in.
+        catalog: the global form, or None.
+        why: the reason if there is none.
+        has_scales: weights have scales, which were applied.
         is_hf: the source has Hugging Face's names.
     """
 
@@ -246,7 +253,7 @@ class _Unsharded:
 
 
 def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
-    """The global per-layer catalog, for checkpoints of the Megatron family."""
+    """Return the global per-layer form of a checkpoint with Megatron's or Hugging Face's names."""
     from core.hf import is_hf
     from core.megatron.reshard.reshard import load_rules, unshard
 
@@ -261,7 +268,7 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
     try:
         if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
-                return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a layout to change")
+                return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a parallel layout")
             catalog = loaded(catalog, store, load_object)
         return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
     except CheckpointingException as err:
@@ -269,15 +276,15 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
 
 
 def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
-    """The global form of a model with Hugging Face's names, its scales multiplied in."""
-    from core.convert.apply_changes import changed
+    """Return the global form of a model with Hugging Face's names, its scales applied."""
+    from core.convert.apply_changes import apply_changes
     from core.hf import to_megatron
 
-    catalog = without_optimizer(catalog).catalog  # Megatron's form has no place for it, nor has Hugging Face's
+    catalog = without_optimizer(catalog).catalog  # neither Megatron's form nor Hugging Face's can hold it
     has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
-            catalog = changed(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
+            catalog = apply_changes(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
         return _Unsharded(to_megatron(catalog, config), None, has_scales, is_hf=True)
     except CheckpointingException as err:
         return _Unsharded(None, err.sentence, has_scales, is_hf=True)
@@ -285,11 +292,11 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
 
 @dataclass(frozen=True, slots=True)
 class _RankKeys:
-    """The facet of a global view whose optimizer entries still have their rank directories before their keys."""
+    """The facet of a global view whose optimizer keys still begin with rank directories."""
 
 
 def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
-    """The global view of the model, followed by the entries that stay rank-local (optimizer state)."""
+    """Return the global view of the model, followed by the entries that stay rank-local."""
     if not ranks.is_rank_local:
         return ranks
     local = {
@@ -308,34 +315,34 @@ def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
 
 
 def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
-    """(regular files, their bytes, ranks that wrote ``.distcp`` files or None)."""
-    others = [f"{path}/" for path in checkpoint.below]
+    """Return number and bytes of the files, and how many ranks wrote ``.distcp`` or None."""
+    separate = tuple(f"{path}/" for path in checkpoint.below)
     sizes = {
-        name: size
-        for name, size in list_files_below(checkpoint.store).items()
-        if not any(f"{name}/".startswith(other) for other in others)
+        name: size for name, size in list_files_below(checkpoint.store).items() if not f"{name}/".startswith(separate)
     }
-    writers = {found[1] for name in sizes if (found := re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name))}
+    matches = (re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name) for name in sizes)
+    writers = {match[1] for match in matches if match}
     return len(sizes), sum(sizes.values()), len(writers) or None
 
 
 def _parallel(catalog: Catalog | None) -> dict[str, int]:
+    """Return the parallel sizes that the layout or the training arguments record, by name."""
     if catalog is None:
         return {}
     topology = catalog.facet(Topology)
     args = attributes(catalog.args) or {}
     sizes = {}
     for name in SIZES:
-        found = getattr(topology, name, None)
-        if not isinstance(found, int):
-            found = args.get(_ARG_OF_SIZE[name])
-        if isinstance(found, int) and not isinstance(found, bool):
-            sizes[name] = found
+        size = getattr(topology, name, None)
+        if not isinstance(size, int):
+            size = args.get(_ARG_OF_SIZE[name])
+        if isinstance(size, int) and not isinstance(size, bool):
+            sizes[name] = size
     return sizes
 
 
 def _model(catalog: Catalog) -> dict[str, object]:
-    """The training arguments that describe the model; enums and dtypes by name."""
+    """Return the training arguments that describe the model; enums and dtypes by name."""
     args = attributes(catalog.args) or {}
     facts = {name: args[name] for name in _MODEL_ARGS if args.get(name) is not None}
     return {
@@ -346,13 +353,14 @@ def _model(catalog: Catalog) -> dict[str, object]:
 
 
 def _has_flattened(catalog: Catalog) -> bool:
+    """Return whether torch_dist's facts show flattened optimizer states."""
     facts = catalog.facet(TorchDistFacts)
     data = {} if facts is None or facts.mcore_data is None else facts.mcore_data
     return any(isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item for item in data.values())
 
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:
-    """Code that the pickles name and nobody should run; nothing is run here, but others would."""
+    """Return warnings about code that the pickles name and that other software would run."""
     from core.formats.torch.nested_names import uses_in, with_nested
     from core.pickle.names import is_foreign, judge
 
@@ -365,7 +373,7 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     warnings = []
     if dangerous:
         warnings.append(
-            f"WARNING: it names {_some(dangerous)}, which would run if other software loaded it; ckpt runs nothing"
+            f"WARNING: it refers to {_some(dangerous)}, which other software would run on loading it; ckpt runs nothing"
         )
     if foreign:
         warnings.append(
@@ -373,12 +381,12 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
         )
     unread = {file for file, item in looked.items() if item.unread}
     if unread:
-        warnings.append(f"not looked into: {_some(unread)}, which may hold a pickle; load it only if you trust it")
+        warnings.append(f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it")
     return warnings
 
 
 def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
-    """Return what the files right beside the checkpoint's own hold that by their names Python would unpickle."""
+    """Return the files beside the checkpoint's own whose names say that they are pickles."""
     from core.formats.torch.other_pickles import has_pickled_name, look_into
 
     if checkpoint.store.entry is not None:
@@ -390,21 +398,21 @@ def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
 
 
 def _some(names: set[str]) -> str:
-    """Return the first of many names."""
-    shown = [name[:200] for name in sorted(names)[:_MOST_NAMES]]
-    others = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {others} others" if others else "")
+    """Return the first of many names as text, and how many more there are."""
+    first = [name[:200] for name in sorted(names)[:_MOST_NAMES]]
+    n_more = len(names) - len(first)
+    return ", ".join(first) + (f" and {n_more} more" if n_more else "")
 
 
 _MOST_NAMES = 20
 
 
 _MOST_STREAMS = 512
-"""Objects with a stream of their own that are read for their names."""
+"""Maximum number of objects with a stream of their own that are read for their names."""
 
 
 def _used_by_streams(checkpoint: Checkpoint) -> set[Use]:
-    """What the first objects that have streams of their own do with names."""
+    """Return what the first objects that have streams of their own do with names."""
     from core.formats.torch.nested_names import uses_of_stream
 
     catalog = checkpoint.catalog

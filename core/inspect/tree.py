@@ -1,8 +1,9 @@
-"""The tree of a checkpoint's tensors, with repeated layers folded into one.
+"""Build the tree of a checkpoint's tensors, with repeated layers folded into one.
 
-Siblings whose names are numbers (``0`` … ``31``, or ``weight0`` … ``weight7``) fold if everything below them has equal
-names, dtypes and shapes. A chain of containers with one entry each becomes one node (``decoder.layers.[0-3]``).
-A sibling with another name but equal content (``exp_avg_sq`` beside ``exp_avg``) says so instead of repeating it.
+Siblings whose names are numbers (``0`` … ``31``, or ``weight0`` … ``weight7``) fold if everything
+below them has equal names, dtypes and shapes. A chain of containers with one entry each becomes one
+node (``decoder.layers.[0-3]``). A sibling with another name but equal content (``exp_avg_sq``
+beside ``exp_avg``) refers to it instead of repeating it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from core.catalog.key_patterns import ranges
 from core.pickle.reader import gc_paused
 
 MAX_DEPTH = 48
-"""Keys with more components keep the rest in one name; bounds the recursion whatever a file says."""
+"""Keys with more components keep the rest in one name, which bounds the recursion."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})")
 _MIN_SUFFIXED = 4  # fewer equal siblings such as w1, w2, w3 are different things
-_MIN_REPEATED = 3  # tensors below a node that is worth saying "as its sibling" of
+_MIN_REPEATED = 3  # tensors below a node that is worth a reference to an equal sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class Node:
     """One line of the tree.
 
     Args:
-        label: name, or dot-joined names, relative to the parent; numbers that were folded stand in brackets.
+        label: name, or dot-joined names, relative to the parent; folded numbers are in brackets.
         n_alike: how many equal subtrees the node stands for, below one instance of its parent.
-        n_tensors, n_elements, n_bytes: of all ``n_alike`` subtrees together, below one instance of the parent.
-        dtype, shape: of the tensor, where the node is one; else None.
-        children: what is below one instance of the node.
+        n_tensors, n_elements, n_bytes: totals of all ``n_alike`` subtrees, below one instance of the parent.
+        dtype, shape: dtype and shape of the tensor, where the node is one; else None.
+        children: the nodes below one instance of the node.
         same_as: label of an earlier sibling with equal content; None if there is none or it is small.
     """
 
@@ -49,15 +50,18 @@ class Node:
 
 
 @dataclass(slots=True)
-class _Branch:
-    """A name under construction."""
+class _NameBranch:
+    """A name of the tree under construction, with the names below it."""
 
-    below: dict[str, _Branch] = field(default_factory=dict)
+    below: dict[str, _NameBranch] = field(default_factory=dict)
     meta: TensorMeta | None = None
 
 
 def components(key: str) -> list[str]:
-    """The parts of a key between dots; a dot written ``\\.`` does not separate. At most ``MAX_DEPTH`` parts."""
+    r"""Return the parts of a key between dots, at most ``MAX_DEPTH``.
+
+    A dot written ``\\.`` does not separate parts.
+    """
     if "\\" not in key:
         return key.split(".", MAX_DEPTH - 1)
     return re.split(r"(?<!\\)\.", key, maxsplit=MAX_DEPTH - 1)
@@ -67,43 +71,47 @@ def components(key: str) -> list[str]:
 def tree_of(
     tensors: Iterable[TensorMeta], *, split: Callable[[str], list[str]] = components, folds_roots: bool = False
 ) -> tuple[Node, ...]:
-    """The folded tree of some tensors.
+    """Return the folded tree of some tensors.
 
     Args:
-        split: key → the names on its path.
-        folds_roots: equal nodes of the first level fold whatever their names are (rank directories).
+        split: returns the names on a key's path.
+        folds_roots: equal nodes of the first level fold whatever their names are (rank
+        directories).
 
     Returns:
         The nodes of the first level, in order of first appearance.
     """
-    root = _Branch()
+    root = _NameBranch()
     for meta in tensors:
         branch = root
         for name in split(meta.key):
-            found = branch.below.get(name)
-            if found is None:
-                found = branch.below[name] = _Branch()
-            branch = found
+            child = branch.below.get(name)
+            if child is None:
+                child = branch.below[name] = _NameBranch()
+            branch = child
         branch.meta = meta
-    return _Folder().children_of(root, folds_any=folds_roots)
+    return _TreeFolder().children_of(root, folds_any=folds_roots)
 
 
-class _Folder:
-    """Makes nodes bottom-up. Every distinct content gets a number and one node, so that equal subtrees cost nothing."""
+class _TreeFolder:
+    """Makes nodes from the bottom up.
+
+    Every distinct content gets a number and one node, so that equal subtrees cost nothing.
+    """
 
     def __init__(self) -> None:
         self._number_of: dict[object, int] = {}
         self._nodes: list[Node] = []
 
-    def children_of(self, branch: _Branch, *, folds_any: bool = False) -> tuple[Node, ...]:
-        """The nodes below ``branch``."""
-        return self._named_all(self._shown(branch, folds_any=folds_any), is_root=folds_any)
+    def children_of(self, branch: _NameBranch, *, folds_any: bool = False) -> tuple[Node, ...]:
+        """Return the nodes below ``branch``."""
+        return self._named_all(self._folded_groups(branch, folds_any=folds_any), is_root=folds_any)
 
-    def _named_all(self, shown: list[tuple[str, int, int]], *, is_root: bool = False) -> tuple[Node, ...]:
-        """The nodes of what ``_shown`` found, told apart from their equals."""
+    def _named_all(self, groups: list[tuple[str, int, int]], *, is_root: bool = False) -> tuple[Node, ...]:
+        """Return the nodes of folded groups, with references to equal siblings."""
         first: dict[tuple[int, int], str] = {}
         nodes = []
-        for label, n, content in shown:
+        for label, n, content in groups:
             node = _named(self._nodes[content], label, n, is_root=is_root)
             earlier = first.setdefault((n, content), node.label)
             if earlier != node.label and node.n_tensors >= _MIN_REPEATED:
@@ -111,33 +119,36 @@ class _Folder:
             nodes.append(node)
         return tuple(nodes)
 
-    def _shown(self, branch: _Branch, *, folds_any: bool = False) -> list[tuple[str, int, int]]:
-        """(label, number of names, content) of what is below ``branch``, in order of first appearance."""
+    def _folded_groups(self, branch: _NameBranch, *, folds_any: bool = False) -> list[tuple[str, int, int]]:
+        """Return (label, number of names, content) of what is below ``branch``, in order."""
+        # Group the names that may fold: equal stems before a number, with equal content.
         names = list(branch.below)
         alike: dict[tuple[str, int], list[int]] = {}
-        for place, (name, below) in enumerate(branch.below.items()):
-            found = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None  # most names end in a letter
-            stem = "" if folds_any else found[1] if found else f"{name}."
-            alike.setdefault((stem, self._content(below)), []).append(place)
-        shown: list[tuple[int, str, int, int]] = []
-        for (stem, content), places in alike.items():
-            if len(places) == 1 or (stem and len(places) < _MIN_SUFFIXED):
-                shown += [(place, names[place], 1, content) for place in places]
-            elif folds_any:
-                shown.append((places[0], _listed([names[place] for place in places]), len(places), content))
+        for position, (name, below) in enumerate(branch.below.items()):
+            match = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None  # most names end in a letter
+            stem = "" if folds_any else match[1] if match else f"{name}."
+            alike.setdefault((stem, self._content(below)), []).append(position)
+        # Label each group, or its members separately where they are too few.
+        groups: list[tuple[int, str, int, int]] = []
+        for (stem, content), positions in alike.items():
+            if len(positions) == 1 or (stem and len(positions) < _MIN_SUFFIXED):
+                groups += [(position, names[position], 1, content) for position in positions]
+                continue
+            if folds_any:
+                label = _listed([names[position] for position in positions])
             else:
-                numbers = ranges(int(names[place][len(stem) :]) for place in places)
-                shown.append((places[0], f"{stem}[{numbers}]", len(places), content))
-        return [(label, n, content) for _, label, n, content in sorted(shown)]
+                label = f"{stem}[{ranges(int(names[position][len(stem) :]) for position in positions)}]"
+            groups.append((positions[0], label, len(positions), content))
+        return [(label, n, content) for _, label, n, content in sorted(groups)]
 
-    def _content(self, branch: _Branch) -> int:
-        """The number of a branch's content; its node, without a label, is in ``_nodes``."""
-        shown = self._shown(branch) if branch.below else []
+    def _content(self, branch: _NameBranch) -> int:
+        """Return the number of a branch's content; its node, without a label, is in ``_nodes``."""
+        groups = self._folded_groups(branch) if branch.below else []
         meta = branch.meta
-        signature = (None if meta is None else (meta.dtype, meta.shape), tuple(shown))
+        signature = (None if meta is None else (meta.dtype, meta.shape), tuple(groups))
         number = self._number_of.setdefault(signature, len(self._nodes))
         if number == len(self._nodes):
-            children = self._named_all(shown)
+            children = self._named_all(groups)
             self._nodes.append(
                 Node(
                     label="",
@@ -154,7 +165,7 @@ class _Folder:
 
 
 def _named(node: Node, label: str, n_alike: int, *, is_root: bool = False) -> Node:
-    """The node under its label, ``n_alike`` times, joined with its only child where it has one."""
+    """Return the node under its label, ``n_alike`` times, joined with an only child."""
     named = replace(
         node,
         label=label,
@@ -177,4 +188,5 @@ def _named(node: Node, label: str, n_alike: int, *, is_root: bool = False) -> No
 
 
 def _listed(names: list[str]) -> str:
+    """Return the names as text, shortened if there are more than three."""
     return ", ".join(names if len(names) <= 3 else (names[0], "…", names[-1]))

@@ -38,7 +38,7 @@ from core.manifest.lookup import is_manifest
 from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
-from core.opening.open import FILL, Checkpoint, located, open_checkpoint
+from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
@@ -354,7 +354,7 @@ def default_manifest_path(path: Path, *, iteration: int | None = None) -> Path:
     Raises:
         UsageError: the path does not exist.
     """
-    location = located(path, iteration=iteration)
+    location = locate_checkpoint(path, iteration=iteration)
     location.store.close()
     return location.store.root / manifest_name(location.store.entry)
 

@@ -1,7 +1,8 @@
-"""The canonical form of a checkpoint: the same tensors whatever its format and layout.
+"""Bring a checkpoint into its canonical form: the same tensors whatever its format and layout.
 
-Fingerprints, ``ckpt diff`` and the checks of a layout compare checkpoints in it: global tensors, one key a layer and an
-expert, without padding rows, under Megatron's names where those are known, else under the names that they have.
+Fingerprints, ``ckpt diff`` and the checks of a layout compare checkpoints in this form: global
+tensors, one key per layer and expert, without padding rows, under Megatron's names where those are
+known, else under the names that they have.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from core.opening.open import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """The canonical form, as far as there is one.
+    """The canonical form of a checkpoint, as far as there is one.
 
     Args:
-        catalog: the tensors. Rank by rank, as stored, if the layout is not understood.
-        is_global: whether the keys are those of whole tensors; false for rank files that are not understood.
-        has_layout: whether the layout's rules named and joined the tensors.
-        failure: why the layout, or the optimizer in it, is not understood; None if it is, or if there is none.
+        catalog: the tensors; rank by rank, as stored, if the layout is not understood.
+        is_global: the keys are those of whole tensors; false for rank files that are not
+        understood.
+        has_layout: the layout's rules named and joined the tensors.
+        failure: why the layout, or the optimizer in it, is not understood; None if it is, or if
+        there is none.
     """
 
     catalog: Catalog
@@ -35,24 +38,30 @@ class Canonical:
 
 
 def canonical(source: Checkpoint, *, rules: Rules) -> Canonical:
-    """The canonical form of an opened checkpoint; does not raise for what the layout does not explain."""
+    """Return the canonical form of an opened checkpoint.
+
+    A layout that is not understood is recorded in the result, and does not raise.
+    """
     return canonical_of(source.catalog, source.store, rules=rules)
 
 
-def canonical_of(found: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
-    """The canonical form of a catalog whose files are in a store; as ``canonical``."""
-    is_rank_local = found.is_rank_local
+def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
+    """Return the canonical form of a catalog whose files are in a store.
+
+    A layout that is not understood is recorded in the result, and does not raise.
+    """
+    is_rank_local = stored.is_rank_local
     try:
-        catalog = loaded(found, store, load_object)
+        catalog = loaded(stored, store, load_object)
         if not is_rank_local and not is_megatron(catalog, rules):
             return Canonical(catalog, is_global=True, has_layout=False)
     except CheckpointingException as err:
-        return Canonical(found, is_global=not is_rank_local, has_layout=False, failure=err)
+        return Canonical(stored, is_global=not is_rank_local, has_layout=False, failure=err)
     failure: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:
-            made = unshard(catalog, rules=rules, optim=optim, store=store if optim == "carry" else None)
-            return Canonical(made, is_global=True, has_layout=True, failure=failure)
+            result = unshard(catalog, rules=rules, optim=optim, store=store if optim == "carry" else None)
+            return Canonical(result, is_global=True, has_layout=True, failure=failure)
         except CheckpointingException as err:
             failure = failure or err
     return Canonical(catalog, is_global=not is_rank_local, has_layout=False, failure=failure)

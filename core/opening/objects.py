@@ -1,15 +1,16 @@
-"""Non-tensor entries on their way from one format to another: loading, vetting, nesting.
+"""Bring entries that are not tensors from one format to another: load them, check them, nest them.
 
-Policy (docs/facts/safety.md 1: inspect warns, validate detects, convert rejects): an object that names something
-*dangerous* is never carried. One that names classes nobody knows is carried only into torch's files (those of
-Megatron's ranks and its ``common.pt`` among them), where it stays the inert pickle that it was or is set aside; for
-every other target the user must say ``drop_unknown``.
+Policy (docs/facts/safety.md 1: inspect warns, validate detects, convert rejects): an object that
+names something *dangerous* is never carried over. One that names unknown classes is carried only
+into torch's files (those of Megatron's ranks and its ``common.pt`` among them), where it stays the
+inert pickle that it was or is set aside; for every other target the user must give
+``drop_unknown``.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from core.files.store import ReadStore
 from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.optimizer.entries import object_entry
-from core.opening.pickled_places import MOST_PLACES, places_of
+from core.opening.pickled_places import MOST_PLACES, PickledPlace, find_places
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
@@ -32,18 +33,21 @@ from core.pickle.uses import Use
 
 
 class Loader(Protocol):
-    """Parses one object's own stream, see ``core.formats.torch.format.load_object``."""
+    """A parser of one object's own stream, such as ``core.formats.torch.format.load_object``."""
 
     def __call__(self, store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, Mapping[str, StoredArray]]:
-        """(inert value, arrays of the tensors inside it)."""
+        """Return the inert value, and the arrays of the tensors inside it."""
 
 
 def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
-    """The catalog with every raw object read: its value inline, its tensors hidden, no ``raw_key`` left.
+    """Return the catalog with the value of every raw object, and the tensors inside as hidden ones.
 
     Args:
         store: where the objects lie.
         load: parses one object's stream.
+
+    Returns:
+        A catalog whose objects have no ``raw_key``.
     """
     raw = [item for item in catalog.objects.values() if item.raw_key is not None]
     if not raw:
@@ -71,55 +75,67 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
     Args:
         uses: what the pickles do with names (``core.pickle.reader.noting_uses``).
         store: where the pickles lie.
-        catalog: what was read from them, its objects ``loaded``.
+        catalog: the catalog that was read from them, with its objects ``loaded``.
         exclude: patterns of entries that are left out, and with them what belongs to these entries.
 
     Raises:
-        UnsafeError: names it, the file and the entry, and how to leave that out.
+        UnsafeError: a pickle does; the error gives the name, the file and the entry, and how to leave the entry out.
     """
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
-    shown = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
-    hidden = {use.name for use in dangerous - shown}
+    visible = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
+    hidden = {use.name for use in dangerous - visible}
     if not hidden:
         return
+
+    # Find the places in the pickles, without those whose entries are all excluded.
     is_excluded = [matcher(pattern) for pattern in exclude]
-    places = places_of(hidden, store, catalog)
-    open_places = []
+    places = find_places(hidden, store, catalog)
+    remaining = []
     for place in places:
         keys = place.entries_at(catalog)
         if not keys or not all(any(matches(key) for matches in is_excluded) for key in keys):
-            open_places.append((place, keys))
+            remaining.append((place, keys))
     dropped = hidden - {place.name for place in places}
-    is_listed = len(places) < MOST_PLACES  # else there may be places behind the last of them
-    if not open_places and not dropped and is_listed:
-        return
-    if not open_places and is_listed:
+    is_listed = len(places) < MOST_PLACES  # else there may be more places after the last of them
+
+    # Report the first place, or the names that have none because the pickle drops them.
+    if remaining or not is_listed:
+        raise _unsafe_place(remaining or [(place, []) for place in places], is_listed=is_listed)
+    if dropped:
         raise UnsafeError(
-            f"a pickle calls {min(map(str, dropped))}, which would run code when it is loaded, and drops the result",
+            f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and drops the result",
             file=store.label,
             hint="do not load this checkpoint with anything else, and find out who wrote it",
         )
-    open_places = open_places or [(place, []) for place in places]
-    place, keys = open_places[0]
-    others = len(open_places) - 1
-    left_out = " ".join(
-        f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(below[0] for _, below in open_places if below)
+
+
+def _unsafe_place(places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool) -> UnsafeError:
+    """Return the error about the first of several places that name something dangerous.
+
+    Args:
+        places: each place, with the keys of the entries that it belongs to.
+        is_listed: there are no more places than these.
+    """
+    place, keys = places[0]
+    n_more = len(places) - 1
+    options = " ".join(
+        f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(below[0] for _, below in places if below)
     )
-    raise UnsafeError(
-        f"{place.path or 'the root'} names {place.name}, which would run code when it is loaded"
-        + (f"; {others}{'' if is_listed else ' or more'} other places name such things, too" if others else ""),
+    return UnsafeError(
+        f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
+        + (f"; so do {n_more}{'' if is_listed else ' or more'} other places" if n_more else ""),
         file=place.file,
         key=keys[0] if keys else None,
-        hint=(f"leave the entry out with {left_out}, " if left_out else "save the checkpoint again without it, ")
+        hint=(f"leave the entry out with {options}, " if options else "save the checkpoint again without it, ")
         + "and find out who wrote this checkpoint",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Vetted:
-    """A catalog without the objects that must not be carried.
+class SafeCatalog:
+    """A catalog without the objects that must not be carried over.
 
     Args:
         catalog: the remaining entries.
@@ -130,55 +146,60 @@ class Vetted:
     dropped: tuple[str, ...]
 
 
-def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vetted:
-    """Applies the policy of the module's docstring; every object must have been ``loaded``.
+def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> SafeCatalog:
+    """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:
-        keeps_unknown: the target can hold classes that nobody knows.
-        drop_unknown: leave such objects out instead of refusing.
+        keeps_unknown: the target can hold unknown classes.
+        drop_unknown: leave such objects out instead of refusing them.
 
     Raises:
         UnsafeError: an object names something dangerous.
         UnsupportedError: an object names an unknown class and may be neither kept nor dropped.
     """
-    dropped: dict[str, str] = {}
     common = StoredObject("common state", value=catalog.common)
     uses_of = [(item, uses_in(item.value)) for item in (common, *catalog.objects.values())]
     for item, uses in uses_of:
         dangerous = sorted(str(use.name) for use in dangerous_uses(uses))
         if dangerous:
             raise UnsafeError(
-                f"the object names {dangerous[0]}, which would run code when it is loaded",
+                f"the object refers to {dangerous[0]}, which would run code when loaded",
                 key=item.key,
                 hint=f"leave it out with --exclude {shlex.quote(item.key)}, and find out who wrote this checkpoint",
             )
+    dropped: dict[str, str] = {}
     for item, uses in uses_of:
         unknown = sorted(str(use.name) for use in uses if judge(use) == "unknown")
         if unknown and not keeps_unknown and item is not common:
             if not drop_unknown:
                 raise UnsupportedError(
-                    f"the object is of the unknown class {unknown[0]}, which this format cannot hold",
+                    f"the object is of the unknown class {unknown[0]}, which this format cannot store",
                     key=item.key,
                     hint="leave such objects out with --drop-unknown",
                 )
             dropped[item.key] = f"unknown class {unknown[0]}"
     if not dropped:
-        return Vetted(catalog, ())
+        return SafeCatalog(catalog, ())
+    lines = tuple(f"{key} ({reason})" for key, reason in dropped.items())
+    return SafeCatalog(_without_objects(catalog, dropped.keys()), lines)
+
+
+def _without_objects(catalog: Catalog, keys: Set[str]) -> Catalog:
+    """Return the catalog without some of its objects and the tensors inside them."""
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in dropped else entry.leaf)
-    gone = {leaf.key for key in dropped for leaf in walk(catalog.objects[key].value) if isinstance(leaf, TensorLeaf)}
-    kept = replace(
+        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
+    inside = {leaf.key for key in keys for leaf in walk(catalog.objects[key].value) if isinstance(leaf, TensorLeaf)}
+    return replace(
         catalog,
-        objects={key: item for key, item in catalog.objects.items() if key not in dropped},
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in gone},
+        objects={key: item for key, item in catalog.objects.items() if key not in keys},
+        hidden={key: meta for key, meta in catalog.hidden.items() if key not in inside},
         skeleton=skeleton,
     )
-    return Vetted(kept, tuple(f"{key} ({reason})" for key, reason in dropped.items()))
 
 
 def inlined(catalog: Catalog) -> Catalog:
-    """The catalog with a skeleton that holds every object's value in place, as a ``.pt`` file needs it.
+    """Return the catalog with a skeleton that holds the objects' values, as a ``.pt`` file does.
 
     A flat catalog gets a flat skeleton: one entry per tensor and object, under its key.
     """
@@ -196,77 +217,78 @@ def inlined(catalog: Catalog) -> Catalog:
 
 
 def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
-    """The catalog as one nested state dict, its common state among the entries.
+    """Return the catalog as one nested state dict, with its common state among the entries.
 
-    * A global Megatron catalog (``core.megatron.reshard.reshard.unshard``) becomes what its rank files hold,
-      ``{"model": {…}, …}``, so that its tensors' keys begin with ``model.``. Its optimizer is in the form of
-      ``core.megatron.optimizer.entries``; the states keep their keys, ``optimizer.state.exp_avg.<name>``.
-    * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
-    * A catalog whose root is a list or a single value gets a dict around it, with the one entry ``value``, unless
+    * A global Megatron catalog (``core.megatron.reshard.reshard.unshard``) becomes what its rank
+    files hold,
+      ``{"model": {…}, …}``, so that its tensors' keys begin with ``model.``. Its optimizer is in
+      the form of
+      ``core.megatron.optimizer.entries``; the states keep their keys,
+      ``optimizer.state.exp_avg.<name>``.
+    * A torch_dist catalog keeps its keys at the top level; the entries of the common state join
+    them.
+    * A catalog whose root is a list or a single value gets a dict around it, with the one entry
+    ``value``, unless
       ``keeps_root``.
     * Any other catalog stays as it is.
 
-    Every tensor becomes visible, also those inside objects, under its path.
+    Every tensor becomes visible under its path, also those inside objects.
     """
     catalog = _without_rank_states(catalog)
     common = catalog.common
     if common is None:
         return catalog if keeps_root else with_mapping_root(catalog)
-    top: dict[object, object] = dict(common)
+    root: dict[object, object] = dict(common)
     form = catalog.facet(MegatronModel)
-    if form is not None:
-        model: dict[object, object] = {}
-        for name in dict.fromkeys((*(form.order or ()), *catalog.tensors)):
-            if state_of(name) is not None:
-                continue
-            if name in catalog.tensors:
-                model[name] = TensorLeaf(name)
-            elif name in catalog.objects:
-                model[name] = catalog.objects[name].value
-        top |= {key: item.value for key, item in catalog.objects.items() if key not in model}
-        top["model"] = model
-        top.update(_optimizer(catalog))
-    else:
-        top |= {key: TensorLeaf(key) for key in catalog.tensors}
-        top |= {key: item.value for key, item in catalog.objects.items()}
-    return _keyed_by_path(catalog, top)
+    if form is None:
+        root |= {key: TensorLeaf(key) for key in catalog.tensors}
+        root |= {key: item.value for key, item in catalog.objects.items()}
+        return _keyed_by_path(catalog, root)
+
+    # Nest the model's entries in the order of the rank files, and the states in the optimizer's entry.
+    model: dict[object, object] = {}
+    states: dict[object, dict[object, object]] = {}
+    for name in dict.fromkeys((*(form.order or ()), *catalog.tensors)):
+        if state_of(name) is not None:
+            continue
+        if name in catalog.tensors:
+            model[name] = TensorLeaf(name)
+        elif name in catalog.objects:
+            model[name] = catalog.objects[name].value
+    root |= {key: item.value for key, item in catalog.objects.items() if key not in model}
+    root["model"] = model
+    if catalog.optimizer is not None:
+        for key in catalog.tensors:
+            state = state_of(key)
+            if state is not None:
+                states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
+        root[OPTIMIZER] = {**object_entry(catalog.optimizer), "state": states}
+    return _keyed_by_path(catalog, root)
 
 
 def with_mapping_root(catalog: Catalog) -> Catalog:
-    """Return the catalog with a dict around a root that is not a mapping, with the one entry ``value``."""
+    """Return the catalog with a mapping at the root; any other root becomes its entry ``value``."""
     if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
         return catalog
     return _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
 
 
 def _without_rank_states(catalog: Catalog) -> Catalog:
-    """The catalog without the random states of single ranks that only rank files have a place for."""
+    """Return the catalog without the random states of single ranks, which only rank files store."""
     model = catalog.facet(MegatronModel)
     if model is None or not model.rng_states:
         return catalog
-    out = {leaf.key for leaf in walk(model.rng_states) if isinstance(leaf, TensorLeaf)}
+    keys = {leaf.key for leaf in walk(model.rng_states) if isinstance(leaf, TensorLeaf)}
     values = [catalog.common, *(item.value for item in catalog.objects.values())]
-    out -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in out}
+    keys -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in keys}
     return replace(catalog, hidden=hidden).with_facet(replace(model, rng_states={}))
 
 
-def _optimizer(catalog: Catalog) -> dict[str, object]:
-    """The entry ``optimizer`` of a global Megatron catalog that has one, its states in it."""
-    if catalog.optimizer is None:
-        return {}
-    states: dict[object, dict[object, object]] = {}
-    for key in catalog.tensors:
-        state = state_of(key)
-        if state is not None:
-            states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
-    return {OPTIMIZER: {**object_entry(catalog.optimizer), "state": states}}
-
-
 def with_common(catalog: Catalog) -> Catalog:
-    """The catalog as torch_dist has it: tensors at the top level, every other entry in the common state.
+    """Return the catalog in torch_dist's form: all entries but tensors are in the common state.
 
-    A catalog that has a common state already stays as it is.
+    A catalog that already has a common state is returned unchanged.
     """
     if catalog.common is not None:
         return catalog
@@ -274,17 +296,20 @@ def with_common(catalog: Catalog) -> Catalog:
         common: object = {key: item.value for key, item in catalog.objects.items()}
     else:
 
-        def beside(entry: LeafEntry) -> object:
+        def common_value(entry: LeafEntry) -> object:
             if isinstance(entry.leaf, ObjectLeaf):
                 return catalog.objects[entry.leaf.key].value
             return REMOVED if isinstance(entry.leaf, TensorLeaf) else entry.leaf
 
-        common = map_leaves(catalog.skeleton, beside)
+        common = map_leaves(catalog.skeleton, common_value)
     return replace(catalog, objects={}, skeleton=None, common=as_mapping(common) or {})
 
 
 def with_objects(catalog: Catalog) -> Catalog:
-    """The catalog with every entry of its common state as an object; tensors inside objects stay inside."""
+    """Return the catalog with the entries of its common state as objects.
+
+    Tensors inside objects stay there.
+    """
     catalog = _without_rank_states(catalog)
     common = catalog.common
     if common is None:
@@ -302,7 +327,7 @@ def with_objects(catalog: Catalog) -> Catalog:
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
-    """The catalog with ``skeleton``, in which every tensor's key is its path."""
+    """Return the catalog with another skeleton, in which every tensor's key is its path."""
     old_of: dict[str, str] = {}
 
     def change(entry: LeafEntry) -> object:
@@ -312,7 +337,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
         old_of[key] = entry.leaf.key
         return replace(entry.leaf, key=key)
 
-    made = map_leaves(skeleton, change)
+    keyed = map_leaves(skeleton, change)
 
     def fragments_of(key: str) -> tuple[Fragment, ...]:
         old = old_of.get(key)
@@ -320,18 +345,18 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
             return tuple(catalog.fragments(key))
         return tuple(replace(fragment, key=key) for fragment in catalog.fragments(old))
 
-    shown = set(old_of.values())
+    visible = set(old_of.values())
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
         tensors={new: replace(catalog.meta(old), key=new) for new, old in old_of.items()},
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in shown},
+        hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)
-            for entry in entries(made)
+            for entry in entries(keyed)
             if not isinstance(entry.leaf, TensorLeaf)
         },
         fragments_of=fragments_of,
-        skeleton=made,
+        skeleton=keyed,
         common=None,
         optimizer=None,
         aliases={},

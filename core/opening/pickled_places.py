@@ -1,7 +1,8 @@
-"""Where the pickles of a checkpoint name something: in which file, and under which key.
+"""Find where the pickles of a checkpoint name something: in which file, and under which key.
 
-A name may stand where the reader keeps nothing: among the attributes of a tensor, in the key of a mapping, in the state
-of a container, or in what the pickle drops again. It is looked for only when it is refused, to tell users where.
+A name may stand where the reader keeps nothing: among the attributes of a tensor, in the key of a
+mapping, in the state of a container, or in what the pickle drops again. Such names are searched for
+only when they are refused, to tell users where they are.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class PickledPlace:
     """A place where a pickle names something.
 
     Args:
-        file: name in the store.
+        file: name of the file in the store.
         path: keys from the root, as entries are named; "" for the root itself.
-        name: what is named there.
+        name: the name that the pickle has there.
     """
 
     file: str
@@ -34,16 +35,16 @@ class PickledPlace:
     name: Global
 
     def entries_at(self, catalog: Catalog) -> list[str]:
-        """Return the keys of the entries that it belongs to: one around it, or those below it."""
+        """Return the keys of the entry around the place, or else of the entries below it."""
         keys = [*catalog.tensors, *catalog.objects]
         around = [key for key in keys if key == self.path or self.path.startswith(f"{key}.")]
         return around or [key for key in keys if self.path and key.startswith(f"{self.path}.")]
 
 
-def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> list[PickledPlace]:
-    """Return the first ``MOST_PLACES`` where the pickles of a checkpoint's files name one of ``names``, in order.
+def find_places(names: Collection[Global], store: ReadStore, catalog: Catalog) -> list[PickledPlace]:
+    """Return the first ``MOST_PLACES`` places where a checkpoint's pickles have one of ``names``.
 
-    Names that a pickle drops again have none.
+    Names that a pickle drops again have no place.
     """
     arrays = (fragment.array for key in (*catalog.tensors, *catalog.hidden) for fragment in catalog.fragments(key))
     stored = {array.extent.file for array in arrays if array is not None}
@@ -60,37 +61,50 @@ def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> 
 
 
 def _names_in(tree: object) -> Iterator[tuple[str, Global]]:
-    """Yield every name of an inert tree with its path; without recursion, shared parts once."""
-    seen: set[int] = set()
+    """Yield (path, name) for every name of an inert tree; shared parts are visited once.
+
+    A stack replaces recursion, so that deep trees cannot exhaust Python's.
+    """
+    visited: set[int] = set()
     stack: list[tuple[str, object]] = [("", tree)]
     while stack:
         path, node = stack.pop()
         if type(node) is Global:
             yield path, node
-            continue
-        if not isinstance(node, (dict, list, tuple, set, frozenset, Inert, Persistent)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, dict):
-            stack += _entries(path, node.items())
-        elif isinstance(node, (list, tuple)):
-            stack += [(_below(path, number), item) for number, item in reversed(list(enumerate(node)))]
-        elif isinstance(node, (set, frozenset)):
-            stack += [(path, item) for item in node]
-        elif isinstance(node, Persistent):
-            stack.append((path, node.value))
-        else:
-            # what an object is made of has no key of its own, and in a container is no part of what it holds
-            stack += [(_below(path, number), item) for number, item in reversed(list(enumerate(node.items)))]
-            stack += _entries(path, node.entries)
-            parts = (node.fn, *node.args, node.kwargs, None if node.state is NO_STATE else node.state)
-            place = _below(path, "<state>") if node.entries or node.items else path
-            stack += [(place, part) for part in reversed(parts)]
+        elif id(node) not in visited:
+            children = _children(path, node)
+            if children:
+                visited.add(id(node))
+                stack += reversed(children)
+
+
+def _children(path: str, node: object) -> list[tuple[str, object]]:
+    """Return the parts of a node of an inert tree with their paths, in order."""
+    if isinstance(node, dict):
+        return _entries(path, node.items())
+    if isinstance(node, (list, tuple)):
+        return [(_below(path, number), item) for number, item in enumerate(node)]
+    if isinstance(node, (set, frozenset)):
+        return [(path, item) for item in node]
+    if isinstance(node, Persistent):
+        return [(path, node.value)]
+    if not isinstance(node, Inert):
+        return []
+    # What an object is made of has no key of its own, and in a container is no part of what it holds.
+    parts = (node.fn, *node.args, node.kwargs, None if node.state is NO_STATE else node.state)
+    place = _below(path, "<state>") if node.entries or node.items else path
+    return [
+        *((place, part) for part in parts),
+        *_entries(path, node.entries),
+        *((_below(path, number), item) for number, item in enumerate(node.items)),
+    ]
 
 
 def _entries(path: str, pairs: Collection[tuple[object, object]]) -> list[tuple[str, object]]:
-    return [(_below(path, key), part) for key, value in reversed(list(pairs)) for part in (value, key)]
+    """Return keys and values of a mapping, both under the path of the entry."""
+    return [(_below(path, key), part) for key, value in pairs for part in (key, value)]
 
 
 def _below(path: str, key: object) -> str:
+    """Return the path of an entry of a container."""
     return f"{path}.{text_of(key)}" if path else text_of(key)

@@ -1,10 +1,12 @@
-"""Pickles that lie in tensors of bytes, as Transformer Engine's extra states do in Megatron's checkpoints.
+"""Read pickles in tensors of bytes, such as Transformer Engine's extra states.
 
-Transformer Engine before 1.0 saves the state of its scales with ``torch.save`` into a uint8 tensor, and pickles it into
-one since; when the model is loaded, it unpickles the bytes. So the bytes of every one-dimensional tensor of bytes that
-begin like such a stream are read for what they do with names.
+Transformer Engine before 1.0 saves the state of its scales with ``torch.save`` into a uint8 tensor,
+and pickles it into one since; when a Megatron model is loaded, it unpickles the bytes. So every
+one-dimensional tensor of bytes that begins like such a stream is read for what its pickles do with
+names.
 
-Source: Transformer Engine 1.13 and 2.x ``pytorch/module/base.py`` (``get_extra_state``, ``set_extra_state``).
+Source: Transformer Engine 1.13 and 2.x ``pytorch/module/base.py`` (``get_extra_state``,
+``set_extra_state``).
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from core.plan.box_reader import BoxReader
 _HEAD_BYTES = 512
 _DTYPES = ("uint8", "int8")
 _EXTRA_STATE = "_extra_state"
-"""How the keys of Transformer Engine's states end; theirs are read even if they look like text."""
+"""Suffix of the keys of Transformer Engine's states, which are read even if they look like text."""
 _TENSOR = "tensor"
 
 
 def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, str, PickledContent]]:
-    """Yield (file, key, what its pickles do) of the tensors that hold a stream."""
+    """Yield (file, key, what its pickles do) for each tensor that holds a stream."""
     reader = BoxReader(catalog, store)
     for key in (*catalog.tensors, *catalog.hidden):
         meta = catalog.meta(key)
@@ -44,7 +46,7 @@ def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, s
             else:
                 data = _read(reader, key, meta.shape[0])
                 looked = PickledContent(frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data))))
-        except CheckpointingException:  # other checks say it
+        except CheckpointingException:  # other checks report it
             continue
         array = catalog.fragments(key)[0].array
         file = store.label if array is None else array.extent.file

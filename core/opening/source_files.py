@@ -1,11 +1,13 @@
-"""The files of a source directory that hold no tensors: which are carried from above, and which are listed.
+"""Account for the files of a source directory that hold no tensors: carried from above, or listed.
 
-No file is passed over in silence. A file is accounted for if the reader opened it, if tensors lie in it, if it is
-carried, or if it stands in ``_BOOKKEEPING``. All others are listed: what a trainer saves beside the weights (random
-states, schedulers, arguments), weights in a second format, folders. Of the directories above, which were descended
-through, files and folders are listed as well, but not other iterations, which are checkpoints of their own.
+No file is passed over in silence. A file is accounted for if the reader opened it, if tensors lie
+in it, if it is carried, or if it matches ``_BOOKKEEPING``. All others are listed: what a trainer
+saves beside the weights (random states, schedulers, arguments), weights in a second format,
+folders. Of the directories above, which were descended through, files and folders are listed as
+well, but not other iterations, which are checkpoints of their own.
 
-Hugging Face's Trainer keeps ``config.json`` and its like above the directory of DeepSpeed: they are carried from there.
+Hugging Face's Trainer keeps ``config.json`` and similar files above DeepSpeed's directory: they are
+carried from there.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ _TOOL = re.compile(r"zero_to_\w+\.py")
 """Programs that DeepSpeed copies beside every checkpoint."""
 _MAX_DOCUMENT_BYTES = 64 << 20
 _MOST_NAMED = 20
-"""Files of one folder that are named; of more, the folder and their number."""
+"""Maximum number of files of one folder that are named; of more, the folder and their number."""
 
 
 def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[str]:
-    """Return the files that are not accounted for, relative to the checkpoint; those above it with their directory.
+    """Return the files that are not accounted for, relative to the checkpoint.
+
+    Those above the checkpoint are given with their directory.
 
     Args:
         source: an opened checkpoint whose objects have been read.
@@ -51,11 +55,11 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     catalog, store = source.catalog, source.store
     if store.entry is not None:
         return []
-    others = tuple(f"{path}/" for path in source.below)
-    unread = {name for name in list_files_below(store) if not f"{name}/".startswith(others)}
+    separate = tuple(f"{path}/" for path in source.below)
+    unread = {name for name in list_files_below(store) if not f"{name}/".startswith(separate)}
     unread -= {*store.opened, *linked, *carried_of(catalog)}
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
-    # Only formats with a file a chunk have data files that have not been opened yet.
+    # Only formats with one file per chunk have data files that have not been opened yet.
     for fragment in catalog.all_fragments() if unread else ():
         if fragment.array is not None:
             unread.discard(fragment.array.extent.file)
@@ -66,7 +70,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
 
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:
-    """Return the small files that Hugging Face's Trainer keeps above the directory of DeepSpeed, by name."""
+    """Return the small files that Hugging Face's Trainer keeps above DeepSpeed's directory."""
     if not source.passed or source.format.name not in _DEEPSPEED:
         return {}
     store = LocalStore(source.passed[-1])
@@ -79,7 +83,7 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
 
 
 def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
-    """Return the parsed config.json beside the weights, or above DeepSpeed's directory; None if there is none.
+    """Return the parsed config.json beside the weights or above DeepSpeed's directory, or None.
 
     Raises:
         CorruptError: it is not JSON.
@@ -91,12 +95,12 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
 
 
 def listed_files(names: Collection[str]) -> str:
-    """Return the line about them that a summary has under "not carried"."""
+    """Return the line of a summary, under "not carried", that lists these files."""
     return f"other files of the directory: {', '.join(names)}"
 
 
 def _folded(names: Collection[str]) -> Iterator[str]:
-    """Yield each name, or the folder of many."""
+    """Yield each name, or the folder of many names."""
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         folders.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
@@ -108,13 +112,14 @@ def _folded(names: Collection[str]) -> Iterator[str]:
 
 
 def _empty_folders(store: LocalStore) -> Iterator[str]:
+    """Yield the folders of a directory that hold nothing."""
     for name in store.folders():
         if not name.startswith(".") and not store.files(name) and not store.folders(name):
             yield f"{name}/"
 
 
 def _above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
-    """Yield what lies in the directories that were descended through.
+    """Yield the files and folders in the directories that were descended through.
 
     Args:
         carried: names of files right above the checkpoint that are not listed.
@@ -125,6 +130,8 @@ def _above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
         names = [name for name in store.files() if name not in (TRACKER, *NAMING_TRACKERS)]
         if folder == source.passed[-1]:
             names = [name for name in names if name not in carried]
-        others = {*below, *iteration_dirs(store).values(), RELEASE}
-        names += [f"{name}/" for name in store.folders() if name not in others and ITERATION_DIR.match(name) is None]
+        iterations = {*below, *iteration_dirs(store).values(), RELEASE}
+        names += [
+            f"{name}/" for name in store.folders() if name not in iterations and ITERATION_DIR.match(name) is None
+        ]
         yield from (f"{folder.resolve().name}/{name}" for name in names if _BOOKKEEPING.fullmatch(name) is None)

@@ -1,6 +1,6 @@
-"""From a global catalog to a target catalog: which arrays the destination will have.
+"""Turn a global catalog into a target catalog: which arrays the destination will have.
 
-The arrays of a target catalog have no place yet: a format's ``lay_out`` places them.
+The arrays of a target catalog have no position yet: a format's ``lay_out`` places them.
 
 Source of the partition names: ``core.formats.format.Format.partition``.
 """
@@ -30,11 +30,14 @@ from core.opening.objects import inlined, state_dict, with_common, with_mapping_
 
 
 def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
-    """(the source under the keys that it gets in a format of global tensors, the target catalog to be laid out).
+    """Prepare a catalog for a format of global tensors.
 
     Args:
         catalog: global tensors; its objects have been loaded.
-        format: not one that is cut by ranks.
+        format: a format that is not cut by ranks.
+
+    Returns:
+        The source under the keys that it gets in the format, and the target catalog to be laid out.
     """
     if not keeps_nesting(catalog, format):
         catalog = without_attributes(catalog)
@@ -54,24 +57,27 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
 
 
 def keeps_nesting(catalog: Catalog, format: Format) -> bool:
-    """Return whether a format holds the containers around tensors as they are, or describes them beside the tensors."""
+    """Return whether a format keeps or describes the containers around tensors."""
     return format.nests or (format.has_objects_beside and format.adapt is None and bool(catalog.objects))
 
 
 def tensors_only(target: TargetCatalog) -> TargetCatalog:
-    """A target catalog for one file that holds nothing but tensors."""
+    """Return a target catalog for one file that holds nothing but tensors."""
     return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
 
 
 def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
-    """A target of one dense array for each tensor, named by its key."""
+    """Return a target catalog with one dense array for each tensor, named by its key."""
     return catalog_of_arrays(
         format="memory", arrays={meta.key: PlannedArray(meta.key, meta.dtype, meta.shape) for meta in metas}
     )
 
 
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
-    """A catalog whose tensors have the dtypes that ``dtype_for`` gives; arrays follow in ``partitioned``."""
+    """Return a catalog whose tensors have the dtypes of ``dtype_for``.
+
+    The arrays of a target catalog follow in ``partitioned``.
+    """
     tensors = {
         key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
         for key, meta in catalog.tensors.items()
@@ -80,28 +86,29 @@ def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog
 
 
 def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
-    """The target catalog of a format that stores global tensors.
+    """Return the target catalog of a format that stores global tensors.
 
     Args:
         catalog: what is to be written; keys, shapes and dtypes are final.
         format: name of the target format.
-        by: ``whole`` (one array a tensor), ``as_stored`` (one array per stored piece, so that each piece moves as one
-            run; replicas once; tensors whose pieces overlap in part become whole) or ``grid`` (the same where the
-            pieces are equal boxes of a regular grid). Hidden tensors are always whole.
+        by: ``whole`` (one array per tensor), ``as_stored`` (one array per stored piece, so that
+        each piece moves as one run; replicas once; tensors whose pieces overlap in part become
+        whole) or ``grid`` (the same where the pieces are equal boxes of a regular grid). Hidden
+        tensors are always whole.
     """
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         meta = catalog.meta(key)
-        boxes = _whole(meta)
+        origin = (0,) * len(meta.shape)
+        boxes = [Box(origin, meta.shape)]
         number_of: dict[Box, int | None] = {}
         if by in ("as_stored", "grid") and key in catalog.tensors:
             number_of = _stored_boxes(meta, catalog.fragments(key), file_number)
             if by == "grid" and not _is_grid(number_of):
                 number_of = {}
             boxes = list(number_of) or boxes
-        origin = (0,) * len(meta.shape)
         return tuple(
             Fragment(
                 key,
@@ -121,21 +128,21 @@ def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
 
 
 def _is_grid(boxes: Collection[Box]) -> bool:
-    """Whether boxes that tile a tensor are all of one shape and lie at multiples of it."""
+    """Return whether boxes that tile a tensor have one shape and lie at multiples of it."""
     shapes = {box.shape for box in boxes}
     return len(shapes) == 1 and all(
         n > 0 and offset % n == 0 for box in boxes for offset, n in zip(box.offset, box.shape, strict=True)
     )
 
 
-def _whole(meta: TensorMeta) -> list[Box]:
-    return [Box((0,) * len(meta.shape), meta.shape)]
-
-
 def _stored_boxes(
     meta: TensorMeta, fragments: Iterable[AnyFragment], file_number: dict[str, int]
 ) -> dict[Box, int | None]:
-    """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
+    """Return the distinct boxes of a tensor's pieces with the number of the file each is to go to.
+
+    Returns:
+        Box → number, or None where the file has none; {} if the boxes do not tile the tensor.
+    """
     boxes: dict[Box, int | None] = {}
     for fragment in fragments:
         array = fragment.array
@@ -149,10 +156,10 @@ def _stored_boxes(
 
 
 def _file_numbers(catalog: AnyCatalog) -> dict[str, int]:
-    """Source file → number, in order of first use; {} if the files are no ranks' files.
+    """Return each source file's number in order of first use, or {} unless they are ranks' files.
 
-    They are not if all lies in one file, or if most pieces have a file of their own, as zarr's chunks do; the format
-    then makes files as it likes.
+    They are not if everything lies in one file, or if most pieces have a file of their own, as
+    zarr's chunks do; the format then divides the tensors into files itself.
     """
     numbers: dict[str, int] = {}
     n_pieces = 0

@@ -1,4 +1,4 @@
-"""Why a path that no format recognises is no checkpoint, and what to point at instead."""
+"""Explain why a path is not a checkpoint in a known format, and what to point at instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.formats.torch.tree import stream_kind
 
 _MOST_LISTED = 8
 _MOST_OPENED = 32
-"""Files of a directory whose first bytes are read."""
+"""Maximum number of files of a directory whose first bytes are read."""
 _MOST_FOLDERS = 1000
 _MOST_LEVELS = 3
 _OTHER_FORMATS = (
@@ -35,24 +35,24 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     """Return the error for a directory or file that no format recognises.
 
     Args:
-        known: the hint where nothing better can be told, such as the formats that are recognised.
+        known: the hint where there is nothing better, such as the formats that are recognised.
         below: paths of checkpoints in the directories below.
 
     Raises:
-        StorageError: the system refuses to look at it.
+        StorageError: the directory or file cannot be read.
     """
     if store.entry is not None:
         return _refusal_of_file(store, store.entry, known)
     files = store.files()
     loose = _loose_files(store, files)
     places = [*loose, *below]
-    hint = f"name it: {store.root / places[0]}" if len(places) == 1 else f"name one of them: {listed(places)}"
+    hint = f"point at {store.root / places[0]}" if len(places) == 1 else f"point at one of them: {listed(places)}"
     if loose:
         count = "one torch or safetensors file" if len(loose) == 1 else f"{len(loose)} torch or safetensors files"
-        message = f"not a checkpoint directory; it holds {count}: {listed(loose)}"
+        message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint)
     if below:
-        message = "not a checkpoint directory; there are checkpoints below it"
+        message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint)
     title = next((title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None)
     if title is not None:
@@ -61,6 +61,7 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
 
 
 def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedError:
+    """Return the error for a file that no format recognises."""
     title = next((title for expression, title in _OTHER_FORMATS if expression.search(file)), None)
     if title is not None:
         return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
@@ -73,13 +74,13 @@ def _refusal_of_file(store: LocalStore, file: str, known: str) -> UnsupportedErr
 def checkpoints_below(
     store: LocalStore, is_checkpoint: Callable[[LocalStore], bool], *, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return the relative paths of checkpoints in the directories below one that is none itself, or is another.
+    """Return the relative paths of checkpoints in the directories below a directory.
 
-    Directories whose names begin with a dot are left out, and so is what lies more than three levels or a thousand
-    directories away. A checkpoint is not searched for others.
+    Directories whose names begin with a dot are left out, and so is what lies more than three
+    levels or a thousand directories away. A checkpoint is not searched for others.
 
     Args:
-        is_checkpoint: tells whether a directory is a checkpoint, or a training root with some.
+        is_checkpoint: returns whether a directory is a checkpoint, or a training root with some.
         without: names of directories right below that are not searched.
     """
     paths: list[str] = []
@@ -97,7 +98,7 @@ def checkpoints_below(
                     names = [name for name in folder.folders() if not name.startswith(".")]
                     waiting += [(f"{path}/{name}", depth + 1) for name in names]
             except CheckpointingException:
-                continue  # it cannot be looked at
+                continue  # the directory cannot be read
     return paths
 
 
@@ -107,7 +108,7 @@ def listed(paths: Sequence[str]) -> str:
 
 
 def _loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:
-    """Return the files of a directory that can be opened by themselves, as their first bytes tell."""
+    """Return the files of a directory that are checkpoints on their own, by their first bytes."""
     loose = []
     for name in [name for name in files if name.endswith((*SUFFIXES, SUFFIX))][:_MOST_OPENED]:
         try:

@@ -1,7 +1,7 @@
-"""Where the two ends of every transfer lie: byte addresses in source files, elements of target arrays.
+"""Find both ends of every transfer: byte addresses in source files, elements of target arrays.
 
-Ranks of fragments and arrays are brought together here (both are aligned at the last axis), and late-bound arrays are
-bound. From here on everything has one stride per axis of the tensor.
+Ranks of fragments and arrays are brought together here (both are aligned at the last axis), and
+late-bound arrays are bound. From here on everything has one stride per axis of the tensor.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from core.plan.match import Match
 from core.plan.positions import Places
 
 Bind = Callable[[StoredArray], StoredArray]
-"""Finds the place of a late-bound array, see ``Catalog.bind``."""
+"""A function that finds the position of a late-bound array, as ``Catalog.bind`` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordCrc:
-    """A CRC-32 that the source states for a whole array.
+    """A CRC-32 that the source records for a whole array.
 
     Args:
         file: the source file.
         array: name of the source array.
-        n_bytes: of the array.
-        crc: as stated.
+        n_bytes: bytes of the array.
+        crc: the recorded CRC-32.
         start: byte address of the array in its file.
     """
 
@@ -43,13 +43,13 @@ class RecordCrc:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the elements of a source piece lie.
+    """The addresses of a source piece's elements.
 
     Args:
-        file: None for zeros.
+        file: the source file; None for zeros.
         start: byte address of the piece's first element.
         strides: bytes per axis of the tensor.
-        record: the CRC of the array, if it is stated and the whole array is read.
+        record: the CRC of the array, if it is recorded and the whole array is read.
     """
 
     file: str | None
@@ -58,13 +58,13 @@ class Source:
     record: RecordCrc | None = None
 
     def at(self, delta: Sequence[int]) -> int:
-        """Byte address of the element that lies ``delta`` elements from the first."""
+        """Return the byte address of the element that lies ``delta`` elements from the first."""
         return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the elements of a target fragment go.
+    """The positions of a target fragment's elements.
 
     Args:
         array: number of the array in ``Places``.
@@ -77,12 +77,12 @@ class Destination:
     strides: Shape
 
     def at(self, delta: Sequence[int]) -> int:
-        """Flat index of the element that lies ``delta`` elements from the first."""
+        """Return the flat index of the element that lies ``delta`` elements from the first."""
         return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
 
 
 class Ends:
-    """Addresses of the pieces and targets of one match, found once."""
+    """The addresses of the pieces and targets of one match, each computed once."""
 
     def __init__(self, match: Match, places: Places, bind: Bind) -> None:
         self._match = match
@@ -97,65 +97,67 @@ class Ends:
                 self._n_read[name] = self._n_read.get(name, 0) + box.n_elements
 
     def source(self, n_piece: int) -> Source:
-        """The source of a primary piece."""
-        found = self._sources.get(n_piece)
-        if found is None:
+        """Return the source of a primary piece."""
+        source = self._sources.get(n_piece)
+        if source is None:
             box, fragment = self._match.pieces[n_piece]
-            found = self._sources[n_piece] = self.bound(fragment, box)
-        return found
+            source = self._sources[n_piece] = self.bound(fragment, box)
+        return source
 
     def bound(self, fragment: Fragment, box: Box) -> Source:
-        """The source of a part of a fragment."""
+        """Return the source of a part of a fragment."""
         if fragment.array is None:
             return Source(None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape)))
         array = self._bind(fragment.array)
-        found = source_in(array, fragment, box)
+        source = source_in(array, fragment, box)
         extent = array.extent
         if extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
-            return found
+            return source
         record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
-        return replace(found, record=record)
+        return replace(source, record=record)
 
     def destination(self, n_target: int) -> Destination:
-        """The destination of a target fragment."""
-        found = self._destinations.get(n_target)
-        if found is None:
+        """Return the destination of a target fragment."""
+        destination = self._destinations.get(n_target)
+        if destination is None:
             fragment = self._match.targets[n_target]
             assert fragment.array is not None
             number = self._places.number_of(fragment.array.name)
             assert number is not None
             of_array = c_strides(fragment.array.shape)
             start = sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
-            found = self._destinations[n_target] = Destination(number, start, _aligned(of_array, fragment.box.rank))
-        return found
+            destination = self._destinations[n_target] = Destination(
+                number, start, _aligned(of_array, fragment.box.rank)
+            )
+        return destination
 
     def source_of(self, n_piece: int, box: Box) -> Source:
-        """The source of a box in a piece."""
-        whole = self.source(n_piece)
-        start = whole.at(delta(box, self._match.pieces[n_piece][0]))
-        return Source(whole.file, start, whole.strides, whole.record)
+        """Return the source of a box in a piece."""
+        piece = self.source(n_piece)
+        start = piece.at(delta(box, self._match.pieces[n_piece][0]))
+        return Source(piece.file, start, piece.strides, piece.record)
 
     def destination_of(self, n_target: int, box: Box) -> Destination:
-        """The destination of a box in a target fragment."""
-        whole = self.destination(n_target)
-        start = whole.at(delta(box, self._match.targets[n_target].box))
-        return Destination(whole.array, start, whole.strides)
+        """Return the destination of a box in a target fragment."""
+        target = self.destination(n_target)
+        start = target.at(delta(box, self._match.targets[n_target].box))
+        return Destination(target.array, start, target.strides)
 
 
 def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
-    """Where a part of a fragment lies.
+    """Return the addresses of a part of a fragment.
 
     Args:
-        array: the fragment's, bound.
-        fragment: it.
-        box: the part.
+        array: the array of the fragment, bound.
+        fragment: the fragment that the array holds.
+        box: the part of the fragment.
 
     Raises:
-        CorruptError: its place is not known, or its strides are negative.
+        CorruptError: the array's position is not known, or its strides are negative.
     """
     extent = array.extent
     if extent.is_late:
-        raise CorruptError("the array's place in its file was not found", key=fragment.key)
+        raise CorruptError("cannot find the array in its file", key=fragment.key)
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
@@ -167,10 +169,14 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
 
 
 def _aligned(strides: Sequence[int], rank: int) -> Shape:
-    """Strides of an array's axes as strides of a tensor's, aligned at the last; 0 where the array has no such axis."""
+    """Return the strides of an array's axes as those of a tensor's, aligned at the last.
+
+    The stride is 0 where the array has no such axis.
+    """
     extra = len(strides) - rank
     return tuple(strides[extra:]) if extra >= 0 else (0,) * -extra + tuple(strides)
 
 
 def delta(box: Box, origin: Box) -> list[int]:
+    """Return how many elements a box begins after another, per axis."""
     return [a - b for a, b in zip(box.offset, origin.offset, strict=True)]

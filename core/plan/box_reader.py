@@ -1,13 +1,15 @@
-"""Reads boxes of a checkpoint's tensors as dense bytes, wherever and however they are stored.
+"""Read boxes of a checkpoint's tensors as dense bytes, wherever and however they are stored.
 
 ::
 
-    key, box ── match ──▶ pieces that meet it ──┬── consecutive in file and buffer: one read, straight to its place
+    key, box ── match ──▶ pieces that meet it ──┬── consecutive in file and buffer: one read,
+    straight to its place
                                                 ├── long rows: one vectored read into their places
-                                                └── anything else: read as a block, then copied (``core.arrays.gather``)
+                                                └── anything else: read as a block, then copied
+                                                (``core.arrays.gather``)
 
-Of replicas the first is read. Memory is the caller's two buffers, and a bounded cache of decoded units for arrays that
-are compressed.
+Of replicas the first is read. Memory is the caller's two buffers, and a bounded cache of decoded
+units for arrays that are compressed.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from core.plan.addresses import Source, source_in
 from core.plan.match import match
 
 _MIN_VECTOR_BYTES = 16 << 10
-"""Rows shorter than this are cheaper to copy in memory than to name to the kernel."""
+"""Shorter rows are cheaper to copy in memory than to pass to the kernel one by one."""
 _FEW = 8
 
 
 def bands(shape: Shape, size: int, band_bytes: int) -> Iterator[Box]:
-    """Boxes that tile a tensor in C order, each consecutive in its dense form.
+    """Yield boxes that tile a tensor in C order, each consecutive in its dense form.
 
     Args:
-        shape: in elements.
+        shape: shape of the tensor, in elements.
         size: bytes per element.
-        band_bytes: most bytes of a box, unless one element is longer.
+        band_bytes: maximum size of a box, unless one element is longer.
     """
     if 0 in shape:
         return
@@ -62,9 +64,9 @@ class BoxReader:
     """Access to the tensors of one checkpoint.
 
     Args:
-        catalog: its metadata.
-        store: its files.
-        cache_bytes: most bytes of decoded units that are kept.
+        catalog: the checkpoint's metadata.
+        store: the checkpoint's files.
+        cache_bytes: maximum size of the cached decoded units.
     """
 
     def __init__(self, catalog: Catalog, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
@@ -72,43 +74,44 @@ class BoxReader:
         self._store = DecodedStore(store, cache_bytes=cache_bytes)
 
     def tensor(self, key: str) -> TensorReader:
-        """Access to one tensor, visible or hidden; its pieces are proven to cover it.
+        """Return access to one tensor, visible or hidden, whose pieces are proven to cover it.
 
         Raises:
-            KeyError: no such tensor.
-            MissingShardError: no piece holds some of it.
+            KeyError: the checkpoint has no such tensor.
+            MissingShardError: a part of the tensor is missing.
             CorruptError, UnsupportedError: its pieces contradict each other.
         """
         meta = self._catalog.meta(key)
         array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
             work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
-            pieces = [_Piece(box, self._source(fragment, box)) for box, fragment in work.pieces]
+            pieces = [_AddressedPiece(box, self._source(fragment, box)) for box, fragment in work.pieces]
         return TensorReader(self._store, work.dtype, meta.shape, pieces)
 
     def _source(self, fragment: Fragment, box: Box) -> Source:
+        """Return the addresses of a part of a fragment."""
         if fragment.array is None:
             return Source(None, 0, (0,) * box.rank)
         return source_in(self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A box of a tensor, and where its first element and the others lie."""
+class _AddressedPiece:
+    """A box of a tensor, and the addresses of its elements."""
 
     box: Box
     source: Source
 
 
 class TensorReader:
-    """One tensor, read box by box from any number of threads.
+    """Access to one tensor, read box by box from any number of threads.
 
     Attributes:
-        dtype: canonical name, of the bytes that are read.
-        shape: in elements.
+        dtype: canonical dtype name of the bytes that are read.
+        shape: shape in elements.
     """
 
-    def __init__(self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_AddressedPiece]) -> None:
         self._store = store
         self.dtype = dtype
         self.shape = shape
@@ -117,33 +120,34 @@ class TensorReader:
         self._index = BoxIndex([piece.box for piece in pieces]) if len(pieces) > _FEW else None
 
     def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
-        """Fills a buffer with the elements of a box in C order.
+        """Fill a buffer with the elements of a box in C order.
 
         Args:
-            box: lies in the tensor.
-            out: as long as the box.
+            box: a box inside the tensor.
+            out: a buffer as long as the box.
             raw: scratch space; the larger, the fewer reads where elements are scattered.
 
         Raises:
-            TruncatedError, MissingShardError, StorageError, CorruptError: as the store and encodings raise them.
+            TruncatedError, MissingShardError, StorageError, CorruptError: as the store and
+            encodings raise them.
         """
-        whole = dense_layout(box.shape, self._size)
+        target = dense_layout(box.shape, self._size)
         for piece, common in self._meeting(box):
             delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
             source = StridedLayout(piece.source.at(delta), piece.source.strides)
-            place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, whole.strides, strict=True))
+            place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, target.strides, strict=True))
             with in_checkpoint(self._store.label):
-                self._fill(piece.source.file, source, out, StridedLayout(place, whole.strides), common.shape, raw)
+                self._fill(piece.source.file, source, out, StridedLayout(place, target.strides), common.shape, raw)
 
-    def _meeting(self, box: Box) -> Iterator[tuple[_Piece, Box]]:
+    def _meeting(self, box: Box) -> Iterator[tuple[_AddressedPiece, Box]]:
+        """Yield the pieces that meet a box, with what they have in common."""
         if self._index is not None:
-            for number, common in self._index.meeting(box):
-                yield self._pieces[number], common
+            yield from ((self._pieces[number], common) for number, common in self._index.meeting(box))
             return
         for piece in self._pieces:
-            found = piece.box.intersect(box)
-            if found is not None:
-                yield piece, found
+            common = piece.box.intersect(box)
+            if common is not None:
+                yield piece, common
 
     def _fill(
         self,
@@ -154,17 +158,20 @@ class TensorReader:
         shape: Shape,
         raw: memoryview,
     ) -> None:
-        """Reads one part of a box to its place."""
+        """Read one part of a box to its position in the buffer."""
+        # Zeros by rule are in no file.
         if file is None:
             n_axes, n_bytes = inner_run(shape, self._size, target)
             zeros = bytes(n_bytes)
             for (start,) in list_addresses(shape[:n_axes], target):
                 out[start : start + n_bytes] = zeros
             return
+        # A part that is consecutive on both sides takes one read.
         n_axes, n_bytes = inner_run(shape, self._size, source, target)
         if n_axes == 0:
             self._store.read_into(file, source.start, out[target.start : target.start + n_bytes])
             return
+        # A part that is consecutive in the file goes into its rows, or through the scratch space.
         total = prod(shape) * self._size
         if inner_run(shape, self._size, source)[0] == 0:
             if n_bytes >= _MIN_VECTOR_BYTES:

@@ -1,17 +1,18 @@
-"""Work items: what one thread does at a time.
+"""Cut the work of a plan into items: what one thread does at a time.
 
 The matched boxes of a tensor become
 
 * **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
 * **interleaves**: sources and destinations that meet in boxes which are not consecutive on both sides
-  (splits and merges along an inner axis). All sources and destinations that hang together are walked
-  in common row bands, so that every source byte is read once and every destination byte is written
-  once, both in long runs;
+(splits and merges
+  along an inner axis). All connected sources and destinations are walked in common row bands, so
+  that every
+  source byte is read once and every destination byte is written once, both in long runs;
 * **comparisons**: replicas with their primary.
 
-Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. Which items there are, and their
-order, follows from the plan alone: a resumed run meets the same ones. Everything here is integers; only late-bound
-addresses are asked for through ``bind``.
+Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. The items and
+their order follow from the plan alone: a resumed run meets the same ones. Everything here is
+integers; only late-bound addresses are asked for through ``bind``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from core.plan.match import Match
 from core.plan.positions import Places
 
 ITEM_BYTES = 32 << 20
-"""Target bytes of one item, about."""
+"""Approximate number of target bytes of one item."""
 _MANY_ENDS = 16
-"""Of one item: copies that are compared, or places that one source goes to, the source among them."""
+"""Many ends for one item: copies that are compared, or one source and its destinations."""
 _SMALL_BYTES = 64 << 10
 _MANY_RUNS = 64
 
@@ -44,11 +45,11 @@ class Move:
     """A run of elements, consecutive in the source and in every destination.
 
     Args:
-        key: the tensor.
+        key: key of the tensor.
         n_elements: length of the run.
-        source: where it begins.
+        source: where the run begins.
         destinations: (array number, flat element index) of each copy to write.
-        dtypes: of the source and of the target.
+        dtypes: dtypes of the source and of the target.
     """
 
     key: str
@@ -59,13 +60,13 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes to write."""
+        """Return the number of bytes to write."""
         return self.n_elements * itemsize(self.dtypes[1]) * len(self.destinations)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A source piece and a destination that meet in ``box``; their ``start`` is the box's first element."""
+    """A source and a destination that meet in ``box`` and start at its first element."""
 
     box: Box
     source: Source
@@ -74,15 +75,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Interleave:
-    """Consecutive row bands of sources and destinations that hang together.
+    """Consecutive row bands of connected sources and destinations.
 
     Args:
-        key: the tensor.
-        links: who meets whom; the boxes are disjoint.
+        key: key of the tensor.
+        links: the pairs of a source and a destination that meet; the boxes are disjoint.
         bands: boxes to walk, in C order.
-        is_regular: whether every link spans each band on the axes up to the cut one, so that bands of one shape differ
+        is_regular: every link spans each band on the axes up to the cut one, so that bands of one shape differ
             only by their addresses.
-        dtypes: of the source and of the target.
+        dtypes: dtypes of the source and of the target.
     """
 
     key: str
@@ -97,12 +98,12 @@ class Comparison:
     """Copies that must equal their primary in a box.
 
     Args:
-        key: the tensor.
+        key: key of the tensor.
         box: the region; the sources begin at its first element.
         primary: the source that is used.
         copies: the other sources.
         bands: parts of the box, each at most a digest block long.
-        dtype: of all.
+        dtype: dtype of all sources.
     """
 
     key: str
@@ -115,17 +116,18 @@ class Comparison:
 
 Item = Move | Interleave | Comparison
 ItemNumber = tuple[int, int]
-"""Number of the tensor among those of the plan, and of the item among the tensor's: the same whoever does the work."""
+"""Number of the tensor in the plan, and of the item in the tensor; the same for every worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one worker does of a tensor.
+    """The part of a tensor that one worker does.
 
     Args:
-        number: of the tensor among those of the plan.
+        number: number of the tensor in the plan.
         match: the work of the whole tensor.
-        start, stop: which of its items: those that begin in these bytes, which ``weight_of`` counts; None for the end.
+        start, stop: the worker does the items that begin in these bytes, as ``weight_of`` counts them; None for the
+            end.
     """
 
     number: int
@@ -137,7 +139,7 @@ class Portion:
 def items_of_portion(
     portion: Portion, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
 ) -> Iterator[tuple[ItemNumber, Item]]:
-    """The work items of a portion, with their numbers.
+    """Yield the work items of a portion, with their numbers.
 
     Args:
         places, bind, band_bytes, item_bytes: as for ``items_of``.
@@ -156,7 +158,7 @@ def items_of_portion(
 
 
 def weight_of(item: Item) -> int:
-    """Bytes that an item reads and writes, about."""
+    """Return about how many bytes an item reads and writes."""
     if isinstance(item, Move):
         return item.n_bytes + (0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0]))
     n_elements = sum(band.n_elements for band in item.bands)
@@ -168,16 +170,18 @@ def weight_of(item: Item) -> int:
 def items_of(
     match: Match, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
 ) -> Iterator[Item]:
-    """The work items of one tensor: comparisons, then moves, then interleaves.
+    """Yield the work items of one tensor: comparisons, then moves, then interleaves.
 
     Args:
-        band_bytes: most source bytes that a band of an interleave may hold.
+        band_bytes: maximum number of source bytes in a band of an interleave.
         item_bytes: about how many bytes an item is to hold.
     """
     if match.meta.n_elements == 0:
         return
     ends = Ends(match, places, bind)
     yield from _comparisons(match, ends, min(band_bytes, BLOCK_BYTES), item_bytes)
+
+    # Boxes that are consecutive on both sides are moved, the others woven.
     size = itemsize(match.dtype)
     dtypes = (match.dtype, match.meta.dtype)
     runs: dict[tuple[int, Box], list[int]] = {}
@@ -191,6 +195,8 @@ def items_of(
     if _are_many_and_small(match, runs, size):
         interleaved += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
         runs = {}
+
+    # Cut both into items.
     for (n_piece, box), n_targets in runs.items():
         source = ends.source_of(n_piece, box)
         to = [ends.destination_of(n_target, box) for n_target in n_targets]
@@ -202,12 +208,18 @@ def items_of(
 
 
 def _item_bytes(item_bytes: int, n_ends: int) -> int:
-    """How many bytes of one end an item holds; less where so many copies would make it far more work than others."""
+    """Return how many bytes of one end an item holds.
+
+    It is less where so many copies would make the item far more work than others.
+    """
     return item_bytes if n_ends <= _MANY_ENDS else max(1, item_bytes * _MANY_ENDS // n_ends)
 
 
 def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
-    """Whether so many tiny runs share so few arrays on one side that interleaving them makes long ones."""
+    """Return whether there are so many tiny runs that interleaving them makes long ones.
+
+    That is the case where they share few arrays on one side.
+    """
     return (
         len(runs) > _MANY_RUNS
         and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
@@ -216,6 +228,7 @@ def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], si
 
 
 def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
+    """Yield the comparisons of one tensor's copies with their primaries."""
     groups: dict[tuple[Box, int], list[Fragment]] = {}
     primaries: dict[int, Fragment] = {}
     for box, fragment, primary in match.copies:
@@ -226,13 +239,16 @@ def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> 
         copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
         size = itemsize(match.dtype)
         axis = _cut_axis(box.shape, size, band_bytes)
-        finely = _item_bytes(item_bytes, 1 + len(copies))
-        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=finely):
+        group_bytes = _item_bytes(item_bytes, 1 + len(copies))
+        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=group_bytes):
             yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
 
 
 def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
-    """A move in parts of about ``item_bytes``, cut where a block of the first destination begins."""
+    """Yield a move in parts of about ``item_bytes``.
+
+    It is cut where a block of the first destination begins.
+    """
     source_size, target_size = (itemsize(name) for name in move.dtypes)
     position = move.destinations[0][1] * target_size
     done = 0
@@ -250,35 +266,38 @@ def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
 
 
 def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]]]:
-    """Pairs in groups whose boxes are disjoint: targets that repeat a region go to other layers."""
+    """Return pairs in groups whose boxes are disjoint.
+
+    Targets that repeat a region go to other groups.
+    """
     if first_overlap([box for _, _, box in pairs]) is None:
         return [pairs] if pairs else []
     of_target: dict[int, list[tuple[int, int, Box]]] = {}
     for pair in pairs:
         of_target.setdefault(pair[1], []).append(pair)
-    n_seen: dict[tuple[Box, ...], int] = {}
+    n_repeats: dict[tuple[Box, ...], int] = {}
     by_turn: dict[int, list[tuple[int, int, Box]]] = {}
     for group in of_target.values():
         boxes = tuple(box for _, _, box in group)
-        turn = n_seen[boxes] = n_seen.get(boxes, 0) + 1
+        turn = n_repeats[boxes] = n_repeats.get(boxes, 0) + 1
         by_turn.setdefault(turn, []).extend(group)
     layers = []
     for layer in by_turn.values():
         if first_overlap([box for _, _, box in layer]) is None:
             layers.append(layer)
-        else:  # targets that overlap in part: one by one
-            one_by_one: dict[int, list[tuple[int, int, Box]]] = {}
+        else:  # targets that overlap in part get a layer each
+            separate: dict[int, list[tuple[int, int, Box]]] = {}
             for pair in layer:
-                one_by_one.setdefault(pair[1], []).append(pair)
-            layers += list(one_by_one.values())
+                separate.setdefault(pair[1], []).append(pair)
+            layers += list(separate.values())
     return layers
 
 
 def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> Iterator[list[Link]]:
-    """The links of each group of sources and destinations that hang together.
+    """Yield the links of each group of connected sources and destinations.
 
-    Two pairs hang together if they share a source piece or a target, or pieces (or targets) of one array whose regions
-    there are interleaved.
+    Two pairs are connected if they share a source piece or a target, or pieces (or targets) of one
+    array whose regions there are interleaved.
     """
     size = itemsize(match.dtype)
     parent: dict[object, object] = {}
@@ -309,6 +328,7 @@ def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> 
 def _cut_interleave(
     key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
 ) -> Iterator[Interleave]:
+    """Yield interleaves of about ``item_bytes`` for a group of connected links."""
     rank = links[0].box.rank
     offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
     end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
@@ -316,19 +336,19 @@ def _cut_interleave(
     size, target_size = (itemsize(name) for name in dtypes)
     n_ends = len({link.destination.array for link in links} | {link.source.file for link in links})
     is_consecutive = all(sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links)
-    wanted = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
-    axis = _cut_axis(bounds.shape, size, wanted)
+    wanted_bytes = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
+    axis = _cut_axis(bounds.shape, size, wanted_bytes)
     is_regular = all(
         link.box.offset[: axis + 1] == offset[: axis + 1] and link.box.end[: axis + 1] == end[: axis + 1]
         for link in links
     )
     row_bytes = links[0].destination.strides[axis] * target_size
-    for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted, item_bytes=item_bytes):
+    for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted_bytes, item_bytes=item_bytes):
         yield Interleave(key, links, bands, is_regular, dtypes)
 
 
 def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:
-    """The first axis of whose indices one fits into a band."""
+    """Return the first axis of which the elements behind one index fit into a band."""
     axis = 0
     while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
         axis += 1
@@ -338,13 +358,14 @@ def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:
 def _bands(
     bounds: Box, axis: int, size: int, row_bytes: int, *, band_bytes: int, item_bytes: int
 ) -> Iterator[list[Box]]:
-    """Row bands of a box, in groups of about ``item_bytes``.
+    """Yield row bands of a box, in groups of about ``item_bytes``.
 
     Args:
-        axis: where they are cut.
+        axis: the axis along which the bands are cut.
         size: bytes per element.
-        row_bytes: bytes of a destination's row; groups end at its digest blocks where that comes out even.
-        band_bytes: most bytes of a band, unless one element is longer.
+        row_bytes: bytes of a destination's row; groups end at its digest blocks where that comes
+        out even.
+        band_bytes: maximum size of a band, unless one element is longer.
         item_bytes: bytes of a group.
     """
     shape = bounds.shape

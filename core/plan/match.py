@@ -1,4 +1,4 @@
-"""Who fills what of one tensor: the fragments of the source and of the target, matched and proven."""
+"""Match the fragments of source and target of one tensor: which source fills which part, proven."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Match:
 
     Args:
         meta: the target tensor.
-        dtype: of the source.
+        dtype: dtype of the source.
         pieces: primary sources: disjoint boxes, each a part of its fragment's box, none empty.
         copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in that box.
         targets: the target fragments that are not empty.
@@ -36,13 +36,15 @@ class Match:
 
 
 def match(source: Catalog, target: TargetCatalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
-    """Who fills what of one tensor, proven.
+    """Match source and target of one tensor, and prove that every element is filled.
 
     Args:
-        covers: whether the target's fragments must cover the tensor; they need not if others fill the rest.
+        zeros: boxes that no source holds and that are zero.
+        covers: the target's fragments must cover the tensor; they need not if other processes fill
+        the rest.
 
     Raises:
-        MissingShardError, CorruptError, UnsupportedError: see ``make_plan``.
+        MissingShardError, CorruptError, UnsupportedError: as for ``make_plan``.
     """
     return matched(source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers)
 
@@ -55,54 +57,70 @@ def matched(
     zeros: Sequence[Box] = (),
     covers: bool = True,
 ) -> Match:
-    """``match``, where the target's tensor and its fragments are at hand."""
+    """Do what ``match`` does for a target tensor and its fragments.
+
+    Args:
+        meta: the target tensor.
+        wanted: the target's fragments.
+        zeros, covers: as for ``match``.
+    """
     key = meta.key
     if key not in source.tensors and key not in source.hidden:
         raise MissingShardError("the source has no such tensor", key=key)
-    have, found = source.meta(key), source.fragments(key)
-    if len(found) == len(wanted) == 1 and not zeros and have.shape == meta.shape:
-        if (simple := _of_whole(found[0], have, wanted[0], meta)) is not None:
+    have, stored = source.meta(key), source.fragments(key)
+    if len(stored) == len(wanted) == 1 and not zeros and have.shape == meta.shape:
+        if (simple := _of_whole(stored[0], have, wanted[0], meta)) is not None:
             return simple
+
+    # Check both sides on their own.
     targets = [fragment for fragment in wanted if not fragment.box.is_empty]
     _check_shapes(have, meta, zeros)
-    dtype = _check_fragments(found, have)
-    _check_targets(targets, meta)
-    if dtype != meta.dtype:
-        check_cast(dtype, meta.dtype, key=key)
-    offered = [fragment for fragment in found if not fragment.box.is_empty]
+    dtype = _check_fragments(stored, have)
+    _check_targets(targets, meta, dtype=dtype)
+
+    # Match them: whole tensors at once, others box by box.
+    offered = [fragment for fragment in stored if not fragment.box.is_empty]
     offered += [Fragment(key, box, None, ()) for box in zeros if not box.is_empty]
-    if _are_whole(offered, meta) and _are_whole(targets, meta) and offered and targets:
-        copies = [(one.box, one, offered[0]) for one in offered[1:] if one.array != offered[0].array]
-        box = offered[0].box
-        return Match(meta, dtype, [(box, offered[0])], copies, targets, [(0, n, box) for n in range(len(targets))])
+    if offered and targets and _are_whole(offered, meta) and _are_whole(targets, meta):
+        return _match_whole(meta, dtype, offered, targets)
     pieces, copies = _primaries(offered)
     pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
-    if covers and not _is_covered(meta, [fragment.box for fragment in targets]):
-        hole = first_hole(full_box(meta.shape), [fragment.box for fragment in targets])
-        raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
+    if covers:
+        _check_covered(meta, [fragment.box for fragment in targets])
     return Match(meta, dtype, pieces, copies, targets, pairs)
 
 
-def _of_whole(one: Fragment, have: TensorMeta, wanted: TargetFragment, meta: TensorMeta) -> Match | None:
-    """The work of a tensor that is one array on both sides, as most of a large model's are; None for any other."""
-    array, place = one.array, wanted.array
-    if array is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
+def _match_whole(meta: TensorMeta, dtype: str, offered: Sequence[Fragment], targets: Sequence[TargetFragment]) -> Match:
+    """Return the work of a tensor whose fragments are all whole; the first is the primary."""
+    primary = offered[0]
+    copies = [(fragment.box, fragment, primary) for fragment in offered[1:] if fragment.array != primary.array]
+    box = primary.box
+    return Match(meta, dtype, [(box, primary)], copies, targets, [(0, n, box) for n in range(len(targets))])
+
+
+def _of_whole(fragment: Fragment, have: TensorMeta, target: TargetFragment, meta: TensorMeta) -> Match | None:
+    """Return the work of a tensor that is one array on both sides, as most are, or None."""
+    array, planned = fragment.array, target.array
+    if array is None or planned is None or planned.dtype != meta.dtype or fragment.box.is_empty:
         return None
-    if not (is_all(one, array, have) and is_all(wanted, place, meta)):
+    if not (is_all(fragment, array, have) and is_all(target, planned, meta)):
         return None
     if array.dtype != meta.dtype:
         check_cast(array.dtype, meta.dtype, key=meta.key)
-    return Match(meta, array.dtype, [(one.box, one)], (), [wanted], [(0, 0, one.box)])
+    return Match(meta, array.dtype, [(fragment.box, fragment)], (), [target], [(0, 0, fragment.box)])
 
 
 def is_all(fragment: AnyFragment, array: AnyArray, meta: TensorMeta) -> bool:
-    """Whether a fragment is all of the tensor and all of its array."""
+    """Return whether a fragment is all of the tensor and all of its array."""
     box = fragment.box
     return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
 
 
 def _are_whole(fragments: Sequence[AnyFragment], meta: TensorMeta) -> bool:
-    """Whether every fragment is all of the tensor and all of its array: nothing is cut, as with experts and norms."""
+    """Return whether every fragment is all of the tensor and all of its array.
+
+    Then nothing is cut, as with experts and norms.
+    """
     return all(
         fragment.box.shape == meta.shape and fragment.array is not None and fragment.array.shape == meta.shape
         for fragment in fragments
@@ -110,15 +128,24 @@ def _are_whole(fragments: Sequence[AnyFragment], meta: TensorMeta) -> bool:
 
 
 def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> None:
+    """Raise unless source and target have one shape, or the target is larger by zeros.
+
+    Raises:
+        CorruptError: the shapes differ.
+    """
     if have.shape == want.shape or want.flexible:
         return
     grows = len(have.shape) == len(want.shape) and all(a <= b for a, b in zip(have.shape, want.shape, strict=True))
     if not (zeros and grows):
-        raise CorruptError(f"the source has shape {have.shape}, the target {want.shape} (elements)", key=want.key)
+        raise CorruptError(f"the source has shape {have.shape}, but the target has {want.shape}", key=want.key)
 
 
 def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
-    """The one dtype of a tensor's source arrays; bounds are checked on the way."""
+    """Check the bounds of the source's fragments, and return the one dtype of their arrays.
+
+    Raises:
+        CorruptError: a fragment is out of bounds, or the dtypes differ.
+    """
     dtype = None
     for fragment in fragments:
         _check_bounds(fragment, meta)
@@ -127,13 +154,22 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
             continue
         if dtype is not None and array.dtype != dtype:
             raise CorruptError(
-                f"stored in part as {dtype}, in part as {array.dtype}", key=meta.key, file=array.extent.file
+                f"stored partly as {dtype} and partly as {array.dtype}", key=meta.key, file=array.extent.file
             )
         dtype = array.dtype
     return meta.dtype if dtype is None else dtype
 
 
-def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta) -> None:
+def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype: str) -> None:
+    """Raise unless every fragment of the target lies in bounds, in an array of the right dtype.
+
+    Args:
+        dtype: dtype of the source.
+
+    Raises:
+        CorruptError: a fragment does not.
+        UnsupportedError: the source cannot be cast to the target's dtype.
+    """
     for fragment in targets:
         _check_bounds(fragment, meta)
         if fragment.array is None:
@@ -142,15 +178,22 @@ def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta) -> None:
             raise CorruptError(
                 f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}", key=meta.key
             )
+    if dtype != meta.dtype:
+        check_cast(dtype, meta.dtype, key=meta.key)
 
 
 def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
+    """Raise unless a fragment lies in its tensor and in its array.
+
+    Raises:
+        CorruptError: it does not.
+    """
     box, array = fragment.box, fragment.array
     if array is not None and is_all(fragment, array, meta):
         return
     if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
         raise CorruptError(
-            f"{described(box)} does not lie in shape {meta.shape}",
+            f"{described(box)} is out of bounds for shape {meta.shape}",
             key=meta.key,
             file=None if array is None else _file(array),
         )
@@ -174,7 +217,11 @@ _MOST_OVERLAPS = 250_000
 def _primaries(
     offered: Sequence[Fragment],
 ) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
-    """Disjoint pieces, earlier fragments first, and the copies that overlap them."""
+    """Return disjoint pieces, earlier fragments first, and the copies that overlap them.
+
+    Raises:
+        CorruptError: implausibly many pieces overlap.
+    """
     first: dict[Box, Fragment] = {}
     copies = []
     for fragment in offered:
@@ -190,13 +237,13 @@ def _primaries(
     n_overlaps = 0
     for number, fragment in enumerate(fragments):
         rest = [fragment.box]
-        for other, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
-            if other < number:
+        for earlier, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
+            if earlier < number:
                 n_overlaps += 1
-                if n_overlaps > _MOST_OVERLAPS:  # a hostile metadata file of 5,000 chunks can state millions
-                    raise CorruptError(f"more than {_MOST_OVERLAPS} pairs of its pieces overlap", key=fragment.key)
+                if n_overlaps > _MOST_OVERLAPS:  # a hostile metadata file of 5,000 chunks can have millions
+                    raise CorruptError(f"more than {_MOST_OVERLAPS:,} pairs of its pieces overlap", key=fragment.key)
                 copies += [
-                    (part, fragment, fragments[other]) for old in rest if (part := old.intersect(common)) is not None
+                    (part, fragment, fragments[earlier]) for old in rest if (part := old.intersect(common)) is not None
                 ]
                 rest = [piece for old in rest for piece in old.subtract(common)]
         pieces += [(box, fragment) for box in rest]
@@ -204,7 +251,11 @@ def _primaries(
 
 
 def _pairs(key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
-    """Every piece with every target it meets; each target is filled."""
+    """Return (piece number, target number, common box) for every piece and target that meet.
+
+    Raises:
+        MissingShardError: a part of a target has no source.
+    """
     number_of = {box: number for number, box in enumerate(boxes)}
     index: BoxIndex | None = None
     pairs = []
@@ -219,7 +270,7 @@ def _pairs(key: str, boxes: list[Box], targets: list[TargetFragment], meta: Tens
         if sum(common.n_elements for _, common in hits) != box.n_elements:
             hole = first_hole(box, [common for _, common in hits])
             raise MissingShardError(
-                f"nothing holds {described(hole)} of shape {meta.shape} (elements)",
+                f"{described(hole)} of the tensor of shape {meta.shape} is missing",
                 key=key,
                 hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
             )
@@ -227,14 +278,23 @@ def _pairs(key: str, boxes: list[Box], targets: list[TargetFragment], meta: Tens
     return pairs
 
 
-def _is_covered(meta: TensorMeta, boxes: list[Box]) -> bool:
-    """Whether boxes, which may repeat or overlap, cover a tensor."""
+def _check_covered(meta: TensorMeta, boxes: list[Box]) -> None:
+    """Raise unless boxes, which may repeat or overlap, cover a tensor.
+
+    Raises:
+        CorruptError: a region of the tensor lies in no box.
+    """
     if meta.n_elements == 0:
-        return True
+        return
     distinct = list(dict.fromkeys(boxes))
     region = full_box(meta.shape)
-    return distinct == [region] or is_tiled(region, distinct) or first_hole(region, distinct) is None
+    if distinct == [region] or is_tiled(region, distinct):
+        return
+    hole = first_hole(region, distinct)
+    if hole is not None:
+        raise CorruptError(f"{described(hole)} would not be written anywhere", key=meta.key)
 
 
 def _file(array: AnyArray) -> str | None:
+    """Return the file of a stored array, for errors."""
     return array.extent.file if isinstance(array, StoredArray) else None

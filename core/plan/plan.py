@@ -1,14 +1,18 @@
-"""Source catalog × target catalog → proven work.
+"""Make a plan: source catalog × target catalog → proven work.
 
 ``make_plan`` shows, before any byte moves, that
 
-* every target fragment lies in an array that a file image places, and the fragments of an array tile it;
-* the arrays of a file image lie in the file without touching each other, and every one of them gets filled;
-* the target fragments of a tensor cover it, and every element they ask for has a source (or is zero by rule);
+* every target fragment lies in an array that a file image places, and the fragments of an array
+tile it;
+* the arrays of a file image lie in the file without touching each other, and every one of them gets
+filled;
+* the target fragments of a tensor cover it, and every element they ask for has a source (or is zero
+by rule);
 * where sources overlap, one is the *primary* and the others are *copies* to be compared with it.
 
-No work is kept: ``Plan.match`` derives that of one key again when it is copied, so that the fragments of all keys never
-exist at once. What is kept is metadata, whose memory counts like that of buffers.
+No work is kept: ``Plan.match`` derives that of one key again when it is copied, so that the
+fragments of all keys never exist at once. What is kept is metadata, whose memory counts like that
+of buffers.
 """
 
 from __future__ import annotations
@@ -35,19 +39,19 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT_THREADS = 2
 DEFAULT_BUFFER_BYTES = 24 * MIB
-"""Per thread. Runs that are consecutive on both sides touch one MiB of it, splits and merges along an inner axis one to
-four; transposed sources profit from all."""
+"""Buffer size per thread. Runs that are consecutive on both sides touch one MiB of it, splits and merges along an inner
+axis one to four; transposed sources profit from all."""
 MIN_BUFFER_BYTES = MIB
 RUNTIME_BYTES = 48 * MIB
-"""What the interpreter, its modules and numpy occupy."""
+"""Memory of the interpreter, its modules and numpy."""
 DECODER_BYTES = 192 * MIB
-"""What tensorstore and other codecs occupy beside the pieces that they decode."""
+"""Memory of tensorstore and other codecs besides the pieces that they decode."""
 TENSOR_BYTES = 4 << 10
-"""Of metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in the manifest."""
+"""Metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in the manifest."""
 PIECE_BYTES = 3 << 9
-"""Of metadata per source fragment and per placed array."""
+"""Metadata per source fragment and per placed array."""
 MATCH_BYTES = 1 << 10
-"""Per fragment of the tensor that is being copied, beside ``PIECE_BYTES``."""
+"""Memory per fragment of the tensor that is being copied, besides ``PIECE_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +59,23 @@ class Plan:
     """Proven work, derived key by key.
 
     Args:
-        source, target: the catalogs.
-        places: where the target's arrays lie.
+        source, target: catalogs of the source and the target.
+        places: positions of the target's arrays.
         zeros: regions of target tensors that are zero by rule.
-        threads: copying threads.
-        buffer_bytes: most bytes of buffers per thread.
+        threads: number of copying threads.
+        buffer_bytes: maximum size of the buffers of a thread.
         read_bytes: source bytes to read, copies included.
         write_bytes: bytes of the target's arrays.
         file_bytes: bytes of all output files.
         n_fragments: source fragments that take part.
         n_copies: replicas to compare.
-        memory_bytes: what the process needs.
+        memory_bytes: memory that the process needs.
         metadata_bytes: how much of it is metadata, which cannot be less.
-        cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
-        compares: whether copies are compared with the primary; otherwise they are not read.
-        n_ignored: copies that are not.
+        cache_bytes: cache for decoded pieces of encoded arrays; 0 if nothing is encoded.
+        compares: copies are compared with the primary; otherwise they are not read.
+        n_ignored: copies that are not compared.
         copy_bytes: how many of ``read_bytes`` are those of copies.
-        is_share: whether the target is only what one of several processes fills.
+        is_share: the target is only what one of several processes fills.
     """
 
     source: Catalog
@@ -95,34 +99,36 @@ class Plan:
 
     @property
     def least_read_bytes(self) -> int:
-        """Bytes that nobody could avoid to read: every element that is needed, once."""
+        """Return the minimum number of bytes to read: every element that is needed, once."""
         return self.read_bytes - self.copy_bytes
 
     @property
     def images(self) -> Sequence[FileImage]:
-        """The file images."""
+        """Return the file images."""
         return self.places.images
 
     def keys(self) -> Iterator[str]:
-        """Keys with work, in order."""
+        """Yield the keys with work, in order."""
         return _keys(self.target, self.places)
 
     def portions(self) -> Iterator[Portion]:
-        """The work of all keys, each whole; see ``core.copy.run.Work``."""
+        """Yield the work of all keys, each as one portion, as ``core.copy.run.Work`` defines."""
         return (Portion(number, self.match(key)) for number, key in enumerate(self.keys()))
 
     def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """See ``Catalog.bind``."""
+        """Return an array with its position in a file, as ``Catalog.bind`` does."""
         return self.source.bind(store, array)
 
     def match(self, key: str) -> Match:
-        """The work of one key, derived again."""
+        """Return the work of one key, derived again."""
         work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share)
         return work if self.compares else replace(work, copies=())
 
 
 @dataclass(slots=True)
 class _Totals:
+    """Sums over the work of all keys so far."""
+
     read_bytes: int = 0
     copy_bytes: int = 0
     n_fragments: int = 0
@@ -144,29 +150,33 @@ def make_plan(
     compares: bool = True,
     is_share: bool = False,
 ) -> Plan:
-    """The plan that fills the target's arrays from the source.
+    """Make the plan that fills the target's arrays from the source.
 
     Args:
         source: a catalog whose arrays have extents; it has every key of the target.
-        target: a catalog whose arrays the images place by name. A key of its ``aliases`` whose array is not placed
-            has no bytes of its own and is passed over.
+        target: a catalog whose arrays the images place by name. A key of its ``aliases`` whose
+        array is not placed has no bytes of its own and is passed over.
         images: file images, from the target format's ``lay_out``.
-        zeros: target key → boxes that no source holds and that are zero; None takes ``target.zeros``.
-        threads: copying threads.
-        memory_bytes: most bytes the process may use, imports included; None for no limit.
-        beside_bytes: how many of them are taken by what is not counted here.
-        compares: whether copies are compared with the primary; otherwise they are not read.
-        is_share: the target is only what this process holds or wants (``core.live.share``, ``core.live.tensors``): its
-            fragments need not cover their tensors, nor fill the arrays.
+        zeros: target key → boxes that no source holds and that are zero; None takes
+        ``target.zeros``.
+        threads: number of copying threads.
+        memory_bytes: memory limit of the process, imports included; None for no limit.
+        beside_bytes: how much of it is taken by what is not counted here.
+        compares: compare copies with the primary; otherwise they are not read.
+        is_share: the target is only what this process holds or wants (``core.live.share``,
+        ``core.live.tensors``): its fragments need not cover their tensors, nor fill the arrays.
 
     Raises:
         MissingShardError: the source lacks a tensor, or a region that the target asks for.
-        CorruptError: boxes out of bounds, shapes that differ, holes or double writes in target arrays, bad images.
-        UnsupportedError: a cast that is not made.
-        CapacityError: the work does not fit in ``memory_bytes``.
+        CorruptError: boxes are out of bounds, shapes differ, target arrays have holes or are
+        written twice, or images are invalid.
+        UnsupportedError: a cast is not supported.
+        CapacityError: the work does not fit into ``memory_bytes``.
     """
     if zeros is None:
         zeros = target.zeros
+
+    # Match every tensor, and count the work.
     places = Places(images)
     totals = _Totals()
     coverage = ArrayCoverage(places)
@@ -180,6 +190,8 @@ def make_plan(
         _count(totals, work)
     if not is_share:
         coverage.finish()
+
+    # Divide the memory.
     n_tensors = len(target.tensors) + len(target.hidden)
     metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
     memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
@@ -206,6 +218,7 @@ def make_plan(
 
 
 def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
+    """Yield the target's keys, without aliases whose arrays are in no file."""
     for keys in (target.tensors, target.hidden):
         for key in keys:
             if key in target.aliases and all(
@@ -217,6 +230,7 @@ def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
 
 
 def _count(totals: _Totals, work: Match) -> None:
+    """Add the work of one key to the totals."""
     stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
     n_copies, n_pairs = len(work.copies), len(work.pairs)
     n_fragments = len(stored) + n_copies
@@ -232,13 +246,13 @@ def _count(totals: _Totals, work: Match) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What the process may use.
+    """The division of the process's memory.
 
     Args:
-        threads: that copy; fewer than were asked for where decoding would take too much.
-        buffer_bytes: of buffers per thread.
-        cache_bytes: of decoded pieces.
-        n_bytes: that the process needs.
+        threads: number of copying threads; fewer than were asked for where decoding would take too much.
+        buffer_bytes: buffers per thread.
+        cache_bytes: cache for decoded pieces.
+        n_bytes: memory that the process needs.
     """
 
     threads: int
@@ -249,13 +263,13 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """How much of what is known without data.
+    """The amount of metadata.
 
     Args:
-        n_tensors: of the target, hidden ones included.
-        n_arrays: placed ones.
-        n_fragments: of the source.
-        most_fragments: of the source for one tensor.
+        n_tensors: tensors of the target, hidden ones included.
+        n_arrays: placed arrays.
+        n_fragments: fragments of the source.
+        most_fragments: largest number of source fragments of one tensor.
     """
 
     n_tensors: int
@@ -265,7 +279,7 @@ class _Metadata:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that it takes."""
+        """Return the memory that the metadata take."""
         pieces = PIECE_BYTES * (self.n_arrays + self.n_fragments)
         return TENSOR_BYTES * self.n_tensors + pieces + MATCH_BYTES * self.most_fragments
 
@@ -273,16 +287,17 @@ class _Metadata:
 def _memory(
     threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None, beside_bytes: int
 ) -> _Memory:
-    """How the memory is divided.
+    """Divide the memory between buffers and caches.
 
     Args:
-        metadata: what takes memory as long as the work lasts.
-        decode_bytes: most memory that decoding one piece of an encoded array takes; 0 if nothing is encoded.
-        memory_bytes: most bytes that the process may use; None for no limit.
-        beside_bytes: taken by what is not counted here.
+        metadata: the metadata, which take memory as long as the work lasts.
+        decode_bytes: memory that decoding one piece of an encoded array takes at most; 0 if nothing
+        is encoded.
+        memory_bytes: memory limit of the process; None for no limit.
+        beside_bytes: memory taken by what is not counted here.
 
     Raises:
-        CapacityError: it does not fit.
+        CapacityError: the work does not fit.
     """
     fixed = beside_bytes + RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
     buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
@@ -293,14 +308,15 @@ def _memory(
         buffer_bytes = min(buffer_bytes, rest // threads)
         if buffer_bytes < MIN_BUFFER_BYTES:
             least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
-            what = f"{threads} threads and {metadata.n_arrays} arrays"
+            load = f"{threads} threads and {metadata.n_arrays:,} arrays"
             if metadata.n_fragments > metadata.n_arrays:
-                what += f" from {metadata.n_fragments} pieces"
+                load += f" from {metadata.n_fragments:,} pieces"
             if decode_bytes:
-                what += f" and the largest encoded piece ({decode_bytes} bytes)"
+                load += f" and the largest encoded piece ({-(-decode_bytes // MIB):,} MiB decoded)"
             raise CapacityError(
-                f"{memory_bytes} bytes of memory are allowed, but {what} need {least}",
-                hint=f"allow at least {-(-least // MIB)} MiB" + (", or use fewer threads" if threads > 1 else ""),
+                f"{load} need {-(-least // MIB):,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
+                hint=f"set the memory limit to at least {-(-least // MIB)} MiB"
+                + (", or use fewer threads" if threads > 1 else ""),
             )
         cache_bytes = min(cache_bytes, rest - threads * buffer_bytes)
     need = fixed + threads * (buffer_bytes + decode_bytes) + cache_bytes

@@ -1,4 +1,4 @@
-"""Where the arrays of file images lie, and the proof that something fills every one of them exactly once."""
+"""Locate the arrays of file images, and prove that every one of them is filled exactly once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from core.files.store import check_name
 
 
 class Places:
-    """Where the arrays of the file images lie, as columns.
+    """The positions of the file images' arrays, as columns.
 
     Args:
         images: the file images; their paths and the names of their arrays are unique.
 
     Raises:
-        CorruptError: an array lies outside its file, touches another one, or is placed twice.
+        CorruptError: an array lies outside its file, overlaps another one, or is placed twice.
         UnsafeError: a path leaves the destination.
     """
 
@@ -38,11 +38,16 @@ class Places:
         for number, image in enumerate(images):
             check_name(image.path)
             if image.path in paths:
-                raise CorruptError("two file images have one path", file=image.path)
+                raise CorruptError("two file images have the same path", file=image.path)
             paths.add(image.path)
             self._place(number, image)
 
     def _place(self, number: int, image: FileImage) -> None:
+        """Add the arrays of a file image.
+
+        Raises:
+            CorruptError: an array lies outside the file, overlaps another one, or is placed twice.
+        """
         end = 0
         for placed in image.arrays:
             name, n_bytes = placed.array.name, placed.array.n_bytes
@@ -64,11 +69,11 @@ class Places:
     def of_columns(
         cls, paths: Sequence[str], image: columns[int], offset: columns[int], n_bytes: columns[int]
     ) -> Places:
-        """Places of which a lead has told: without images, and every array's name is its number.
+        """Return positions that the lead has stored, without images; arrays have numbers for names.
 
         Args:
-            paths: of the files.
-            image, offset, n_bytes: see ``as_columns``.
+            paths: paths of the files.
+            image, offset, n_bytes: as ``as_columns`` returns them.
         """
         places = cls(())
         places._paths = list(paths)
@@ -77,42 +82,45 @@ class Places:
         return places
 
     def as_columns(self) -> tuple[columns[int], columns[int], columns[int]]:
-        """Of each array: the number of its file, its offset there and its length in bytes."""
+        """Return the file number, the offset and the length in bytes of each array."""
         return self._image, self._offset, self._n_bytes
 
     def __len__(self) -> int:
         return len(self._offset)
 
     def number_of(self, name: str) -> int | None:
-        """The array's number, in the order of the images and of their arrays; None if it is not placed."""
+        """Return an array's number, in the order of images and their arrays, or None."""
         if self._is_numbered:
             return int(name)
         return self._number.get(name)
 
     def names(self) -> Iterator[str]:
-        """The arrays' names, by number."""
+        """Return the arrays' names, by number."""
         return map(str, range(len(self))) if self._is_numbered else iter(self._number)
 
     def file_of(self, number: int) -> str:
-        """Path of the file image that holds an array."""
+        """Return the path of the file image that holds an array."""
         return self._paths[self._image[number]]
 
     def offset_of(self, number: int) -> int:
-        """Byte offset of an array in its file."""
+        """Return the byte offset of an array in its file."""
         return self._offset[number]
 
     def bytes_of(self, number: int) -> int:
-        """Length of an array in bytes."""
+        """Return the length of an array in bytes."""
         return self._n_bytes[number]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(self._n_bytes)
 
 
 class ArrayCoverage:
-    """Shows that target fragments tile every placed array; fragments of one array may belong to several keys."""
+    """Proves that target fragments tile every placed array.
+
+    Fragments of one array may belong to several keys.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -121,14 +129,18 @@ class ArrayCoverage:
         self._n_filled: dict[int, int] = {}
 
     def add(self, fragments: Sequence[TargetFragment]) -> None:
-        """Takes the target fragments of one key; an array is proven as soon as its volume is reached."""
+        """Add the target fragments of one key; an array is proven as soon as its volume is reached.
+
+        Raises:
+            CorruptError: an array is not placed, placed with another size, or written twice.
+        """
         for fragment in fragments:
             array = fragment.array
             if array is None:
                 continue
             number = self._places.number_of(array.name)
             if number is None:
-                raise CorruptError(f"array {array.name!r} is placed in no file", key=fragment.key)
+                raise CorruptError(f"array {array.name!r} is not in any file", key=fragment.key)
             if self._places.bytes_of(number) != array.n_bytes:
                 raise CorruptError(f"array {array.name!r} is placed with another size", key=fragment.key)
             if fragment.box.is_empty:
@@ -151,7 +163,11 @@ class ArrayCoverage:
                 del self._parts[number], self._n_filled[number]
 
     def finish(self) -> None:
-        """Proves that nothing is left, once every key has been added."""
+        """Check that every array is filled, once all keys have been added.
+
+        Raises:
+            CorruptError: a region of an array is not written.
+        """
         number = -1
         for image in self._places.images:
             for placed in image.arrays:
@@ -161,22 +177,26 @@ class ArrayCoverage:
                 parts = self._parts.get(number, [])
                 hole = first_hole(full_box(placed.array.shape), [box for box, _ in parts])
                 raise CorruptError(
-                    f"nothing fills {described(hole)} of array {placed.array.name!r}",
+                    f"{described(hole)} of array {placed.array.name!r} is not written",
                     file=image.path,
                     key=parts[0][1] if parts else None,
                 )
 
 
 def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> None:
+    """Raise if fragments of an array overlap."""
     boxes = [box for box, _ in parts]
-    twice = first_overlap(boxes)
-    if twice is not None:
-        box = boxes[twice[0]].intersect(boxes[twice[1]])
-        raise CorruptError(f"{described(box)} of array {array.name!r} is written twice", key=parts[twice[1]][1])
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        box = boxes[overlap[0]].intersect(boxes[overlap[1]])
+        raise CorruptError(f"{described(box)} of array {array.name!r} is written twice", key=parts[overlap[1]][1])
 
 
 def region_shape(box: Box, rank: int) -> Shape | None:
-    """Shape of a fragment's region in an array of ``rank`` axes, aligned at the last; None if that cannot be."""
+    """Return the shape of a fragment's region in an array of ``rank`` axes, aligned at the last.
+
+    None means that the array has too few axes.
+    """
     extra = rank - box.rank
     if extra >= 0:
         return (1,) * extra + box.shape
@@ -184,7 +204,7 @@ def region_shape(box: Box, rank: int) -> Shape | None:
 
 
 def described(box: Box | None) -> str:
-    """A box for messages: ``[0:4, 8:16]``."""
+    """Return a box as text for messages: ``[0:4, 8:16]``."""
     if box is None:
         return "the region"
     if box.rank == 0:

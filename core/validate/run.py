@@ -23,7 +23,7 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.store import LocalStore
 from core.formats.dcp.metadata import read_once
 from core.megatron.reshard.reshard import load_rules
-from core.opening.open import FILL, iteration_dirs, located
+from core.opening.open import FILL, iteration_dirs, locate_checkpoint
 from core.opening.unrecognised import listed
 from core.pickle.reader import gc_paused
 from core.team.agreement import observe_files, require_agreement
@@ -118,7 +118,7 @@ def validate(
 
     def open_subject() -> Subject:
         table = load_rules(rules)
-        location = located(path, iteration=iteration)
+        location = locate_checkpoint(path, iteration=iteration)
         subject = Subject(
             path=location.path,
             root=path,
@@ -319,7 +319,7 @@ def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> di
     errors: dict[Path, UsageError | None] = {}
     for path in paths:
         try:
-            location = located(path, iteration=iteration)
+            location = locate_checkpoint(path, iteration=iteration)
         except UsageError as err:
             errors[path] = err
             continue

@@ -20,7 +20,7 @@ from pathlib import Path
 from core.convert.job import TopologyChange
 from core.convert.prepare import prepare
 from core.convert.run import Job
-from core.convert.stored_plan.division import Division, divided
+from core.convert.stored_plan.division import Division, divide_work
 from core.convert.stored_plan.file import finish_plan, write_plan
 from core.plan.items import items_of, weight_of
 from core.plan.plan import Plan
@@ -53,7 +53,7 @@ def main() -> None:
     with prepare(job) as prepared, tempfile.TemporaryFile() as file:
         planned = time.monotonic()
         written = write_plan(prepared.plan, prepared.source.store, file)
-        divisions = [divided(written.works, n) for n in n_workers]
+        divisions = [divide_work(written.works, n) for n in n_workers]
         finish_plan(file, written, divisions[-1])
         done, cpu_s = time.monotonic(), time.process_time() - used
         rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.catalog.catalog import TensorMeta
-from core.changes.quantize import dequantized
+from core.changes.quantize import dequantize
 from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf import to_hf, to_megatron
@@ -334,7 +334,7 @@ def test_a_cast_leaves_the_tensors_of_quantized_weights_as_they_are(
         assert found[key].dtype == (BF16 if key in plain else tensor.dtype), key
         assert key in plain or raw(found[key]) == raw(tensor), key
     floats = [dtype for dtype, _ in spec.values() if dtype.is_floating_point and dtype != BF16]
-    assert any(f"of {scheme} weights stay as they are" in note for note in report.notes) == bool(floats)
+    assert any(f"of {scheme} weights keep their dtype" in note for note in report.notes) == bool(floats)
 
 
 def test_a_glob_that_names_scales_reaches_them(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_what_cannot_be_dequantized_is_refused_by_its_scheme(example: str) -> No
     scheme, method, spec = CAST[example]
     catalog, _ = stored(model(spec))
     with pytest.raises(UnsupportedError) as caught:
-        dequantized(catalog, config=config_of(method))
+        dequantize(catalog, config=config_of(method))
     assert f"{scheme} weights cannot be dequantized" in caught.value.message
 
 
@@ -383,7 +383,7 @@ def test_bitsandbytes_int8_becomes_wide_bit_for_bit(shape: tuple[int, int], dtyp
     scb = torch.rand(shape[0], generator=generator) * 7 + 1e-4
     tensors = {"a.weight": weight, "a.SCB": scb, "a.weight_format": torch.tensor(0, dtype=U8), "a.bias": torch.ones(3)}
     catalog, store = stored(tensors)
-    made = dequantized(catalog, name_of(dtype))
+    made = dequantize(catalog, name_of(dtype))
     assert list(made.catalog.tensors) == ["a.weight", "a.bias"]
     assert content(made.catalog, store, "a.weight") == raw(by_bitsandbytes(weight, scb).to(dtype))
 
@@ -394,7 +394,7 @@ def test_int8_of_compressed_tensors_becomes_wide(scale_shape: tuple[int, ...], s
     weight = (torch.arange(16 * 40).reshape(16, 40) % 256 - 128).to(I8)
     scale = (torch.arange(1, 1 + torch.Size(scale_shape).numel()) / 300).reshape(scale_shape).to(scale_dtype)
     catalog, store = stored({"a.weight": weight, "a.weight_scale": scale})
-    made = dequantized(catalog, name_of(scale_dtype), config=config_of("compressed-tensors"))
+    made = dequantize(catalog, name_of(scale_dtype), config=config_of("compressed-tensors"))
     # compressed_tensors 0.20.0, forward_helpers.py: x_q.to(scale.dtype) * scale
     assert content(made.catalog, store, "a.weight") == raw(weight.to(scale_dtype) * scale)
 
@@ -410,15 +410,15 @@ def test_int8_of_compressed_tensors_becomes_wide(scale_shape: tuple[int, ...], s
 def test_int8_of_groups_or_with_zero_points_is_refused(change: dict[str, torch.Tensor]) -> None:
     tensors = {"a.weight": torch.ones(16, 8, dtype=I8), "a.weight_scale": torch.ones(16, 1), **change}
     with pytest.raises(UnsupportedError, match="compressed-tensors int8 weights cannot"):
-        dequantized(stored(tensors)[0], config=config_of("compressed-tensors"))
+        dequantize(stored(tensors)[0], config=config_of("compressed-tensors"))
 
 
 def test_numbers_in_another_order_than_rows_are_refused() -> None:
     tensors = {**model(EXAMPLES["bitsandbytes int8"][2])}
     tensors["model.layers.0.mlp.up.weight_format"] = torch.tensor(2, dtype=U8)
     catalog, store = stored(tensors)
-    made = dequantized(catalog).catalog
-    with pytest.raises(UnsupportedError, match="an order other than by rows"):
+    made = dequantize(catalog).catalog
+    with pytest.raises(UnsupportedError, match="another order than rows"):
         content(made, store, "model.layers.0.mlp.up.weight")
 
 
@@ -426,7 +426,7 @@ def test_numbers_in_another_order_than_rows_are_refused() -> None:
 def test_scales_that_do_not_fit_int8_weights_are_corrupt(scb: torch.Tensor) -> None:
     tensors = {"a.weight": torch.ones(16, 8, dtype=I8), "a.SCB": scb}
     with pytest.raises(CorruptError, match="do not fit the bitsandbytes int8 weight"):
-        dequantized(stored(tensors)[0])
+        dequantize(stored(tensors)[0])
 
 
 # --- Megatron ---------------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_int8_becomes_megatrons_weights_by_dequantize_only(tmp_path: Path) -> No
     job = Job(src=source, dst=tmp_path / "out", to="megatron", fsync=False)
     with pytest.raises(UnsupportedError, match=r"bitsandbytes int8.*--dequantize bf16"):
         run(job)
-    with pytest.raises(UsageError, match=r"leaves .* without .*SCB.*--dequantize bf16"):
+    with pytest.raises(UsageError, match=r"keeps .* but drops its scales .*SCB.*--dequantize bf16"):
         run(replace(job, exclude=("*.SCB", "*.weight_format")))
     bare = {key: tensor for key, tensor in tensors.items() if not key.endswith((".SCB", ".weight_format"))}
     with pytest.raises(CorruptError, match="the elements are int8, but no quantization is stated"):

@@ -188,11 +188,11 @@ def test_stacks_that_cannot_be_are_usage_errors(keys: list[str], text: str) -> N
     ("shapes", "patterns", "text"),
     [
         ({"model.norm": (2,)}, (), "no key looks"),
-        ({"m.layers.a": (2, 3), "m.layers.b": (3, 3)}, (), "2 layers, this one 3"),
+        ({"m.layers.a": (2, 3), "m.layers.b": (3, 3)}, (), "2 layers, but this tensor 3"),
         ({"m.layers.a": ()}, (), "scalar"),
         ({"m.layers.a": (2,), "m.layers.1.a": ()}, (), "already"),
         ({"m.layers.a": (2,)}, ("nothing*",), "no stacked tensor"),
-        ({"m.norm": (2,)}, ("m.norm",), "no place"),
+        ({"m.norm": (2,)}, ("m.norm",), "no position"),
     ],
 )
 def test_stacks_that_cannot_be_taken_apart_are_usage_errors(
@@ -234,5 +234,5 @@ def test_an_optimizer_that_counts_parameters_is_told_of() -> None:
     tensors = {f"model.layers.{n}.w": numbered((2,), n) for n in range(2)}
     tensors |= {f"optimizer.state.{n}.exp_avg": numbered((2,), 9 + n) for n in range(2)}
     made = stack_layers(catalog_of(tensors)[0])
-    assert [note.partition(" goes")[0] for note in made.notes] == ["the optimizer's state"]
+    assert [note.partition(" refers")[0] for note in made.notes] == ["the optimizer state"]
     assert len(unstack_layers(made.catalog).notes) == 1

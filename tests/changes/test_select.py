@@ -11,6 +11,7 @@ from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import Extent, StoredArray
+from core.changes.rename import RenamedCatalog
 from core.changes.select import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.store import MemoryStore
@@ -48,7 +49,8 @@ def test_globs_that_choose_nothing_are_errors(include: list[str], exclude: list[
 
 
 def test_rename_moves_keys_and_skeleton_leaves() -> None:
-    made, changed = rename(_catalog(), [(r"^model\.", ""), (r"exp_avg$", "m")])
+    result = rename(_catalog(), [(r"^model\.", ""), (r"exp_avg$", "m")])
+    made, changed = result.catalog, list(result.renamed)
     assert changed == [
         ("model.a.weight", "a.weight"),
         ("model.b.bias", "b.bias"),
@@ -130,7 +132,8 @@ def _prefixed() -> Catalog:
 
 
 def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
-    made, changed = strip_prefix(_prefixed(), ["model."])
+    result = strip_prefix(_prefixed(), ["model."])
+    made, changed = result.catalog, list(result.renamed)
     assert changed == [
         ("model.a.weight", "a.weight"),
         ("optimizer.state.model.a.weight.exp_avg", "optimizer.state.a.weight.exp_avg"),
@@ -155,21 +158,22 @@ def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> Non
 
 
 def test_a_prefix_comes_before_the_models_keys_only() -> None:
-    made, changed = add_prefix(_prefixed(), "net.")
+    result = add_prefix(_prefixed(), "net.")
+    made, changed = result.catalog, list(result.renamed)
     assert dict(changed) == {
         "model.a.weight": "net.model.a.weight",
         "b": "net.b",
         "optimizer.state.model.a.weight.exp_avg": "optimizer.state.net.model.a.weight.exp_avg",
         "model.a._extra_state": "net.model.a._extra_state",
     }
-    back, _ = strip_prefix(made, ["net."])
+    back = strip_prefix(made, ["net."]).catalog
     assert back.tensors == _prefixed().tensors
     assert back.skeleton == _prefixed().skeleton
 
 
 def test_prefixes_go_one_after_the_other() -> None:
     arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("module.model.a", "module.b", "c")}
-    made, _ = strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."])
+    made = strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."]).catalog
     assert list(made.tensors) == ["a", "b", "c"]
 
 
@@ -267,8 +271,8 @@ def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() 
 @pytest.mark.parametrize(
     ("pair", "text"),
     [
-        (("absent", EMBED), "no such tensor"),
-        ((EMBED, "absent"), "no such tensor"),
+        (("absent", EMBED), "tensor not found"),
+        ((EMBED, "absent"), "tensor not found"),
         ((EMBED, EMBED), "itself"),
         (("norm", EMBED), r"shape \(3,\), but"),
         (("wide", EMBED), "dtype float32, but"),
@@ -301,7 +305,7 @@ def test_choosing_keeps_the_files_beside_the_weights() -> None:
     made = select(catalog, include=["model.*"]).catalog
     assert list(made.hidden) == ["file:config.json"]
     assert made.carried == {"config.json": "file:config.json"}
-    assert list(rename(made, [("model", "m")])[0].hidden) == ["file:config.json"]
+    assert list(rename(made, [("model", "m")]).catalog.hidden) == ["file:config.json"]
 
 
 def test_parameter_groups_list_the_new_names() -> None:
@@ -318,12 +322,13 @@ def test_parameter_groups_list_the_new_names() -> None:
             objects={key: StoredObject(key, value=value) for key, value in values.items()},
         )
 
-    made, changed = rename(made_of("module.w"), [(r"module\.", "")])
+    result = rename(made_of("module.w"), [(r"module\.", "")])
+    made, changed = result.catalog, list(result.renamed)
     assert list(made.tensors) == ["net.w", "opt.state.w.exp_avg"]
     assert made.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
     assert made.objects["opt.param_groups.1.params"].value == [0, 1]
     assert dict(changed)["net.module.w"] == "net.w"
-    same, _ = strip_prefix(made_of("w"), ["net."])
+    same = strip_prefix(made_of("w"), ["net."]).catalog
     assert same.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
 
 
@@ -336,7 +341,7 @@ def test_parameter_groups_list_the_new_names() -> None:
     ],
 )
 def test_parameters_that_are_named_inside_their_container_are_followed(
-    change: Callable[[Catalog], tuple[Catalog, object]],
+    change: Callable[[Catalog], RenamedCatalog],
 ) -> None:
     keys = [f"model.module.{name}" for name in ("a.w", "b.w")]
     keys += [f"optimizer.state.module.{name}.exp_avg" for name in ("a.w", "b.w")]
@@ -346,7 +351,7 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
         arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={group: StoredObject(group, value=["module.a.w", "module.b.w"])},
     )
-    made, _ = change(catalog)
+    made = change(catalog).catalog
     assert list(made.tensors)[2:] == ["optimizer.state.a.w.exp_avg", "optimizer.state.b.w.exp_avg"]
     assert made.objects[group].value == ["a.w", "b.w"]
 
@@ -354,7 +359,7 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
 def test_numbers_of_parameters_are_no_names() -> None:
     keys = ["model.list.0", "model.list.1", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"]
     arrays = {key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys}
-    made, _ = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."])
+    made = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."]).catalog
     assert list(made.tensors) == ["list.0", "list.1", *keys[2:]]
 
 
@@ -362,7 +367,7 @@ def test_a_prefix_that_stands_inside_is_told() -> None:
     arrays = {"model.module.a": StoredArray("a", "float32", (1,), Extent("f", 0))}
     with pytest.raises(UsageError, match="no key begins with") as refusal:
         strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module."])
-    assert refusal.value.hint == r"'model.module.a' has it inside: --rename 'module\.='"
+    assert refusal.value.hint == r"'model.module.a' contains it: use --rename 'module\.='"
 
 
 def test_entries_of_parameter_groups_follow_as_states_do() -> None:
@@ -373,11 +378,11 @@ def test_entries_of_parameter_groups_follow_as_states_do() -> None:
         arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
     )
-    made, _ = strip_prefix(catalog, ["model."])
+    made = strip_prefix(catalog, ["model."]).catalog
     assert list(made.tensors) == ["w", "optimizer.state.w.exp_avg"]
     assert list(made.objects) == ["optimizer.param_groups.w.lr", "optimizer.param_groups.0.params"]
     assert made.objects["optimizer.param_groups.0.params"].value == ["w"]
-    back, _ = add_prefix(made, "model.")
+    back = add_prefix(made, "model.").catalog
     assert list(back.tensors) == keys
     assert {key: item.value for key, item in back.objects.items()} == objects
 
@@ -385,11 +390,11 @@ def test_entries_of_parameter_groups_follow_as_states_do() -> None:
 def test_a_prefix_without_its_dot_is_refused() -> None:
     with pytest.raises(UsageError, match="leaves a dot in front") as refusal:
         strip_prefix(_prefixed(), ["model"])
-    assert refusal.value.hint == "say model."
+    assert refusal.value.hint == "use model. with the dot"
 
 
 def test_a_model_is_not_cast_to_eight_bits_without_scales() -> None:
-    with pytest.raises(UsageError, match="eight bits") as caught:
+    with pytest.raises(UsageError, match="8 bits") as caught:
         cast_of([(None, "fp8")])
     assert "--quantize" in (caught.value.hint or "")
     assert cast_of([("a", "fp8")])(TensorMeta("a", "float32", (2,))) == "float8_e4m3fn"

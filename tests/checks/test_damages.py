@@ -27,7 +27,7 @@ from core.formats.dcp.format import stated_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.zarr import format3 as zarr3
 from core.megatron.reshard.reshard import load_rules
-from core.opening.open import located
+from core.opening.open import locate_checkpoint
 from core.validate.run import validate
 from tests.support import broken as b
 from tests.support.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
@@ -172,7 +172,7 @@ def box_and_place(box: Box, item: DcpItem) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
-    place = located(golden / "torch_dcp/tp2_only")
+    place = locate_checkpoint(golden / "torch_dcp/tp2_only")
     subject = Subject(
         path=place.path,
         root=place.path,

@@ -18,7 +18,7 @@ from core.convert.run import Job, run
 from core.errors import UnsafeError
 from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_of_stream
-from core.inspect.summary import summarized
+from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
 from core.pickle.machine import Machine, PickleLimits
 from core.pickle.reader import load
@@ -178,10 +178,10 @@ def test_as_many_as_the_limit_are_read(make: Callable[[int], bytes]) -> None:
 def test_a_million_numbers_are_read_and_converted(tmp_path: Path) -> None:
     """As the state of a data loader has them; nothing about it is hostile."""
     path = saved(tmp_path / "model.pt", b"(" + b"".join(map(number, range(1_000_000))) + b"l")
-    summary = summarized(open_checkpoint(path))
+    summary = summarize(open_checkpoint(path))
     assert summary.n_objects == 1
     assert summary.capabilities == ()
-    assert any("was not tried, as it is so large" in note for note in summary.notes)
+    assert any("too large to try" in note for note in summary.notes)
     assert not validate(path, level=Level.HEADERS).findings
     run(Job(src=path, dst=tmp_path / "out", to="torch", fsync=False))
 

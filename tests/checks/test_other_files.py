@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.formats.torch.other_pickles import MAX_BYTES
-from core.inspect.summary import summarized
+from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
 
@@ -203,9 +203,9 @@ def test_what_is_not_looked_into_is_said(name: str, data: bytes, weights: Path) 
 @pytest.mark.parametrize("name", ["ema.npy", "ema.npz", "state.pkl.gz", "model.joblib"])
 def test_inspect_warns_of_files_beside_the_weights(name: str, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (weights / name).write_bytes(CONTAINERS[name]({**ARRAYS, "last": Call()}, monkeypatch))
-    assert any("builtins.eval" in note for note in summarized(open_checkpoint(weights)).notes)
+    assert any("builtins.eval" in note for note in summarize(open_checkpoint(weights)).notes)
 
 
 def test_inspect_says_what_it_does_not_look_into(weights: Path) -> None:
     (weights / "model.joblib").write_bytes(b"\x04\x22\x4d\x18" + bytes(20))
-    assert any("not looked into: model.joblib" in note for note in summarized(open_checkpoint(weights)).notes)
+    assert any("not looked into: model.joblib" in note for note in summarize(open_checkpoint(weights)).notes)

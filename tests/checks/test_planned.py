@@ -81,7 +81,7 @@ def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
     ("name", "text", "says"),
     [
         ("mcore_legacy/dense_gqa/tp2_pp2", "tp=3", "8 attention heads do not divide over TP 3"),
-        ("torch_dcp/fsdp2_dp2", "tp=2", "neither Megatron's names and arguments"),
+        ("torch_dcp/fsdp2_dp2", "tp=2", "neither Megatron's names and training arguments"),
     ],
 )
 def test_it_says_why_not(name: str, text: str, says: str, golden: Path) -> None:

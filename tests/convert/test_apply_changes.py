@@ -13,7 +13,7 @@ import torch
 from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
-from core.convert.apply_changes import changed
+from core.convert.apply_changes import apply_changes
 from core.convert.job import Job
 from core.errors import CorruptError, UsageError
 from core.files.store import MemoryStore
@@ -63,7 +63,7 @@ def job(**options: Any) -> Job:
 
 def test_a_job_without_changes_changes_nothing() -> None:
     catalog, _ = stored({"a": numbered("a", (2, 3))}, config={"dtype": "float32"})
-    made = changed(catalog, job(), config={"dtype": "float32"})
+    made = apply_changes(catalog, job(), config={"dtype": "float32"})
     assert made.catalog.tensors == catalog.tensors
     assert made.catalog.carried == catalog.carried
     assert (made.renamed, made.left_out, made.notes) == ((), (), ())
@@ -80,7 +80,7 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
         tensors[f"model.layers.{n}.up.weight"] = numbered(f"u{n}", (200, 256)).to(E4M3)
         tensors[f"model.layers.{n}.up.weight_scale_inv"] = numbered(f"s{n}", (2, 2)).abs() + 1
     catalog, store = stored(tensors)
-    made = changed(
+    made = apply_changes(
         catalog,
         job(
             dequantize="fp32",
@@ -126,17 +126,21 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
 
 def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
     catalog, _ = stored({"d.layers.a": numbered("a", (2, 3)), "v.h.b": numbered("b", (3, 3))})
-    assert list(changed(catalog, job(unstack_layers=())).catalog.tensors) == ["d.layers.0.a", "d.layers.1.a", "v.h.b"]
-    made = changed(catalog, job(unstack_layers=("v.*",))).catalog
+    assert list(apply_changes(catalog, job(unstack_layers=())).catalog.tensors) == [
+        "d.layers.0.a",
+        "d.layers.1.a",
+        "v.h.b",
+    ]
+    made = apply_changes(catalog, job(unstack_layers=("v.*",))).catalog
     assert list(made.tensors) == ["d.layers.a", "v.h.0.b", "v.h.1.b", "v.h.2.b"]
     with pytest.raises(UsageError, match="contradict"):
-        changed(catalog, job(unstack_layers=(), stack_layers=True))
+        apply_changes(catalog, job(unstack_layers=(), stack_layers=True))
 
 
 def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     weight = numbered("w", (700, 600), torch.bfloat16)
     catalog, store = stored({"a.weight": weight})
-    plain = changed(catalog, job(quantize=((None, "block"),))).catalog
+    plain = apply_changes(catalog, job(quantize=((None, "block"),))).catalog
     left, right = (StoredArray(f"c{n}", "bfloat16", (700, 300), Extent(f"c{n}", 0)) for n in range(2))
     cut = Catalog(
         "test",
@@ -149,7 +153,7 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     )
     halves = MemoryStore({"c0": raw(weight[:, :300]), "c1": raw(weight[:, 300:])})
     first = moved(plain, store, threads=1)
-    second = moved(changed(cut, job(quantize=((None, "block"),))).catalog, halves, threads=4)
+    second = moved(apply_changes(cut, job(quantize=((None, "block"),))).catalog, halves, threads=4)
     assert first == second
 
 
@@ -157,7 +161,7 @@ def test_a_configuration_loses_its_scales_when_they_are_multiplied_in() -> None:
     config = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "quantization_config": FP8, "note": None}
     weight = torch.ones(2, 2).to(E4M3)
     catalog, _ = stored({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 1)}, config=config)
-    made = changed(catalog, job(dequantize="bf16"), config=config).catalog
+    made = apply_changes(catalog, job(dequantize="bf16"), config=config).catalog
     assert made.carried == {}
     assert made.hidden == {}
     assert json.loads(made.documents["config.json"]) == {
@@ -172,13 +176,13 @@ def test_the_stated_block_size_counts() -> None:
     tensors = {"a.weight": weight, "a.weight_scale_inv": torch.ones(2, 5)}
     config = {"quantization_config": {**FP8, "weight_block_size": [32, 8]}}
     catalog, _ = stored(tensors, config=config)
-    assert changed(catalog, job(dequantize="bf16"), config=config).catalog.tensors["a.weight"].dtype == "bfloat16"
+    assert apply_changes(catalog, job(dequantize="bf16"), config=config).catalog.tensors["a.weight"].dtype == "bfloat16"
     with pytest.raises(CorruptError, match="128 × 128"):
-        changed(catalog, job(dequantize="bf16"))
+        apply_changes(catalog, job(dequantize="bf16"))
     for size in ([32], [0, 8], "32", [1.5, 2], [True, 2]):
         wrong = {"quantization_config": {**FP8, "weight_block_size": size}}
         with pytest.raises(CorruptError, match="weight_block_size"):
-            changed(catalog, job(dequantize="bf16"), config=wrong)
+            apply_changes(catalog, job(dequantize="bf16"), config=wrong)
 
 
 def test_a_configuration_states_new_scales_and_what_has_none() -> None:
@@ -186,14 +190,14 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
     tensors = {key: torch.ones(2, 2) for key in ("model.l.up_proj.weight", "lm_head.weight")}
     catalog, _ = stored({**tensors, "norm.weight": torch.ones(2)}, config=config)
     wanted = job(dtype=((None, "bf16"),), quantize=((None, "block"),))
-    made = changed(catalog, wanted, config=config)
+    made = apply_changes(catalog, wanted, config=config)
     assert json.loads(made.catalog.documents["config.json"]) == {
         "model_type": "llama",
         "dtype": "bfloat16",
         "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head"]},
     }
-    assert made.config_notes == ("config.json: dtype is now bfloat16, quantization_config is new",)
-    per_tensor = changed(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
+    assert made.config_notes == ("config.json: dtype is now bfloat16, quantization_config added",)
+    per_tensor = apply_changes(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
     stated = json.loads(per_tensor.documents["config.json"])["quantization_config"]
     assert stated["weight_block_size"] is None
 
@@ -201,7 +205,7 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
     catalog = replace(catalog, documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
-    made = changed(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
+    made = apply_changes(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
     documents = made.documents
     assert json.loads(documents["config.json"]) == {"dtype": "float16", "new": 2}
     assert documents["x"] == b"y"
@@ -209,17 +213,17 @@ def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one
 
 def test_a_configuration_that_nobody_read_is_told_of() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
-    made = changed(catalog, job(quantize=((None, "block"),)))
-    assert made.config_notes == ("config.json stays as it is, although quantization_config changed",)
+    made = apply_changes(catalog, job(quantize=((None, "block"),)))
+    assert made.config_notes == ("config.json is unchanged, although quantization_config changed",)
     assert made.catalog.carried == catalog.carried
 
 
 def test_float8_without_scales_stays_and_is_told_of() -> None:
     catalog, _ = stored({"a": torch.ones(2).to(E4M3), "b": torch.ones(2)})
-    made = changed(catalog, job(dtype=((None, "bf16"),)))
+    made = apply_changes(catalog, job(dtype=((None, "bf16"),)))
     assert {key: meta.dtype for key, meta in made.catalog.tensors.items()} == {"a": "float8_e4m3fn", "b": "bfloat16"}
-    assert made.notes == ("1 float8 tensors stay as they are; --dtype GLOB=DTYPE casts them",)
-    assert changed(catalog, job(dtype=(("*", "bf16"),))).notes == ()
+    assert made.notes == ("1 float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them",)
+    assert apply_changes(catalog, job(dtype=(("*", "bf16"),))).notes == ()
 
 
 @pytest.mark.parametrize(("option", "is_tied"), [("tie", True), ("untie", False)])
@@ -228,7 +232,7 @@ def test_a_configuration_says_whether_the_output_layer_is_tied(option: str, is_t
     pair = ("lm_head.weight", "model.embed_tokens.weight")
     tensors = dict.fromkeys(pair if is_tied else pair[1:], torch.ones(2, 2))
     catalog, _ = stored({**tensors, "a": torch.ones(2), "b": torch.ones(2)}, config=config)
-    made = changed(catalog, job(**{option: (pair,)}), config=config)
+    made = apply_changes(catalog, job(**{option: (pair,)}), config=config)
     assert json.loads(made.catalog.documents["config.json"])["tie_word_embeddings"] is is_tied
     assert made.config_notes == (f"config.json: tie_word_embeddings is now {str(is_tied).lower()}",)
-    assert changed(catalog, job(tie=(("a", "b"),)), config=config).config_notes == ()
+    assert apply_changes(catalog, job(tie=(("a", "b"),)), config=config).config_notes == ()

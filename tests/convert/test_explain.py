@@ -20,7 +20,7 @@ def _lines(golden: Path, case: str, **options: object) -> dict[str, tuple[str, s
         **options,  # type: ignore[arg-type]
     )
     with prepare(job) as prepared:
-        return {line.names: (line.rule, line.cut, line.where) for line in prepared.explained()}
+        return {line.names: (line.rule, line.cut, line.where) for line in prepared.explain_layout()}
 
 
 def test_alike_tensors_share_a_line_that_names_rule_cut_and_row(golden: Path) -> None:
@@ -50,5 +50,5 @@ def test_a_users_row_is_named(golden: Path, tmp_path: Path) -> None:
 
 def test_where_no_rule_is_used_it_says_so(golden: Path) -> None:
     job = Job(src=golden / "mcore_legacy/dense_gqa/tp2_pp2", to="safetensors", optim="drop")
-    with prepare(job) as prepared, pytest.raises(UsageError, match="--explain: no layout rules"):
-        prepared.explained()
+    with prepare(job) as prepared, pytest.raises(UsageError, match="--explain: this conversion to"):
+        prepared.explain_layout()

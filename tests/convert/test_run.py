@@ -204,7 +204,7 @@ def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
         (
             {"topology": TopologyChange(tp=2, source={"tp": 8})},
             UsageError,
-            "--tp 8 was said, but the checkpoint has TP 4",
+            "--tp 8 does not match the checkpoint, which has TP 4",
         ),
         ({"topology": TopologyChange(tp=3)}, UnsupportedError, "3"),
         ({"topology": TopologyChange(pp=3)}, UnsupportedError, "3"),
@@ -377,7 +377,7 @@ def test_tensors_that_share_bytes_still_do_when_the_first_is_left_out(tmp_path: 
 def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) -> None:
     source = convert(golden / "hf/llama/safetensors_single", tmp_path / "hf", "safetensors")
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "step.pt")
-    for src, lost in ((source, "files beside the weights: config.json"), (tmp_path / "step.pt", "step: no tensor,")):
+    for src, lost in ((source, "files beside the weights: config.json"), (tmp_path / "step.pt", "step: not a tensor,")):
         report = run(Job(src=src, dst=tmp_path / f"{src.name}.safetensors", to="safetensors", fsync=False))
         assert any(text.startswith(lost) for text in report.dropped)
         assert run(Job(src=src, dst=tmp_path / f"{src.name}-dir", to="safetensors", fsync=False)).dropped == ()
@@ -404,11 +404,11 @@ def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
 
 
 def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(golden: Path, tmp_path: Path) -> None:
-    from core.inspect.summary import summarized
+    from core.inspect.summary import summarize
 
     src = golden / "mcore0121_zarr/dense_gqa/tp2_pp2_optim"
     opened = open_checkpoint(src)
-    plain = [entry for entry in summarized(opened).capabilities if "torch_dist" in entry.targets]
+    plain = [entry for entry in summarize(opened).capabilities if "torch_dist" in entry.targets]
     opened.store.close()
     assert [(entry.is_possible, entry.why) for entry in plain] == [(True, None)]
     assert run(Job(src=src, dst=tmp_path / "out", to="torch_dist", fsync=False)).dropped == ()

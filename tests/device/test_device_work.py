@@ -23,7 +23,7 @@ from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, c
 from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
-from core.changes.quantize import dequantized, quantized
+from core.changes.quantize import dequantize, quantize
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.cast import cast_on
@@ -228,7 +228,7 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
             found[key] = decoded.read(placed.extent.file, placed.extent.offset, array.n_bytes)
         return found
 
-    made = [read_all(quantized(source, [("*", kind)]).catalog, store, given) for given in (None, device)]
+    made = [read_all(quantize(source, [("*", kind)]).catalog, store, given) for given in (None, device)]
     assert made[0] == made[1] and len(made[0]) == 2
     small = catalog_of_arrays(
         format="test",
@@ -241,7 +241,7 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
     )
     files = MemoryStore(made[0])
     for dtype in ("bfloat16", "float32"):
-        back = [read_all(dequantized(small, dtype).catalog, files, given) for given in (None, device)]
+        back = [read_all(dequantize(small, dtype).catalog, files, given) for given in (None, device)]
         assert back[0] == back[1]
 
 
@@ -251,7 +251,7 @@ def test_a_number_that_is_not_finite_has_no_scale_on_a_device_either() -> None:
     source = catalog_of_arrays(
         format="test", arrays={"w.weight": StoredArray("w", "float32", (256, 256), Extent("w", 0))}
     )
-    made = quantized(source, [("*", "block")]).catalog
+    made = quantize(source, [("*", "block")]).catalog
     array = made.fragments("w.weight")[0].array
     assert array is not None and array.extent.encoding is not None
     store = DecodedStore(MemoryStore({"w": data.tobytes()}), device=able("cpu", QUANTIZE))

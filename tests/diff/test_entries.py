@@ -102,7 +102,7 @@ def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_entries, "MAX_FOUND", 10)
     found = diffs({"x": [None] * 50, "big": {1 << 30_000: 1}}, {"x": [True] * 50, "big": {1 << 30_000: 2}})
     assert len(found) == 11
-    assert found[-1].b == "not compared any further"
+    assert found[-1].b == "comparison stopped here"
 
 
 def test_keys_of_any_kind_have_a_name() -> None:

@@ -106,7 +106,7 @@ def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(golden: Path, t
 
 def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_path: Path) -> None:
     hf = golden / "hf/llama/safetensors_single"
-    with pytest.raises(UsageError, match="has a config.json of its own"):
+    with pytest.raises(UsageError, match="SRC already has a config.json"):
         run(Job(src=hf, dst=tmp_path / "out", to="megatron", config=hf / "config.json", fsync=False))
     with pytest.raises(UsageError, match="--config has no effect"):
         run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / "out", to="hf", config=hf / "config.json", fsync=False))
@@ -122,7 +122,7 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
     source = shutil.copytree(golden / "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path / "source")
     torch.save({"iteration": 10}, next(source.rglob("common.pt")))
     path = None if config is None else golden / config
-    with pytest.raises(UnsupportedError, match="holds no training arguments") as refusal:
+    with pytest.raises(UnsupportedError, match="has no training arguments") as refusal:
         run(Job(src=source, dst=tmp_path / "out", to=to, names=names, config=path, fsync=False))
     hint = str(refusal.value.hint)
     assert "--config" not in hint
@@ -134,7 +134,7 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
 def test_a_config_that_describes_no_model_is_refused_as_such(golden: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
     source, config = golden / "torch_dcp/fsdp2_dp2", tmp_path / "config.json"
-    with pytest.raises(UsageError, match="names no model_type"):
+    with pytest.raises(UsageError, match="the file has no model_type"):
         run(Job(src=source, dst=tmp_path / "out", to="hf", config=config, fsync=False))
 
 
@@ -173,7 +173,7 @@ def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(golden:
     src = golden / "hf/llama/safetensors_single"
     with pytest.raises(UsageError, match="no padding rows"):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", keep_padded_vocab=True, fsync=False))
-    with pytest.raises(UsageError, match=r"--vocab-size 10: config\.json says that there are \d+ rows"):
+    with pytest.raises(UsageError, match=r"--vocab-size 10 does not match config\.json, which has \d+ rows"):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", vocab_size=10, fsync=False))
 
 
@@ -201,10 +201,16 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, g
         (f"{GOLD}/tp1_pp1", "hf", "megatron", UsageError, "--to hf and --names megatron contradict"),
         (f"{GOLD}/tp1_pp1", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
         ("hf/llama/safetensors_single", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
-        ("hf/llama/safetensors_single", "hf", "hf:qwen3", UsageError, "Hugging Face's names already, as 'llama'"),
-        ("hf/llama/safetensors_single", "hf", "hf:typo", UsageError, "Hugging Face's names already"),
-        ("hf/llama/safetensors_single/model.safetensors", "hf", None, UnsupportedError, "with a config.json beside"),
-        ("hf/llama/torch_single/model_zip.pt", "megatron", None, UnsupportedError, "cannot become megatron"),
+        ("hf/llama/safetensors_single", "hf", "hf:qwen3", UsageError, "already have Hugging Face's names of 'llama'"),
+        ("hf/llama/safetensors_single", "hf", "hf:typo", UsageError, "already have Hugging Face's names"),
+        (
+            "hf/llama/safetensors_single/model.safetensors",
+            "hf",
+            None,
+            UnsupportedError,
+            "Hugging Face's names and a config.json",
+        ),
+        ("hf/llama/torch_single/model_zip.pt", "megatron", None, UnsupportedError, "cannot be written as megatron"),
     ],
 )
 def test_names_that_cannot_be_had_are_refused(
@@ -242,7 +248,7 @@ def test_what_the_users_options_take_away_is_not_called_missing(
 @pytest.mark.parametrize("source", [f"{GOLD}/tp1_pp1", "hf/llama/safetensors_single"])
 @pytest.mark.parametrize("to", ["megatron", "torch_dist"])
 def test_megatron_is_given_no_scales(source: str, to: str, golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--quantize: Megatron loads no float8"):
+    with pytest.raises(UsageError, match="--quantize: Megatron cannot load float8"):
         run(Job(src=golden / source, dst=tmp_path / "out", to=to, quantize=((None, "block"),), fsync=False))
 
 
@@ -250,7 +256,7 @@ def test_a_cast_is_told_of_the_arguments_only_where_there_are_some(golden: Path,
     half = ((None, "fp16"),)
     for to, is_told in (("hf", False), ("megatron", True)):
         report = run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / to, to=to, dtype=half, fsync=False))
-        assert any("arguments stay as they were" in note for note in report.notes) == is_told
+        assert any("training arguments are unchanged" in note for note in report.notes) == is_told
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
 
 
@@ -321,7 +327,7 @@ def test_float8_weights_are_not_taken_for_numbers_of_their_own(golden: Path, tmp
     small = tmp_path / "float8"
     src = golden / "hf/llama/safetensors_single"
     run(Job(src=src, dst=small, to="hf", quantize=((None, "block"),), fsync=False))
-    with pytest.raises(UsageError, match="with scales") as refusal:
+    with pytest.raises(UsageError, match="that have scales") as refusal:
         run(Job(src=small, dst=tmp_path / "out", to="hf", dtype=((None, "bf16"),), fsync=False))
     assert "--dequantize" in str(refusal.value.hint)
     with pytest.raises(UnsupportedError, match="the weights are quantized") as refused:

@@ -426,7 +426,7 @@ def test_the_comparison_sees_every_kind_of_difference(source: Any, result: Any, 
 def test_what_an_object_shares_with_the_state_dict_is_told(table: Any, to: str, tmp_path: Path) -> None:
     state = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=table)}
     report = converted(saved(state, tmp_path), tmp_path / "out", to)
-    assert "objects that several places share become separate copies: args (table)" in report.notes
+    assert "shared objects become separate copies: args (table)" in report.notes
     alone = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=copy.deepcopy(table))}
     report = converted(saved(alone, tmp_path), tmp_path / "alone", to)
     assert not any("separate copies" in note for note in report.notes)

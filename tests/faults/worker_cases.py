@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.convert.workers.run import Sizes, run_shared
+from core.convert.workers.run import WorkSizes, run_shared
 from core.stage import workers_lock
 from tests.faults import disturb as how
 from tests.faults.case import KNOWN_CODES, Case
@@ -44,7 +44,7 @@ class WorkerCases:
 
     def __post_init__(self) -> None:
         assert run_shared.__kwdefaults__ is not None
-        run_shared.__kwdefaults__["sizes"] = Sizes(
+        run_shared.__kwdefaults__["sizes"] = WorkSizes(
             item_bytes=ITEM_BYTES, buffer_bytes=4 * ITEM_BYTES, batch_bytes=BATCH_BYTES
         )
         self.target.begin_anew()

@@ -25,7 +25,7 @@ from core.errors import CheckpointingException
 from core.formats.registry import formats
 from core.inspect import capabilities
 from core.inspect.capabilities import Capability
-from core.inspect.summary import summarized
+from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
 from tests.megatron.support.rewritten import rewritten
 from tests.support.damages import tensors_changed
@@ -49,7 +49,7 @@ def assert_capabilities_hold(source: Path, dst: Path) -> dict[str, Capability]:
     """
     opened = open_checkpoint(source, samples=True)
     try:
-        summary = summarized(opened)
+        summary = summarize(opened)
     finally:
         opened.store.close()
     *conversions, reshard = summary.capabilities
@@ -339,7 +339,7 @@ def test_many_tensors_get_the_answers_of_few(name: str, golden: Path, monkeypatc
     def entries() -> tuple[Capability, ...]:
         opened = open_checkpoint(golden / name, samples=True)
         try:
-            return summarized(opened).capabilities
+            return summarize(opened).capabilities
         finally:
             opened.store.close()
 
@@ -351,10 +351,10 @@ def test_many_tensors_get_the_answers_of_few(name: str, golden: Path, monkeypatc
 def test_what_is_not_tried_on_a_huge_checkpoint_is_said(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "HUGE", 4)
     opened = open_checkpoint(golden / "mcore_legacy/dense_gqa/tp2_pp2", samples=True)
-    summary = summarized(opened)
+    summary = summarize(opened)
     opened.store.close()
     assert summary.capabilities == ()
-    assert any("was not tried" in note and "--dry-run" in note for note in summary.notes)
+    assert any("too large to try" in note and "--dry-run" in note for note in summary.notes)
 
 
 def test_one_unsupported_tensor_among_many_is_seen(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
-from core.changes.quantize import dequantized
+from core.changes.quantize import dequantize
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore, ReadStore
 from core.inspect.preview import first_values, places_of
@@ -152,7 +152,7 @@ def test_computed_tensors_are_shown_like_stored_ones() -> None:
         "w": StoredArray("w", "float8_e4m3fn", (1, 2), Extent("w", 0)),
         "w_scale_inv": StoredArray("s", "float32", (1, 1), Extent("s", 0)),
     }
-    catalog = dequantized(catalog_of_arrays(format="test", arrays=arrays)).catalog
+    catalog = dequantize(catalog_of_arrays(format="test", arrays=arrays)).catalog
     store = MemoryStore({"w": b"\x38\x7e", "s": struct.pack("<f", 2.0)})
     assert first_values(store, catalog, "w", 2) == [2.0, 896.0]
 

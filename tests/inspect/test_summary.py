@@ -11,7 +11,7 @@ from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.formats.format import Format
-from core.inspect.summary import groups_of, path_of, summarized
+from core.inspect.summary import groups_of, path_of, summarize
 from core.opening.open import Checkpoint
 from core.pickle.inert import Global, Inert, make_namespace
 
@@ -50,7 +50,7 @@ def test_sizes_and_model_come_from_the_training_arguments(tmp_path: Path) -> Non
             "seq_length": [1, 2],
         }
     )
-    summary = summarized(checkpoint_of(replace(catalog_of({"w": (2,)}), args=args), tmp_path))
+    summary = summarize(checkpoint_of(replace(catalog_of({"w": (2,)}), args=args), tmp_path))
     assert dict(summary.parallel) == {"tp": 4, "pp": 2}
     assert dict(summary.model) == {"num_layers": 32, "swiglu": True, "params_dtype": "bfloat16"}
 
@@ -60,14 +60,14 @@ def test_files_are_counted_one_folder_deep(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00/model_optim_rng.pt").write_bytes(bytes(10))
     for rank in range(3):
         (tmp_path / f"__{rank}_0.distcp").write_bytes(bytes(100))
-    summary = summarized(checkpoint_of(catalog_of({"w": (2,)}), tmp_path))
+    summary = summarize(checkpoint_of(catalog_of({"w": (2,)}), tmp_path))
     assert (summary.n_files, summary.file_bytes, summary.n_ranks) == (4, 310, 3)
 
 
 def test_rank_files_that_are_not_understood_are_shown_by_rank_with_the_reason(tmp_path: Path) -> None:
     shapes = {f"mp_rank_{rank:02d}:model.odd.weight": (2,) for rank in range(2)}
     catalog = catalog_of(shapes).with_facet(RankFacts())
-    summary = summarized(checkpoint_of(catalog, tmp_path, format=replace(FORMAT, partition="ranks")))
+    summary = summarize(checkpoint_of(catalog, tmp_path, format=replace(FORMAT, partition="ranks")))
     assert list(summary.view.tensors) == list(shapes)
     assert not summary.is_unsharded
     assert any(note.startswith("shown rank by rank") for note in summary.notes)
@@ -76,7 +76,7 @@ def test_rank_files_that_are_not_understood_are_shown_by_rank_with_the_reason(tm
 
 
 def test_a_plain_checkpoint_cannot_be_resharded_and_says_why(tmp_path: Path) -> None:
-    summary = summarized(checkpoint_of(catalog_of({"a:b.c": (2,)}), tmp_path, notes=("a note",)))
+    summary = summarize(checkpoint_of(catalog_of({"a:b.c": (2,)}), tmp_path, notes=("a note",)))
     *converts, reshard = summary.capabilities
     assert {name for convert in converts if convert.is_possible for name in convert.targets} >= {"torch", "dcp"}
     assert {name for convert in converts if not convert.is_possible for name in convert.targets} == {"megatron", "hf"}
@@ -91,5 +91,5 @@ def test_a_plain_checkpoint_cannot_be_resharded_and_says_why(tmp_path: Path) -> 
 def test_objects_that_would_run_code_are_named(module: str, name: str, warns: bool, tmp_path: Path) -> None:
     value = {"x": Inert("reduce", Global(module, name), ("touch /tmp/owned",))}
     catalog = replace(catalog_of({"w": (2,)}), objects={"evil": StoredObject("evil", value=value)})
-    notes = summarized(checkpoint_of(catalog, tmp_path)).notes
+    notes = summarize(checkpoint_of(catalog, tmp_path)).notes
     assert any(f"{module}.{name}" in note for note in notes) == warns

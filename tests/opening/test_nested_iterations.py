@@ -59,7 +59,7 @@ def test_an_iteration_is_chosen_by_the_number_of_its_directory(run: Path) -> Non
     assert open_checkpoint(run, iteration=2).path == run / "checkpoint-2/global_step7"
     assert open_checkpoint(run, iteration=1).path == run / "checkpoint-1/global_step1"
     assert validate(run, iteration=1).path == str(run / "checkpoint-1/global_step1")
-    with pytest.raises(UsageError, match="no iteration 3"):
+    with pytest.raises(UsageError, match="iteration 3 not found"):
         open_checkpoint(run, iteration=3)
 
 

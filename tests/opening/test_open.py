@@ -38,7 +38,7 @@ def test_the_tracker_chooses_and_iteration_overrides_it(golden: Path, tmp_path: 
         shutil.copytree(source, tmp_path / f"iter_{number:07d}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     assert open_checkpoint(tmp_path).path.name == "iter_0000020"
-    with pytest.raises(UsageError, match="no iteration 25") as caught:
+    with pytest.raises(UsageError, match="iteration 25 not found") as caught:
         open_checkpoint(tmp_path, iteration=25)
     assert "20, 30" in str(caught.value)
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
@@ -95,7 +95,7 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(golden: Path, 
     opened = open_checkpoint(golden / "deepspeed_universal/zero1_dp2_bf16")
     assert (opened.format.name, opened.path.name) == ("deepspeed_universal", "global_step10_universal")
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(MissingShardError, match="the tracker names global_step7, which is not there"):
+    with pytest.raises(MissingShardError, match="the tracker names global_step7, which is missing"):
         open_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(UnsafeError):

@@ -115,9 +115,9 @@ def test_a_numpy_array_is_called_one(tmp_path: Path) -> None:
 def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> None:
     for name in names:
         saved(tmp_path / name)
-    with pytest.raises(UnsupportedError, match=f"holds {len(names)} torch or safetensors files") as refusal:
+    with pytest.raises(UnsupportedError, match=f"contains {len(names)} torch or safetensors files") as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == f"name one of them: {', '.join(names)}"
+    assert refusal.value.hint == f"point at one of them: {', '.join(names)}"
 
 
 def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_the_only_loose_file_is_named_with_its_path(name: str, golden: Path, tmp
     else:
         saved(tmp_path / name)
     (tmp_path / "train.py").write_text("pass")
-    with pytest.raises(UnsupportedError, match=f"holds one torch or safetensors file: {name}") as refusal:
+    with pytest.raises(UnsupportedError, match=f"contains one torch or safetensors file: {name}") as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == f"name it: {tmp_path / name}"
+    assert refusal.value.hint == f"point at {tmp_path / name}"
     open_checkpoint(tmp_path / name).store.close()
 
 
@@ -152,9 +152,9 @@ def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(golden
     shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / ".hidden/dcp")
     (tmp_path / "lightning_logs/version_0/checkpoints").mkdir(parents=True)
     saved(tmp_path / "lightning_logs/version_0/checkpoints/last.ckpt")
-    with pytest.raises(UnsupportedError, match="checkpoints below it") as refusal:
+    with pytest.raises(UnsupportedError, match="contains checkpoints") as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == "name one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
+    assert refusal.value.hint == "point at one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
 
 
 @pytest.mark.parametrize("verb", ["inspect", "convert", "reshard", "diff", "manifest"])
@@ -172,8 +172,8 @@ def test_every_verb_wants_the_loose_file_named(
     }
     assert main([verb, *words[verb]]) == 4
     told = capsys.readouterr().err
-    assert "holds one torch or safetensors file: last.ckpt" in told
-    assert "name it: last.ckpt" in told.lower()
+    assert "contains one torch or safetensors file: last.ckpt" in told
+    assert "point at last.ckpt" in told.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_below_a_model_is_told_by_inspect_convert_and_manifest(
     assert f'"file_bytes": {size},' in capsys.readouterr().out
     for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(model), *words[1:]]) == 0
-        assert "not read, as they are checkpoints of their own: exports" in capsys.readouterr().out
+        assert "not read, because they are separate checkpoints: exports" in capsys.readouterr().out
 
 
 def test_many_checkpoints_below_one_are_all_left_out(golden: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(t
         "proto": {np.int64(3): numbers(2), np.int64(7): numbers(3), Color.RED: numbers(4), Point(1, 2): numbers(5)}
     }
     notes = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    (note,) = [note for note in notes if note.startswith("keys that are not strings become strings: ")]
+    (note,) = [note for note in notes if note.startswith("non-string keys are converted to strings: ")]
     red = text_of(inert(Color.RED))
     assert note.split(": ")[1] == f"proto.3, proto.7, proto.{red}, proto.Point(1, 2)"
     if to == "safetensors":
@@ -158,7 +158,7 @@ def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(t
 def test_a_note_is_there_with_objects_too(to: str, tmp_path: Path) -> None:
     state = {"proto": {np.int64(3): numbers(2)}, "step": 5}
     notes = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    assert any(note.startswith("keys that are not strings become strings: proto.3") for note in notes)
+    assert any(note.startswith("non-string keys are converted to strings: proto.3") for note in notes)
 
 
 def test_a_torch_file_keeps_the_keys(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_keys_that_are_no_names_of_directories_are_listed_as_they_are_typed(tmp_
         with pytest.raises(UnsupportedError, match=r"nor can c\\d\[0\]") as caught:
             converted(source, tmp_path / "out", to)
         assert caught.value.key == "a/b"
-        assert caught.value.hint == r"give them other names: --rename '^a/b$=NEW' --rename '^c\\d\[0\]$=NEW'"
+        assert caught.value.hint == r"rename them with --rename '^a/b$=NEW' --rename '^c\\d\[0\]$=NEW'"
         converted(source, tmp_path / to, to, rename=(("^a/b$", "x"), (r"^c\\d\[0\]$", "y")))
     state |= {f"x/{number}/": numbers(1) for number in range(20)}
     with pytest.raises(UnsupportedError, match="and 14 more") as caught:

@@ -79,7 +79,9 @@ def test_replicas_are_planned_as_copies_to_compare() -> None:
 
 def test_a_missing_shard_names_the_tensor_and_the_region() -> None:
     source, target, images = catalogs(pieces("w", SHAPE, 0, 4), pieces("w", SHAPE, 1, 2))
-    err = refused(MissingShardError, r"\[6:9, 0:4\] of shape \(12, 8\)", without(source, 2), target, images)
+    err = refused(
+        MissingShardError, r"\[6:9, 0:4\] of the tensor of shape \(12, 8\)", without(source, 2), target, images
+    )
     assert err.key == "w"
 
 
@@ -92,7 +94,7 @@ def test_a_missing_tensor_is_named() -> None:
 def test_a_source_box_out_of_bounds_is_refused() -> None:
     source, target, images = catalogs(pieces("w", SHAPE, 0, 2), one("w", SHAPE))
     moved = with_fragment(source, lambda f: replace(f, box=f.box.shift((1, 0))))
-    refused(CorruptError, "does not lie in shape", moved, target, images)
+    refused(CorruptError, "is out of bounds for shape", moved, target, images)
     array_moved = with_fragment(source, lambda f: replace(f, at=(1, 0)))
     refused(CorruptError, "does not fit at", array_moved, target, images)
 
@@ -114,13 +116,13 @@ def test_a_region_that_would_be_written_nowhere_is_refused() -> None:
 
 def test_a_hole_in_a_target_array_is_refused() -> None:
     cut = Cut([("big", (12, 9), [(full_box(SHAPE), (0, 0))])])
-    refused(CorruptError, r"nothing fills \[0:12, 8:9\] of array 'big'", *catalogs(one("w", SHAPE), cut))
+    refused(CorruptError, r"\[0:12, 8:9\] of array 'big' is not written", *catalogs(one("w", SHAPE), cut))
 
 
 def test_an_array_that_nothing_fills_is_refused() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     images.append(FileImage("more", 64, [PlacedArray(0, PlannedArray("lonely", "int32", (4,)))]))
-    refused(CorruptError, "nothing fills", source, target, images)
+    refused(CorruptError, "is not written", source, target, images)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (3, 0)])
@@ -129,7 +131,7 @@ def test_double_writes_are_refused(at: tuple[int, int]) -> None:
     cut = Cut(
         [("a", (12, 8), [(half, (0, 0)), (Box((6, 0), (6, 8)), at)]), ("b", (12, 8), [(full_box(SHAPE), (0, 0))])]
     )
-    err = refused(CorruptError, "twice|nothing fills", *catalogs(one("w", SHAPE), cut))
+    err = refused(CorruptError, "twice|is not written", *catalogs(one("w", SHAPE), cut))
     assert err.key == "w"
 
 
@@ -145,14 +147,14 @@ def test_two_tensors_cannot_fill_one_array() -> None:
 def test_arrays_must_be_placed_once_and_inside_their_file() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     array = images[0].arrays[0].array
-    refused(CorruptError, "placed in no file", source, target, [FileImage("out", 10)])
+    refused(CorruptError, "is not in any file", source, target, [FileImage("out", 10)])
     refused(CorruptError, "are free", source, target, [FileImage("out", 383, [PlacedArray(0, array)])])
     twice = [FileImage("a", 384, [PlacedArray(0, array)]), FileImage("b", 384, [PlacedArray(0, array)])]
     refused(CorruptError, "placed twice", source, target, twice)
     near = [PlacedArray(0, array), PlacedArray(383, PlannedArray("x", "int32", (1,)))]
     refused(CorruptError, "are free", source, target, [FileImage("out", 999, near)])
     refused(UnsafeError, "path inside", source, target, [FileImage("../out", 384, [PlacedArray(0, array)])])
-    refused(CorruptError, "one path", source, target, [FileImage("a", 0), FileImage("a", 0)])
+    refused(CorruptError, "the same path", source, target, [FileImage("a", 0), FileImage("a", 0)])
 
 
 def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
@@ -160,7 +162,7 @@ def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
     source = Model(tensors, {key: one(key, SHAPE) for key in tensors}).source()
     target, images = Model(tensors, {key: one(key, SHAPE) for key in tensors}).target()
     images = [replace(images[0], arrays=images[0].arrays[:1])]
-    refused(CorruptError, "placed in no file", source, target, images)
+    refused(CorruptError, "is not in any file", source, target, images)
     plan = make_plan(source, replace(target, aliases={"tied": "w"}), images)
     assert list(plan.keys()) == ["w"]
 
@@ -168,7 +170,7 @@ def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
 def test_dtypes_of_one_tensor_must_agree() -> None:
     source, target, images = catalogs(pieces("w", SHAPE, 0, 2), one("w", SHAPE))
     other = with_fragment(source, lambda f: replace(f, array=replace(f.array, dtype="float32")))  # type: ignore[type-var]
-    refused(CorruptError, "in part as int32, in part as float32", other, target, images)
+    refused(CorruptError, "partly as int32 and partly as float32", other, target, images)
     wrong = with_fragment(target, lambda f: replace(f, array=replace(f.array, dtype="float32")))  # type: ignore[type-var]
     refused(CorruptError, "is float32, not int32", source, wrong, images)
 
@@ -206,5 +208,5 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     tracemalloc.stop()
     assert len(work.pairs) == n_pieces
     assert many.memory_bytes - few.memory_bytes > used
-    with pytest.raises(CapacityError, match="1 threads and 1 arrays from 20000 pieces need"):
+    with pytest.raises(CapacityError, match="1 threads and 1 arrays from 20,000 pieces need"):
         make_plan(source, target, images, threads=1, memory_bytes=64 * MIB)

@@ -41,15 +41,15 @@ def differences(source: Any, result: Any) -> list[Difference]:
 
 
 _GENERAL = {
-    "moved": "the tensors in them are called by their paths",
+    "moved": "nested tensors are stored under dotted names",
     "wrapped": "the root is not a dict",
-    "order": "the tensors in them are called by their paths",
+    "order": "nested tensors are stored under dotted names",
 }
 """Kind → what a note says that is about all such entries and need not name them."""
 
 
 _SUBJECTS = {
-    "key": "keys that are not strings become strings",
+    "key": "non-string keys are converted to strings",
     "alias": "tied tensors",
     "shared": "become separate copies",
     "grad": "requires_grad",

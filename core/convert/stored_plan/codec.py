@@ -1,8 +1,8 @@
-"""Catalog entries as JSON values, for the plan that several workers read (``core.convert.stored_plan.file``).
+"""Encode catalog entries as JSON values, for the plan that several workers read.
 
-Only values of known classes are written and made: those of the table ``CLASSES``, and functions of ``BINDERS``. So a
-plan file, whoever wrote it, makes nothing but entries. A fragment that is all of its tensor and all of its array, as
-most are, is the number of the array.
+Only values of known classes are encoded and decoded: those of the table ``CLASSES``, and functions
+of ``BINDERS``. So a plan file, whoever wrote it, creates nothing but catalog entries. A fragment
+that is all of its tensor and all of its array, as most are, is encoded as the number of the array.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ CLASSES: dict[str, type] = {
         *(Quantized, Scales, Dequantized, EncodedChunk, FillValue, RecordEncoding, StreamItem, InlineValue, Widened),
     )
 }
-"""What an encoding may consist of. ``tests/convert/stored_plan/test_file.py`` finds encodings that are missing."""
+"""Classes that an encoding may consist of; a test finds missing ones."""
 
 BINDERS: dict[str, Callable[..., StoredArray]] = {"nothing": bind_nothing, "torch item": item_location}
-"""How arrays are bound, by name (``Catalog.bind``)."""
+"""Functions that bind arrays (``Catalog.bind``), by name."""
 
 
 def refused(value: object) -> object:
-    """What becomes of a value that the tables do not have, where it is to be read again.
+    """Raise for a value that the tables do not have, where it must be read again.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
         f"several workers cannot share a plan with a value of {type(value)}",
-        hint="convert it in one process, without ckpt launch",
+        hint="convert in one process, without ckpt launch",
     )
 
 
 def plain(value: object, unknown: Callable[[object], object] = refused) -> object:
-    """A value of an encoding, or a function that binds, as JSON has it.
+    """Encode a value of an encoding, or a function that binds, as JSON.
 
     Args:
-        unknown: makes something of what the tables do not have.
+        unknown: encodes what the tables do not have.
 
     Raises:
         UnsupportedError: from ``refused``.
@@ -76,18 +76,18 @@ def plain(value: object, unknown: Callable[[object], object] = refused) -> objec
 
 
 def binder_name(bind: object, unknown: Callable[[object], object] = lambda value: None) -> object:
-    """The name of a function of ``BINDERS``, or what ``unknown`` makes of it."""
-    return next((name for name, known in BINDERS.items() if known is bind), None) or unknown(bind)
+    """Return the name of a function of ``BINDERS``, or ``unknown(bind)`` for any other."""
+    return next((name for name, binder in BINDERS.items() if binder is bind), None) or unknown(bind)
 
 
-def made(value: object) -> object:
-    """What ``plain`` was given.
+def decode(value: object) -> object:
+    """Decode a value that ``plain`` encoded.
 
     Raises:
-        ValueError, KeyError, TypeError: nothing that it gives.
+        ValueError, KeyError, TypeError: ``plain`` does not produce such JSON.
     """
     if isinstance(value, list):
-        return tuple(made(item) for item in value)
+        return tuple(decode(item) for item in value)
     if not isinstance(value, dict):
         return value
     if "bytes" in value:
@@ -95,11 +95,11 @@ def made(value: object) -> object:
     if "binder" in value:
         return BINDERS[value["binder"]]
     kind = CLASSES[value["is"]]
-    return kind(**dict(zip(_fields(kind), (made(item) for item in value["of"]), strict=True)))
+    return kind(**dict(zip(_fields(kind), (decode(item) for item in value["of"]), strict=True)))
 
 
 def _fields(kind: type) -> list[str]:
-    """What makes a value of a class; what it only remembers is left out."""
+    """Return the fields that make a value of a class, without those that only cache."""
     return [field.name for field in fields(kind) if field.init and field.compare]
 
 
@@ -107,13 +107,13 @@ _PLAIN = (None, None, -1, None, None, False)
 
 
 class Encoder:
-    """Writes fragments; files are numbered in the order in which they come.
+    """Encodes fragments; files are numbered in the order in which they come.
 
     Args:
-        unknown: see ``plain``.
+        unknown: as for ``plain``.
 
     Attributes:
-        files: their numbers.
+        files: number of each file.
     """
 
     def __init__(self, unknown: Callable[[object], object] = refused) -> None:
@@ -121,19 +121,19 @@ class Encoder:
         self._unknown = unknown
 
     def fragments(self, meta: TensorMeta, fragments: Sequence[AnyFragment]) -> list[object]:
-        """Fragments of a tensor: arrays, encodings, and (box, place in an array) of each."""
+        """Encode a tensor's fragments: arrays, encodings, and box and position of each."""
         arrays: list[object] = []
         encodings: list[object] = []
         numbers: dict[int, int] = {}
-        known: dict[int, int] = {}
+        encoding_numbers: dict[int, int] = {}
         rows: list[object] = []
         for fragment in fragments:
             array, number = fragment.array, -1
             if array is not None:
-                found = numbers.get(id(array))
-                number = numbers[id(array)] = len(arrays) if found is None else found
-                if found is None:
-                    arrays.append(self._array(meta, array, encodings, known))
+                earlier = numbers.get(id(array))
+                number = numbers[id(array)] = len(arrays) if earlier is None else earlier
+                if earlier is None:
+                    arrays.append(self._array(meta, array, encodings, encoding_numbers))
                 box = fragment.box
                 if box.shape == meta.shape == array.shape and not any(fragment.at) and not any(box.offset):
                     rows.append(number)
@@ -141,7 +141,15 @@ class Encoder:
             rows.append((number, fragment.box.offset, fragment.box.shape, fragment.at))
         return [arrays, encodings, rows]
 
-    def _array(self, meta: TensorMeta, array: AnyArray, encodings: list[object], known: dict[int, int]) -> list[object]:
+    def _array(
+        self, meta: TensorMeta, array: AnyArray, encodings: list[object], encoding_numbers: dict[int, int]
+    ) -> list[object]:
+        """Encode an array; a value equal to the tensor's own is written as 0.
+
+        Args:
+            encodings: the encodings of the tensor's arrays so far; a new one is added.
+            encoding_numbers: index in ``encodings`` by the id of an encoding.
+        """
         row: list[object] = [
             0 if array.name == meta.key else array.name,
             0 if array.dtype == meta.dtype else array.dtype,
@@ -154,9 +162,9 @@ class Encoder:
         encoding = extent.encoding
         number = -1
         if encoding is not None:
-            found = known.get(id(encoding))
-            number = known[id(encoding)] = len(encodings) if found is None else found
-            if found is None:
+            earlier = encoding_numbers.get(id(encoding))
+            number = encoding_numbers[id(encoding)] = len(encodings) if earlier is None else earlier
+            if earlier is None:
                 encodings.append(plain(encoding, self._unknown))
         file = self.files.setdefault(extent.file, len(self.files))
         row += (file, extent.offset)
@@ -165,10 +173,10 @@ class Encoder:
 
 
 class Decoder:
-    """Makes what ``Encoder`` wrote.
+    """Decodes what ``Encoder`` encoded.
 
     Args:
-        files: by number.
+        files: names of the files, by number.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -178,17 +186,17 @@ class Decoder:
         """Return the fragments of a tensor of the source.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: nothing that ``Encoder`` writes.
+            ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
         """
         arrays, encodings, rows = data
-        values = [made(encoding) for encoding in encodings]
+        values = [decode(encoding) for encoding in encodings]
         return _fragments(meta, [self._stored(meta, row, values) for row in arrays], rows)
 
     def targets(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[TargetFragment, ...]:
         """Return the fragments of a tensor of the target.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: nothing that ``Encoder`` writes.
+            ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
         """
         arrays, _, rows = data
         return _fragments(meta, [_planned(meta, _row(row)) for row in arrays], rows)
@@ -218,23 +226,23 @@ def _planned(meta: TensorMeta, row: Sequence[Any]) -> PlannedArray:
         meta.key if name == 0 else name,
         meta.dtype if dtype == 0 else dtype,
         meta.shape if shape == 0 else tuple(shape),
-        tuple((which, rank) for which, rank in coords),
+        tuple((group, rank) for group, rank in coords),
     )
 
 
 def _fragments(meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object]) -> tuple[Fragment[ArrayT], ...]:
-    found = []
+    fragments = []
     for row in rows:
         if isinstance(row, int):
-            found.append(Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
+            fragments.append(Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
         else:
             number, offset, shape, at = _row(row)
             piece = arrays[number] if number >= 0 else None
-            found.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), piece, tuple(at)))
-    return tuple(found)
+            fragments.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), piece, tuple(at)))
+    return tuple(fragments)
 
 
 def _row(row: object) -> list[Any]:
     if not isinstance(row, list):
-        raise TypeError("a row is a list")
+        raise TypeError("a row of the plan is not a list")
     return row

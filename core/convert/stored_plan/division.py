@@ -1,16 +1,20 @@
-"""Who of several workers does what: the work of a plan divided by bytes.
+"""Divide the work of a plan over several workers, by bytes.
 
 ::
 
-    large tensors     ├────────┬───────┬─────────┬──────┤     laid in a row, which is cut into equal pieces
-    small tensors     ▉ ▊ ▋ ▌ ▍ ▎ ▏                           largest first, each to whoever has least
+    large tensors     ├────────┬───────┬─────────┬──────┤     laid in a row, which is cut into equal
+    pieces
+    small tensors     ▉ ▊ ▋ ▌ ▍ ▎ ▏                           largest first, each to the worker with
+    the least
 
-A cut in a large tensor is where an item begins (``core.plan.items``), so a worker has at most one item more than its
-share. Tensors whose bytes must be made (casts, codecs) take longer than others, so they have a row of their own. All
-numbers are bytes that are read and written. Pure: which worker does what follows from the numbers alone.
+A cut in a large tensor is where an item begins (``core.plan.items``), so a worker has at most one
+item more than its share. Tensors whose bytes must be computed (casts, codecs) take longer than
+others, so they have a row of their own. All numbers are bytes that are read and written. Pure: the
+division follows from the numbers alone.
 
-Where hosts must not write into one file (``core.files.network_mounts``), tensors whose files hang together form a
-group, a group belongs to one host, and that host's workers divide what it has (``divided_by_hosts``).
+Where hosts must not write into the same file (``core.files.network_mounts``), tensors that are
+connected by files form a group, a group belongs to one host, and that host's workers divide its
+groups (``divide_by_hosts``).
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ from dataclasses import dataclass
 from core.plan.items import ITEM_BYTES
 
 _LARGE_ITEMS = 2
-"""A tensor of more than so many items may be shared."""
+"""A tensor of more items than this may be shared by several workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyWork:
-    """What is known of a tensor for dividing.
+    """The work of one tensor, as far as the division needs to know it.
 
     Args:
-        n_bytes: that are read and written.
-        is_made: its bytes are cast or decoded.
-        is_cuttable: several workers may share it.
+        n_bytes: bytes that are read and written.
+        is_made: the bytes are cast or decoded.
+        is_cuttable: several workers may share the tensor.
     """
 
     n_bytes: int
@@ -42,12 +46,13 @@ class KeyWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a worker does of one tensor.
+class WorkPart:
+    """The part of one tensor that a worker does.
 
     Args:
-        start, stop: those items that begin in these bytes of it; None for the end.
-        n_bytes: about how many they read and write.
+        start, stop: byte range of the tensor; the worker does the items that begin in it. None is
+        the tensor's end.
+        n_bytes: about how many bytes these items read and write.
     """
 
     start: int
@@ -57,64 +62,72 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Who does what.
+    """The division of a plan's tensors over workers.
 
     Args:
-        owners: the worker of each tensor; -1 for one that several share.
-        shared: number of such a tensor → (worker, part) in order.
-        n_workers: how many there are.
+        owners: the worker of each tensor; -1 for a tensor that several share.
+        shared: number of a shared tensor → its (worker, part) pairs in order.
+        n_workers: number of workers.
         loads: bytes of each worker.
     """
 
     owners: columns[int]
-    shared: dict[int, list[tuple[int, Part]]]
+    shared: dict[int, list[tuple[int, WorkPart]]]
     n_workers: int
     loads: Sequence[int]
 
     @property
     def balance(self) -> float:
-        """The largest worker's bytes by the mean; 1.0 without any."""
+        """Return the load of the busiest worker divided by the mean; 1.0 without any load."""
         total = sum(self.loads)
         return max(self.loads) * self.n_workers / total if total else 1.0
 
 
-def divided_by_hosts(
+def divide_by_hosts(
     works: Sequence[KeyWork], files: Sequence[Sequence[int]], hosts: Sequence[str], *, item_bytes: int = ITEM_BYTES
 ) -> Division:
-    """The work of all tensors, so that workers of one host only write into a file.
+    """Divide all tensors so that only workers of one host write into a file.
 
     Args:
+        works: the work of each tensor.
         files: numbers of the files that each tensor is written to.
-        hosts: of each worker.
-        item_bytes: as for ``divided``.
+        hosts: the host of each worker.
+        item_bytes: as for ``divide_work``.
     """
     owners = columns("i", bytes(4 * len(works)))
     loads = [0] * len(hosts)
-    shared: dict[int, list[tuple[int, Part]]] = {}
+    shared: dict[int, list[tuple[int, WorkPart]]] = {}
     names = sorted(set(hosts))
     workers = {name: [worker for worker, host in enumerate(hosts) if host == name] for name in names}
-    heap = [(0.0, place) for place in range(len(names))]
-    mine: list[list[int]] = [[] for _ in names]
-    groups = [(sum(works[n].n_bytes for n in group), group) for group in _groups(files)]
-    for n_bytes, group in sorted(groups, key=lambda one: -one[0]):
-        load, place = heap[0]
-        mine[place] += group
-        heapq.heapreplace(heap, (load + n_bytes / len(workers[names[place]]), place))
-    for place, name in enumerate(names):
-        numbers = sorted(mine[place])
-        part = divided([works[n] for n in numbers], len(workers[name]), item_bytes=item_bytes)
-        for at, number in enumerate(numbers):
-            owner = part.owners[at]
+
+    # Give each group of tensors, largest first, to the host with the least load per worker.
+    heap = [(0.0, index) for index in range(len(names))]
+    tensors_of_host: list[list[int]] = [[] for _ in names]
+    groups = [(sum(works[n].n_bytes for n in group), group) for group in _connected_by_files(files)]
+    for n_bytes, group in sorted(groups, key=lambda item: -item[0]):
+        load, index = heap[0]
+        tensors_of_host[index] += group
+        heapq.heapreplace(heap, (load + n_bytes / len(workers[names[index]]), index))
+
+    # Divide what each host has over its own workers.
+    for name, tensors in zip(names, map(sorted, tensors_of_host), strict=True):
+        division = divide_work([works[n] for n in tensors], len(workers[name]), item_bytes=item_bytes)
+        for position, number in enumerate(tensors):
+            owner = division.owners[position]
             owners[number] = workers[name][owner] if owner >= 0 else -1
             if owner < 0:
-                shared[number] = [(workers[name][w], piece) for w, piece in part.shared[at]]
-        for at, load in enumerate(part.loads):
-            loads[workers[name][at]] = load
+                shared[number] = [(workers[name][w], part) for w, part in division.shared[position]]
+        for position, load in enumerate(division.loads):
+            loads[workers[name][position]] = load
     return Division(owners, shared, len(hosts), loads)
 
 
-def _groups(files: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Tensors in groups that have no file in common."""
+def _connected_by_files(files: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return groups of tensors, so that tensors of different groups have no file in common.
+
+    Args:
+        files: numbers of the files of each tensor.
+    """
     parent: dict[int, int] = {}
 
     def root(node: int) -> int:
@@ -123,33 +136,39 @@ def _groups(files: Sequence[Sequence[int]]) -> list[list[int]]:
             node = above
         return node
 
-    for found in files:
-        for file in found[1:]:
-            parent[root(file)] = root(found[0])
+    for numbers in files:
+        for file in numbers[1:]:
+            parent[root(file)] = root(numbers[0])
     groups: dict[int, list[int]] = {}
-    for number, found in enumerate(files):
-        groups.setdefault(root(found[0]) if found else -1 - number, []).append(number)
+    for tensor, numbers in enumerate(files):
+        groups.setdefault(root(numbers[0]) if numbers else -1 - tensor, []).append(tensor)
     return list(groups.values())
 
 
-def divided(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_BYTES) -> Division:
-    """The work of all tensors, by their numbers, for ``n_workers`` workers.
+def divide_work(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_BYTES) -> Division:
+    """Divide all tensors over workers of one host.
 
     Args:
-        item_bytes: about what an item writes; it reads as much.
+        works: the work of each tensor.
+        n_workers: number of workers.
+        item_bytes: about how many bytes an item writes; it reads as many.
     """
-    most = _LARGE_ITEMS * 2 * item_bytes
+    max_bytes = _LARGE_ITEMS * 2 * item_bytes
     owners = columns("i", bytes(4 * len(works)))
     loads = [0] * n_workers
-    shared: dict[int, list[tuple[int, Part]]] = {}
-    large = [n for n, work in enumerate(works) if work.is_cuttable and work.n_bytes > most and n_workers > 1]
+
+    # Cut the large tensors: those that are copied, then those whose bytes must be computed.
+    shared: dict[int, list[tuple[int, WorkPart]]] = {}
+    large = [n for n, work in enumerate(works) if work.is_cuttable and work.n_bytes > max_bytes and n_workers > 1]
     for is_made in (False, True):
         row = [(n, works[n].n_bytes) for n in large if works[n].is_made == is_made]
-        for number, worker, part in _cut(row, n_workers):
+        for number, worker, part in _cut_row(row, n_workers):
             loads[worker] += part.n_bytes
             shared.setdefault(number, []).append((worker, part))
     for number in large:
         owners[number] = -1
+
+    # Give each remaining tensor, largest first, to the worker with the least load.
     rest = sorted((n for n in range(len(works)) if owners[n] == 0), key=lambda n: -works[n].n_bytes)
     heap = [(load, worker) for worker, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -161,8 +180,12 @@ def divided(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_
     return Division(owners, shared, n_workers, loads)
 
 
-def _cut(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[int, int, Part]]:
-    """(tensor, worker, part) of tensors in a row that is cut into equal pieces; their sizes in bytes."""
+def _cut_row(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[int, int, WorkPart]]:
+    """Yield (tensor, worker, part) for tensors in a row that is cut into equal pieces.
+
+    Args:
+        row: (tensor, size in bytes) in order.
+    """
     total = sum(size for _, size in row)
     begin = 0  # of the tensor in the row
     worker = 0
@@ -171,10 +194,10 @@ def _cut(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[int, 
         while True:
             end = (worker + 1) * total // n_workers - begin  # of the worker's piece, in the tensor
             if end >= size or worker == n_workers - 1:
-                yield number, worker, Part(start, None, size - start)
+                yield number, worker, WorkPart(start, None, size - start)
                 break
             if end > start:
-                yield number, worker, Part(start, end, end - start)
+                yield number, worker, WorkPart(start, end, end - start)
                 start = end
             worker += 1
         begin += size

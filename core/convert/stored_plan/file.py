@@ -1,18 +1,20 @@
-"""The proven plan as a file in the stage, which the lead writes and every worker reads.
+"""Store the proven plan as a file in the stage, which the lead writes and every worker reads.
 
 ::
 
     ckpt plan 1
     ["model.w", …]          a line for each tensor: where its pieces lie, and where they go; JSON
     …
-    columns                 little-endian integers: where the lines begin, where arrays lie, whose a tensor is
-    {"columns": …}          the trailer, JSON: the source's files with their stamps, the target's paths, who shares what
+    columns                 little-endian integers: where the lines begin, where arrays lie, the
+    owner of each tensor
+    {"columns": …}          the trailer, JSON: the source's files with their stamps, the target's
+    paths, shared tensors
     8 bytes                 where the trailer begins
 
-A worker reads the columns, and of the lines only those of its own tensors. It derives the work of each again, as
-``core.plan.plan`` does, so the proof holds for it as well. The file holds integers, names and the values of encodings
-(``core.convert.stored_plan.codec``), nothing that could be run. The journal's identity is the hash of everything but
-the division.
+A worker reads the columns, and of the lines only those of its own tensors. It derives the work of
+each again, as ``core.plan.plan`` does, so the proof holds for it as well. The file holds integers,
+names and the values of encodings (``core.convert.stored_plan.codec``), and nothing that could be
+executed. The journal's identity is the hash of everything but the division.
 """
 
 from __future__ import annotations
@@ -44,20 +46,20 @@ from core.plan.positions import Places
 MAGIC = b"ckpt plan 1\n"
 _FOOTER_BYTES = 8
 _MAX_UNIT_BYTES = 32 << 20
-"""Tensors with larger decoded units are not shared, or every sharer would decode the same."""
+"""Tensors with larger units are not shared, or several workers would decode the same unit."""
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenPlan:
     """A plan that has been written, all but its division.
 
     Args:
-        identity: hash of all that decides which bytes are written where.
-        works: what dividing needs to know of each tensor.
-        write_bytes: of each tensor.
+        identity: hash of everything that decides which bytes are written where.
+        works: the work of each tensor, for the division.
+        write_bytes: bytes to write of each tensor.
         target_files: numbers of the files that each tensor is written to.
-        trailer: the file's, so far.
+        trailer: the file's trailer so far.
     """
 
     identity: str
@@ -67,7 +69,7 @@ class Written:
     trailer: dict[str, object]
 
 
-class _Sink:
+class _HashedSink:
     """A file that is written and hashed, or only hashed."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
@@ -83,67 +85,79 @@ class _Sink:
 
 
 def identity_of(plan: Plan, source_store: ReadStore, *, options: str = "", item_bytes: int = ITEM_BYTES) -> str:
-    """A hash of everything that decides which bytes a plan writes where; see ``write_plan``."""
+    """Return a hash of everything that decides which bytes a plan writes where."""
     return write_plan(plan, source_store, None, options=options, item_bytes=item_bytes).identity
 
 
 def write_plan(
     plan: Plan, source_store: ReadStore, file: IO[bytes] | None, *, options: str = "", item_bytes: int = ITEM_BYTES
-) -> Written:
-    """Writes the lines and columns of a plan.
+) -> WrittenPlan:
+    """Write the lines and columns of a plan.
 
     Args:
-        plan: the plan.
-        source_store: the sizes of its files, and where the store knows them their modification times, are part of the
-            hash: of those with tensors, and of all that were opened to make the plan.
-        file: gets it; None if only the hash is wanted.
+        plan: the proven plan.
+        source_store: the source's files. The hash covers the sizes, and where the store knows them
+        the modification times, of those with tensors and of all that were opened to make the plan.
+        file: the file to write; None if only the hash is wanted.
         options: whatever else decides which bytes are written.
         item_bytes: as for ``core.copy.options.CopyOptions``.
 
     Raises:
-        UnsupportedError: several workers cannot share it, see ``core.convert.stored_plan.codec``.
+        UnsupportedError: several workers cannot share the plan
+        (``core.convert.stored_plan.codec``).
     """
-    sink = _Sink(file)
+    sink = _HashedSink(file)
     sink.write(MAGIC)
     unknown = repr if file is None else refused
     encoder = Encoder(unknown)
     plain_lines = _PlainLines(plan, encoder)
+
+    # Write a line for each tensor.
     lines = columns("q")
     write_bytes = columns("q")
     works: list[KeyWork] = []
     target_files: list[tuple[int, ...]] = []
-    others: set[str] = set()
+    encoding_files: set[str] = set()
     for key in iter(plan.keys()):
         lines.append(sink.n_bytes)
-        line, work, n_written, files = _line(plan, key, encoder, others, plain_lines)
+        line, work, n_written, files = _line(plan, key, encoder, encoding_files, plain_lines)
         sink.write(line)
         works.append(work)
         write_bytes.append(n_written)
         target_files.append(files)
     lines.append(sink.n_bytes)
+
+    # Write the columns. The hash covers the trailer as it is before the division.
     sink.hash.update(_encoded([options, item_bytes]).encode())
     trailer: dict[str, object] = {
         "buffer_bytes": plan.buffer_bytes,
         "cache_bytes": plan.cache_bytes,
         "compares": plan.compares,
         "bind": binder_name(plan.source.bind, unknown),
-        "files": [[name, _stamp(source_store, name)] for name in _files(encoder, others, source_store)],
+        "files": [[name, _stamp(source_store, name)] for name in _files(encoder, encoding_files, source_store)],
         "paths": [[image.path, image.size] for image in plan.images],
     }
-    place = plan.places.as_columns()
-    parts = {"image": place[0], "offset": place[1], "n_bytes": place[2], "lines": lines}
+    columns_of_places = plan.places.as_columns()
+    parts = {
+        "image": columns_of_places[0],
+        "offset": columns_of_places[1],
+        "n_bytes": columns_of_places[2],
+        "lines": lines,
+    }
     trailer["columns"] = {name: _write_column(sink, part) for name, part in parts.items()}
     sink.hash.update(_encoded(trailer).encode())
-    return Written(sink.hash.hexdigest(), works, write_bytes, target_files, trailer)
+    return WrittenPlan(sink.hash.hexdigest(), works, write_bytes, target_files, trailer)
 
 
-def finish_plan(file: IO[bytes], written: Written, division: Division) -> None:
-    """Writes who does what, and the end of the file.
+def finish_plan(file: IO[bytes], written: WrittenPlan, division: Division) -> None:
+    """Write the division and the trailer, which end the file.
 
     Args:
-        file: as ``write_plan`` left it.
+        file: the file as ``write_plan`` left it.
+        written: the result of ``write_plan``.
+        division: which worker does what.
     """
-    sink = _Sink(file)
+    sink = _HashedSink(file)
     begin = file.tell()
     owners = _write_column(sink, division.owners, begin)
     sizes = _write_column(sink, written.write_bytes, begin)
@@ -151,25 +165,31 @@ def finish_plan(file: IO[bytes], written: Written, division: Division) -> None:
         [number, [[worker, part.start, part.stop, part.n_bytes] for worker, part in parts]]
         for number, parts in division.shared.items()
     ]
-    found = written.trailer["columns"]
-    assert isinstance(found, dict)
-    trailer = {**written.trailer, "columns": {**found, "owners": owners, "sizes": sizes}, "shared": shares}
+    column_places = written.trailer["columns"]
+    assert isinstance(column_places, dict)
+    trailer = {**written.trailer, "columns": {**column_places, "owners": owners, "sizes": sizes}, "shared": shares}
     end = begin + sink.n_bytes
     file.write(_encoded(trailer).encode() + end.to_bytes(_FOOTER_BYTES, "little"))
 
 
 _Line = tuple[bytes, KeyWork, int, tuple[int, ...]]
-"""The line of a tensor, what dividing needs to know of it, bytes to write, numbers of the files."""
+"""The line of a tensor, its work for the division, bytes to write, numbers of the files."""
 
 
-def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines: _PlainLines) -> _Line:
+def _line(plan: Plan, key: str, encoder: Encoder, encoding_files: set[str], plain_lines: _PlainLines) -> _Line:
+    """Return the line of a tensor, and the facts about it that the division needs.
+
+    Args:
+        encoding_files: names of files that encodings read; those of this tensor are added.
+        plain_lines: writes the lines of tensors that are one array on both sides.
+    """
     have, want = plan.source.meta(key), plan.target.meta(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
     zeros = plan.zeros.get(key, ())
     if len(sources) == len(targets) == 1 and not zeros:
-        found = plain_lines.line(have, want, sources[0], targets[0])
-        if found is not None:
-            return found
+        plain_line = plain_lines.line(have, want, sources[0], targets[0])
+        if plain_line is not None:
+            return plain_line
     numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
     row = (
         key,
@@ -180,6 +200,8 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines:
         [(box.offset, box.shape) for box in zeros],
         plan.is_share,
     )
+
+    # Count what is read: each box once, and its copies again where they are compared.
     boxes: dict[Box, int] = {}
     dtype = have.dtype
     unit = 0
@@ -190,7 +212,7 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines:
         boxes[piece.box] = boxes.get(piece.box, 0) + 1
         encoding = piece.array.extent.encoding
         if encoding is not None:
-            others.update(files_read(encoding))
+            encoding_files.update(files_read(encoding))
             unit = max(unit, min(encoding.unit_bytes, piece.array.n_bytes))
     once = sum(box.n_elements for box in boxes)
     compared = sum(n * box.n_elements for box, n in boxes.items() if n > 1) if plan.compares else 0
@@ -206,9 +228,10 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines:
 
 
 class _PlainLines:
-    """Lines of tensors that are one array on both sides, as most of a large model's are.
+    """Writes the lines of tensors that are one array on both sides, as most of a large model's are.
 
-    Only names and addresses differ between those of one shape and dtype. The text is that of the encoder.
+    Only names and addresses differ between tensors of one shape and dtype. The text equals the
+    encoder's.
     """
 
     def __init__(self, plan: Plan, encoder: Encoder) -> None:
@@ -216,25 +239,27 @@ class _PlainLines:
         self._images = plan.places.as_columns()[0]
         self._files = encoder.files
         self._end = f"],[],[0]],[],{_encoded(plan.is_share)}]\n"
-        self._known: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
+        self._texts_of_kind: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
 
-    def line(self, have: TensorMeta, want: TensorMeta, one: Fragment, wanted: TargetFragment) -> _Line | None:
-        """What ``_line`` gives; None for a tensor of another kind."""
-        array, place = one.array, wanted.array
-        if array is None or place is None or not (is_all(one, array, have) and is_all(wanted, place, want)):
+    def line(self, have: TensorMeta, want: TensorMeta, piece: Fragment, target_piece: TargetFragment) -> _Line | None:
+        """Return the line of a tensor that is one array on both sides, or None."""
+        array, planned = piece.array, target_piece.array
+        if array is None or planned is None:
             return None
-        extent, number = array.extent, self._places.number_of(place.name)
+        if not (is_all(piece, array, have) and is_all(target_piece, planned, want)):
+            return None
+        extent, number = array.extent, self._places.number_of(planned.name)
         if number is None:
             return None
         if any(part is not None for part in (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)):
             return None
         image = self._images[number]
         sides = (have.dtype, have.shape, have.flexible, want.dtype, want.shape, want.flexible)
-        kind = (sides, array.dtype, array.coords, place.dtype, image)
-        known = self._known.get(kind)
-        if known is None:
-            known = self._known[kind] = _plain_kind(have, want, array, place, image)
-        between, source, target, work, n_written, files = known
+        kind = (sides, array.dtype, array.coords, planned.dtype, image)
+        texts = self._texts_of_kind.get(kind)
+        if texts is None:
+            texts = self._texts_of_kind[kind] = _plain_kind(have, want, array, planned, image)
+        between, source, target, work, n_written, files = texts
         key = have.key
         name, number_name = "0" if array.name == key else _encoded(array.name), str(number)
         file = self._files.setdefault(extent.file, len(self._files))
@@ -250,7 +275,7 @@ class _PlainLines:
 def _plain_kind(
     have: TensorMeta, want: TensorMeta, array: StoredArray, place: PlannedArray, image: int
 ) -> tuple[str, str, str, KeyWork, int, tuple[int, ...]]:
-    """What lines of ``_PlainLines`` have in common: three texts, and what ``_line`` gives beside the line."""
+    """Return the texts, work, bytes to write and file numbers of all lines of one kind."""
     sides = [(side.dtype, side.shape, side.flexible) for side in (have, want)]
     source = (0 if array.dtype == have.dtype else array.dtype, 0, array.coords)
     target = (0 if place.dtype == want.dtype else place.dtype, 0, ())
@@ -261,14 +286,14 @@ def _plain_kind(
 
 
 def _numbered(piece: TargetFragment, array: PlannedArray, places: Places) -> TargetFragment:
-    """A fragment of the target whose array has its number for a name; where it lies is told by the columns."""
+    """Return a fragment of the target whose array is named by its number in the columns."""
     name = str(places.number_of(array.name))
     return Fragment(piece.key, piece.box, PlannedArray(name, array.dtype, array.shape), piece.at)
 
 
-def _files(encoder: Encoder, others: set[str], store: ReadStore) -> list[str]:
-    """The files of the source: those that hold arrays by their numbers, then those that were opened otherwise."""
-    rest = (others | set(getattr(store, "opened", ()))) - encoder.files.keys()
+def _files(encoder: Encoder, encoding_files: set[str], store: ReadStore) -> list[str]:
+    """Return the source's files: those with arrays by number, then all others that were opened."""
+    rest = (encoding_files | set(getattr(store, "opened", ()))) - encoder.files.keys()
     return [*encoder.files, *sorted(rest)]
 
 
@@ -277,8 +302,8 @@ def _stamp(store: ReadStore, name: str) -> list[int]:
     return [store.size(name)] if stamp is None else list(stamp(name))
 
 
-def _write_column(sink: _Sink, column: columns[int], begin: int = 0) -> list[object]:
-    """Writes a column; (type, address, bytes)."""
+def _write_column(sink: _HashedSink, column: columns[int], begin: int = 0) -> list[object]:
+    """Write a column, and return its (type code, address, bytes)."""
     data = _little(column).tobytes()
     place: list[object] = [column.typecode, begin + sink.n_bytes, len(data)]
     sink.write(data)
@@ -293,27 +318,27 @@ def _little(column: columns[int]) -> columns[int]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file.
+    """Return the SHA-256 of a file in hexadecimal.
 
     Raises:
-        StorageError, MissingShardError: it cannot be read.
+        StorageError, MissingShardError: the file cannot be read.
     """
     with translate_os_errors(str(path), doing="read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class StoredPlan:
-    """A plan file that is open; a context manager.
+    """An open plan file; a context manager.
 
     Args:
-        path: of the file.
-        digest: SHA-256 that it must have.
-        rank: the worker whose share it is opened for.
-        threads: that copy.
+        path: path of the file.
+        digest: SHA-256 that the file must have.
+        rank: the worker whose share is wanted.
+        threads: number of copying threads.
 
     Raises (on entering):
-        CorruptError: it has another hash, or is no plan.
-        StorageError, MissingShardError: it cannot be read.
+        CorruptError: the file has another hash, or is not a plan.
+        StorageError, MissingShardError: the file cannot be read.
     """
 
     def __init__(self, path: Path, digest: str, *, rank: int, threads: int) -> None:
@@ -339,21 +364,22 @@ class StoredPlan:
         self.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _check(self) -> None:
-        found = file_digest(self.path)
-        if found != self._digest:
+        digest = file_digest(self.path)
+        if digest != self._digest:
             raise CorruptError(
-                f"the plan has SHA-256 {found}, the lead's has {self._digest}",
+                f"the plan has SHA-256 {digest}, but the lead's plan has {self._digest}",
                 file=str(self.path),
-                hint="all hosts must see one file system, and one run at a time may write a destination",
+                hint="all hosts must see the same file system, and only one run at a time may write a destination",
             )
 
     def _load(self) -> None:
+        """Read the trailer and the columns, and find this worker's tensors."""
         size = os.fstat(self._fd).st_size
         begin = int.from_bytes(self._read(size - _FOOTER_BYTES, _FOOTER_BYTES), "little")
         trailer = json.loads(self._read(begin, size - _FOOTER_BYTES - begin))
@@ -367,27 +393,29 @@ class StoredPlan:
         self._lines = self._column(places["lines"])
         self._sizes = self._column(places["sizes"])
         paths = [path for path, _ in trailer["paths"]]
-        kept = (self._column(places[name]) for name in ("image", "offset", "n_bytes"))
-        self.places = Places.of_columns(paths, *kept)
+        position_columns = (self._column(places[name]) for name in ("image", "offset", "n_bytes"))
+        self.places = Places.of_columns(paths, *position_columns)
+
+        # Collect this worker's tensors: those it owns, and its parts of those that several share.
         owners = self._column(places["owners"])
-        mine: dict[int, list[tuple[int, int | None]]] = {
+        parts_of: dict[int, list[tuple[int, int | None]]] = {
             n: [(0, None)] for n in range(len(owners)) if owners[n] == self._rank
         }
-        self.write_bytes = sum(self._sizes[n] for n in mine)
+        self.write_bytes = sum(self._sizes[n] for n in parts_of)
         for number, parts in trailer["shared"]:
-            found = [(start, stop, n) for worker, start, stop, n in parts if worker == self._rank]
-            if found:
-                mine[number] = [(start, stop) for start, stop, _ in found]
+            own = [(start, stop, n) for worker, start, stop, n in parts if worker == self._rank]
+            if own:
+                parts_of[number] = [(start, stop) for start, stop, _ in own]
                 total = sum(part[3] for part in parts)
-                self.write_bytes += self._sizes[number] * sum(n for *_, n in found) // max(1, total)
-        self._mine = dict(sorted(mine.items()))
+                self.write_bytes += self._sizes[number] * sum(n for *_, n in own) // max(1, total)
+        self._parts_of = dict(sorted(parts_of.items()))
 
     def _read(self, offset: int, n_bytes: int) -> bytes:
         data = os.pread(self._fd, n_bytes, offset)
         while len(data) < n_bytes:
             more = os.pread(self._fd, n_bytes - len(data), offset + len(data))
             if not more:
-                raise CorruptError("the plan is too short", file=str(self.path))
+                raise CorruptError("the plan is truncated", file=str(self.path))
             data += more
         return data
 
@@ -399,19 +427,19 @@ class StoredPlan:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The tensors of which this worker does something."""
-        return frozenset(self._mine)
+        """Return the numbers of the tensors that this worker copies, wholly or in part."""
+        return frozenset(self._parts_of)
 
     def portions(self) -> Iterator[Portion]:
-        """What this worker does; see ``core.copy.run.Work``."""
-        for number, parts in self._mine.items():
+        """Yield this worker's share, as ``core.copy.run.Work`` defines."""
+        for number, parts in self._parts_of.items():
             work = None
             for start, stop in parts:
                 work = work or self._match(number)
                 yield Portion(number, work, start, stop)
 
     def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """See ``Catalog.bind``."""
+        """Return an array with its position in a file, as ``Catalog.bind`` does."""
         return self._bind(store, array)
 
     def _match(self, number: int) -> Match:

@@ -1,15 +1,18 @@
-"""A conversion that several workers make together.
+"""Run a conversion that several workers make together.
 
 ::
 
-    lead      prepare, make the files, write the plan ─┬─ check ─┬─ share ─┬─ literals, manifest ─┬─ commit
-    others                                             └─ check ─┴─ share ─┘                      └─ done
+    lead      prepare, make the files, write the plan ─┬─ check ─┬─ share ─┬─ literals, manifest ─┬─
+    commit
+    others                                             └─ check ─┴─ share ─┘                      └─
+    done
 
-The lead decides and proves everything, as a single process does (``core.convert.prepare.prepare``), and writes the
-proven plan into the stage. All agree on its hash before a byte is written; then each copies its share
-(``core.convert.workers.share``). The lead joins their books, so literals, manifest and every other byte are those of a
-single process. Only it publishes, and only once every worker has said that its part is on the disk. The stage is always
-kept when something fails: the same command, with any number of workers, goes on from the journals.
+The lead decides and proves everything, as a single process does (``core.convert.prepare.prepare``),
+and writes the proven plan into the stage. All agree on its hash before a byte is written; then each
+copies its share (``core.convert.workers.share``). The lead joins their ledgers, so literals,
+manifest and every other byte are those of a single process. Only the lead publishes, once every
+worker has reported that its part is on the disk. The stage is always kept when something fails: the
+same command, with any number of workers, continues from the journals.
 """
 
 from __future__ import annotations
@@ -27,11 +30,19 @@ from typing import IO, TYPE_CHECKING, TypeVar
 from core.convert.job import Job, Report
 from core.convert.prepare import Prepared, prepare
 from core.convert.run import within_memory
-from core.convert.stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
-from core.convert.stored_plan.division import Division, divided, divided_by_hosts
-from core.convert.stored_plan.file import Written, file_digest, finish_plan, write_plan
-from core.convert.verify import Comparison, planned_again
-from core.convert.workers.share import Done, Order, Share
+from core.convert.stage import (
+    WrittenFingerprints,
+    finish_data,
+    finish_manifest,
+    identity_text,
+    report_of,
+    stage_of,
+    written_path,
+)
+from core.convert.stored_plan.division import Division, divide_by_hosts, divide_work
+from core.convert.stored_plan.file import WrittenPlan, file_digest, finish_plan, write_plan
+from core.convert.verify import ComparingStage, plan_comparison
+from core.convert.workers.share import ShareResult, WorkerShare, WorkOrder
 from core.copy.ledger import Ledger
 from core.copy.run import CopyResult
 from core.device.device import Device
@@ -56,35 +67,40 @@ _SPOOLED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How finely work is cut: about the bytes of an item, those of a thread's buffers (None for the plan's), and of
-    what a killed worker may lose."""
+class WorkSizes:
+    """How finely work is cut, in bytes.
+
+    Args:
+        item_bytes: about what an item writes.
+        buffer_bytes: buffers of a thread; None for the plan's.
+        batch_bytes: work that a killed worker may lose.
+    """
 
     item_bytes: int = ITEM_BYTES
     buffer_bytes: int | None = None
     batch_bytes: int = BATCH_BYTES
 
 
-_USUAL = Sizes()
+_DEFAULT_SIZES = WorkSizes()
 
 
 def run_shared(
     job: Job,
     team: Team,
     *,
-    sizes: Sizes = _USUAL,
+    sizes: WorkSizes = _DEFAULT_SIZES,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Do the job as one of several workers: what ``core.convert.run.run`` does in one process.
+    """Do the job as one of several workers, as ``core.convert.run.run`` does it in one process.
 
     Args:
         job: the same on all workers.
-        team: more than one worker; all of them call this.
+        team: more than one worker; all of them call this function.
         sizes: the same on all workers.
-        publishing: as for ``core.convert.run.run``; called at the lead only.
+        publishing: as for ``core.convert.run.run``; called on the lead only.
 
     Raises:
-        CheckpointingException: any kind, on all workers; the destination is untouched, and the stage is kept.
+        CheckpointingException: the job failed, on all workers; the destination is untouched, and the stage is kept.
     """
     job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
@@ -97,7 +113,10 @@ def run_shared(
         if job.verify:
             order = broadcast_result(team, _by(lead, lambda lead: lead.begin_verifying()))
             done = _shared(
-                order, team, job.device, lambda share: share.compare(Comparison(stack.enter_context(_written(order))))
+                order,
+                team,
+                job.device,
+                lambda share: share.compare(ComparingStage(stack.enter_context(_written(order)))),
             )
             broadcast_result(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
         try:
@@ -105,11 +124,11 @@ def run_shared(
         except (WorkerError, KeyboardInterrupt):
             if lead is None or lead.committed is None:
                 raise
-            return lead.committed  # somebody is gone who had nothing left to do; an agent ends the others for that
+            return lead.committed  # a worker that had nothing left to do is lost; an agent then ends the others
 
 
-def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
-    """The fingerprints of what was written, at the lead; all workers read it."""
+def _fingerprints(job: Job, order: WorkOrder, team: Team) -> dict[str, Fingerprint]:
+    """Read what was written with all workers, and return its fingerprints on the lead."""
     from core.manifest.fingerprint_share import fingerprints_of_directory
 
     rules = load_rules(job.rules, unknown=job.unknown)
@@ -124,8 +143,8 @@ def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
 
 
 @contextmanager
-def _written(order: Order) -> Iterator[LocalStore]:
-    """The files that are compared."""
+def _written(order: WorkOrder) -> Iterator[LocalStore]:
+    """Open the files that are compared, and close them after the block."""
     assert order.target is not None
     store = LocalStore(order.target)
     try:
@@ -135,7 +154,7 @@ def _written(order: Order) -> Iterator[LocalStore]:
 
 
 def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
-    """The work as ``broadcast_result`` wants it; it is called at the lead only."""
+    """Return a function that does the work on the lead, to which it is restricted."""
 
     def call() -> T:
         assert lead is not None
@@ -144,29 +163,35 @@ def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
     return call
 
 
-def _shared(order: Order, team: Team, device: Device | None, work: Callable[[Share], Done]) -> list[Done] | None:
-    """What each worker did, at the lead; no worker begins before all have seen the same plan, stage and source."""
+def _shared(
+    order: WorkOrder, team: Team, device: Device | None, work: Callable[[WorkerShare], ShareResult]
+) -> list[ShareResult] | None:
+    """Run each worker's share, once all workers have opened the same plan, stage and source.
+
+    Returns:
+        The results of all workers on the lead, None on the others.
+    """
     with ExitStack() as stack:
-        shares: list[Share] = []
+        shares: list[WorkerShare] = []
 
-        def see() -> None:
-            shares.append(stack.enter_context(Share(order, team, device=device)))
+        def open_share() -> None:
+            shares.append(stack.enter_context(WorkerShare(order, team, device=device)))
 
-        gather_results(team, see)
+        gather_results(team, open_share)
         return gather_results(team, lambda: work(shares[0]))
 
 
 class _Lead:
-    """What only the lead does and knows.
+    """The steps and the state of a job that only the lead has.
 
     Args:
-        job: what to do.
+        job: the conversion, as asked for.
         team: the workers.
         stack: closes source and stage at the end, whatever happens.
         sizes: how finely work is cut.
     """
 
-    def __init__(self, job: Job, team: Team, stack: ExitStack, sizes: Sizes) -> None:
+    def __init__(self, job: Job, team: Team, stack: ExitStack, sizes: WorkSizes) -> None:
         self._job = job
         self._team = team
         self._stack = stack
@@ -177,13 +202,13 @@ class _Lead:
         self._result: CopyResult
         self._figures: tuple[Figures, ...] = ()
         self._n_verified = 0
-        self._again: Plan | None = None
+        self._comparison: Plan | None = None
         self.committed: Report | None = None
         self._files: list[FileSum] = []
-        self._made = Made()
+        self._fingerprints = WrittenFingerprints()
 
-    def begin(self) -> Order:
-        """Decides, makes the stage with all its files, and writes the plan."""
+    def begin(self) -> WorkOrder:
+        """Prepare the job, make the stage with all its files, and write the plan."""
         job = self._job
         prepared = self._prepared = self._stack.enter_context(prepare(job))
         if job.force:
@@ -208,11 +233,11 @@ class _Lead:
             order, journal_identity=stage.journal_identity, crc=job.crc, crc_digest=job.digest, fsync=job.fsync
         )
 
-    def _order(self, plan: Path, digest: str, *, threads: int) -> Order:
-        """What all orders of this job have in common."""
+    def _order(self, plan: Path, digest: str, *, threads: int) -> WorkOrder:
+        """Return an order with what all orders of this job have in common."""
         prepared, stage = self._prepared, self._stage
         assert stage.workers is not None
-        return Order(
+        return WorkOrder(
             stage_dir=stage.stage_dir,
             plan=plan,
             digest=digest,
@@ -224,92 +249,88 @@ class _Lead:
             **asdict(self._sizes),
         )
 
-    def _divided(self, written: Written, stage: Stage) -> Division:
-        """Who writes what: on file systems whose hosts have caches of their own, each file is one host's."""
+    def _divided(self, written: WrittenPlan, stage: Stage) -> Division:
+        """Divide the work; where hosts have caches of their own, only one host writes each file."""
         hosts, item_bytes = self._team.hosts, self._sizes.item_bytes
         kind = file_system_of(stage.stage_dir)
         if len(set(hosts)) == 1 or is_coherent(kind):
-            return divided(written.works, self._team.size, item_bytes=item_bytes)
-        division = divided_by_hosts(written.works, written.target_files, hosts, item_bytes=item_bytes)
+            return divide_work(written.works, self._team.size, item_bytes=item_bytes)
+        division = divide_by_hosts(written.works, written.target_files, hosts, item_bytes=item_bytes)
         stage.notes.append(
-            f"on {kind} each file is written by one host, as hosts may overwrite each other's bytes there; the largest "
+            f"each file is written by one host, because hosts may overwrite each other's bytes on {kind}; the largest "
             f"share is {division.balance:.2f} × the mean"
         )
         return division
 
-    def _stored(self, path: Path, spooled: IO[bytes], written: Written, division: Division) -> str:
-        """Writes the plan's file; its SHA-256."""
+    def _stored(self, path: Path, spooled: IO[bytes], written: WrittenPlan, division: Division) -> str:
+        """Write the plan's file, and return its SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
         with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
             shutil.copyfileobj(spooled, file)
         return file_digest(path)
 
-    def join(self, done: Sequence[Done]) -> None:
-        """Joins the books, and writes what is not tensors."""
+    def join(self, done: Sequence[ShareResult]) -> None:
+        """Join the workers' ledgers, and write everything that is not a tensor.
+
+        Raises:
+            WorkerError: some bytes were not written by any worker; a fault of the program.
+        """
         prepared, stage, job = self._prepared, self._stage, self._job
         plan = prepared.plan
         ledger = Ledger(plan.places, stage.store, crc=True, digest=job.digest)
-        for one in done:
-            ledger.join(one.state)
-        self._check_complete(ledger)
-        self._figures = tuple(one.figures for one in done)
+        for share in done:
+            ledger.join(share.state)
+        if not ledger.is_complete:
+            raise WorkerError("the workers' shares do not cover all the data: nothing was made visible")
+        self._figures = tuple(share.figures for share in done)
         self._result = CopyResult(
             places=plan.places,
-            read_bytes=sum(one.figures.read_bytes for one in done),
-            written_bytes=sum(one.figures.written_bytes for one in done),
-            resumed_bytes=sum(one.resumed_bytes for one in done),
+            read_bytes=sum(share.figures.read_bytes for share in done),
+            written_bytes=sum(share.figures.written_bytes for share in done),
+            resumed_bytes=sum(share.resumed_bytes for share in done),
             ledger=ledger,
         )
         self._files = finish_data(prepared, stage, self._result)
 
     def finish(self, fingerprints: dict[str, Fingerprint] | None) -> None:
-        """Writes the manifest.
+        """Write the manifest.
 
         Args:
-            fingerprints: of what was written; None if they were not asked for.
+            fingerprints: fingerprints of what was written; None if they were not asked for.
         """
-        self._made = Made(fingerprints, len(fingerprints or ()))
-        finish_manifest(self._prepared, self._stage, self._result, self._files, self._made)
+        self._fingerprints = WrittenFingerprints(fingerprints, len(fingerprints or ()))
+        finish_manifest(self._prepared, self._stage, self._result, self._files, self._fingerprints)
 
-    def _check_complete(self, ledger: Ledger) -> None:
-        """Returns if every byte of every array has been written by somebody.
-
-        Raises:
-            WorkerError: something was nobody's; a fault of the program.
-        """
-        if not ledger.is_complete:
-            raise WorkerError("the workers' shares do not make the whole: nothing was made visible")
-
-    def begin_verifying(self) -> Order:
-        """Plans the comparison of what was written with the source."""
+    def begin_verifying(self) -> WorkOrder:
+        """Plan the comparison of what was written with the source, and return the order for it."""
         prepared, stage, job = self._prepared, self._stage, self._job
         stage.store.sync_all()
-        again, store = self._stack.enter_context(
-            planned_again(
+        comparison, store = self._stack.enter_context(
+            plan_comparison(
                 prepared.plan,
                 written_path(prepared, stage),
                 rules=load_rules(job.rules, unknown=job.unknown),
                 memory_bytes=job.memory_bytes - job.beside_bytes,
             )
         )
-        self._again = again
+        self._comparison = comparison
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
-            written = write_plan(again, prepared.source.store, spooled)
+            written = write_plan(comparison, prepared.source.store, spooled)
             path = stage.stage_dir / "plan-to-verify"
-            division = divided(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
+            division = divide_work(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
             digest = self._stored(path, spooled, written, division)
-        return replace(self._order(path, digest, threads=again.threads), target=store.root.absolute())
+        return replace(self._order(path, digest, threads=comparison.threads), target=store.root.absolute())
 
-    def finish_verifying(self, done: Sequence[Done]) -> None:
-        """Adds up what was compared.
+    def finish_verifying(self, done: Sequence[ShareResult]) -> None:
+        """Add up the bytes that were compared.
 
         Raises:
-            WorkerError: something was not compared; a fault of the program.
+            WorkerError: not everything was compared; a fault of the program.
         """
-        assert self._again is not None
-        self._n_verified = sum(one.figures.written_bytes for one in done)
-        if self._n_verified != self._again.write_bytes:
+        assert self._comparison is not None
+        self._n_verified = sum(share.figures.written_bytes for share in done)
+        if self._n_verified != self._comparison.write_bytes:
             raise WorkerError("the workers have not compared everything: nothing was made visible")
 
     def _report(self) -> Report:
@@ -317,14 +338,14 @@ class _Lead:
             self._prepared,
             self._stage,
             self._result,
-            self._made,
+            self._fingerprints,
             n_verified=self._n_verified,
             seconds=time.monotonic() - self._begun,
             workers=self._figures,
         )
 
     def commit(self, publishing: Callable[[Report, int], None] | None) -> Report:
-        """Publishes."""
+        """Publish the destination, and return the report."""
         self._prepared.source.store.verify_unchanged()
         if publishing is not None:
             publishing(self._report(), os.lstat(written_path(self._prepared, self._stage)).st_ino)

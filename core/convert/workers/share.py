@@ -1,16 +1,18 @@
-"""One worker's part of a copy that several workers make into one stage.
+"""Copy one worker's share of a plan into a stage that several workers fill.
 
 ::
 
     .out.ckpt-stage/
     ├── data/            the files, made by the lead, filled by all: every byte has one owner
-    ├── plan             who does what (core.convert.stored_plan.file); all workers check its hash before a byte is
-    written ├── journal.jsonl    what the lead has done, journal-1.jsonl what worker 1 has …
+    ├── plan             the division of work (core.convert.stored_plan.file); all workers check its
+    hash first
+    ├── journal.jsonl    what the lead has done; journal-1.jsonl for worker 1 …
     └── workers.lock     held by all that may still write (core.stage.workers_lock)
 
-A worker opens the plan, the source and the stage as the lead told it, and makes sure that they are the lead's: the
-stage by the lock's token, the plan by its hash, the source's files by size and modification time. It copies its share,
-brings what it wrote to the disk, and hands over its sums. Nobody reads what others have written before they are done.
+A worker opens the plan, the source and the stage that the lead's order names, and checks that they
+are the lead's: the stage by the lock's token, the plan by its hash, the source's files by size and
+modification time. It copies its share, syncs what it wrote to the disk, and hands over its
+checksums. No worker reads what others have written before they are done.
 """
 
 from __future__ import annotations
@@ -40,29 +42,29 @@ from core.team.protocol import Figures, Team, is_lead
 
 DATA = "data"
 PATIENCE_SECONDS = 5.0
-"""How long a worker waits until it sees what the lead has made; network file systems may take a moment."""
+"""How long a worker waits for the lead's files, as network file systems may take a moment."""
 _PAUSE_SECONDS = 0.2
-_N_LOOKED_AT = 8
+_N_CHECKED_FILES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What the lead tells the workers.
+class WorkOrder:
+    """The lead's order to all workers.
 
     Args:
-        stage_dir: of the stage.
-        plan: the plan's file.
-        digest: its SHA-256.
-        token: of the run, see ``core.stage.workers_lock``.
-        journal_identity: what journals must be of; None if nothing is written.
-        written: the destination, until it is published.
-        source: the directory of the source.
-        target: the directory whose files are compared; None if files are written.
-        threads: that copy.
-        crc, crc_digest: what to compute.
+        stage_dir: directory of the stage.
+        plan: path of the plan's file.
+        digest: SHA-256 of the plan's file.
+        token: token of the run (``core.stage.workers_lock``).
+        journal_of: identity that journals must have; None if nothing is written.
+        written: where the destination is until it is published.
+        source: directory of the source.
+        target: directory whose files are compared; None if files are written.
+        threads: number of copying threads.
+        crc, crc_digest: which checksums to compute.
         fsync: wait for the disk.
-        batch_bytes: how much a killed worker may lose.
-        item_bytes, buffer_bytes: see ``core.copy.options.CopyOptions``.
+        batch_bytes: work that a killed worker may lose.
+        item_bytes, buffer_bytes: as for ``core.copy.options.CopyOptions``.
     """
 
     stage_dir: Path
@@ -83,12 +85,12 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What a worker did.
+class ShareResult:
+    """The result of a worker's share.
 
     Args:
-        state: its books.
-        figures: for people.
+        state: state of the worker's ledger.
+        figures: figures for the report.
         resumed_bytes: bytes of the target that an earlier run had written.
     """
 
@@ -97,23 +99,23 @@ class Done:
     resumed_bytes: int
 
 
-class Share:
-    """A worker's share, open; a context manager.
+class WorkerShare:
+    """A worker's share of the work, open; a context manager.
 
     Args:
-        order: from the lead.
-        team: this worker's.
-        device: this worker's, on which per-byte work may be done.
-        patience_s: how long to wait for what the lead has made.
+        order: the lead's order.
+        team: the team, as this worker sees it.
+        device: this worker's device for per-byte work, or None.
+        patience_s: how long to wait for the lead's files, in seconds.
 
     Raises (on entering):
         UsageError: this host does not see the lead's files.
-        CorruptError: the plan is another one than the lead's.
-        StorageError: another run has taken over, or the system refuses.
+        CorruptError: the plan is not the lead's.
+        StorageError: another run has taken over, or the file system refuses.
     """
 
     def __init__(
-        self, order: Order, team: Team, *, device: Device | None = None, patience_s: float = PATIENCE_SECONDS
+        self, order: WorkOrder, team: Team, *, device: Device | None = None, patience_s: float = PATIENCE_SECONDS
     ) -> None:
         self._device = device
         self._order = order
@@ -124,15 +126,15 @@ class Share:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._see(self._order.stage_dir / DATA, "the unfinished destination")
-            self._see(self._order.source, "the source")
+            self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")
+            self._wait_for(self._order.source, "the source")
             if not is_lead(self._team):
                 stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
             plan = StoredPlan(self._order.plan, self._order.digest, rank=self._team.rank, threads=self._order.threads)
             self._plan = stack.enter_context(plan)
             self._source = LocalStore(self._order.source, stamps=self._plan.stamps)
             stack.callback(self._source.close)
-            self._look_at_source()
+            self._check_source()
             self._closing = stack.pop_all()
         return self
 
@@ -141,11 +143,11 @@ class Share:
     ) -> None:
         self._closing.close()
 
-    def copy(self) -> Done:
+    def copy(self) -> ShareResult:
         """Copy the share into the stage.
 
         Raises:
-            CheckpointingException: as for ``core.copy.run.execute``; and StoppedError.
+            CheckpointingException: as for ``core.copy.run.execute``, and StoppedError.
         """
         order = self._order
         assert order.journal_identity is not None
@@ -171,24 +173,24 @@ class Share:
             if order.fsync:
                 store.sync_files()
         except BaseException:
-            with suppress(StorageError):  # the first error counts
+            with suppress(StorageError):  # report the first error, not one of closing after it
                 store.close()
             raise
-        store.close()  # a network file system may tell only here that it could not write
+        store.close()  # a network file system may report a failed write only here
         return done
 
-    def compare(self, target: Target) -> Done:
+    def compare(self, target: Target) -> ShareResult:
         """Compare the share with the files that have been written.
 
         Args:
-            target: compares in place of writing.
+            target: a stage that compares instead of writing.
 
         Raises:
-            CheckpointingException: as for ``core.convert.verify.verify``; and StoppedError.
+            CheckpointingException: as for ``core.convert.verify.verify``, and StoppedError.
         """
         return self._execute(target, crc=False, digest=False, journal=None)
 
-    def _execute(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> Done:
+    def _execute(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> ShareResult:
         team = self._team
         begun = time.monotonic()
         team.expect(self._plan.write_bytes)
@@ -207,41 +209,42 @@ class Share:
         figures = Figures(
             team.rank, team.hosts[team.rank], result.read_bytes, result.written_bytes, time.monotonic() - begun
         )
-        return Done(result.ledger.state(), figures, result.resumed_bytes)
+        return ShareResult(result.ledger.state(), figures, result.resumed_bytes)
 
-    def _see(self, path: Path, what: str) -> None:
-        """Returns once a path is there.
+    def _wait_for(self, path: Path, label: str) -> None:
+        """Wait until a path exists.
 
         Raises:
-            UsageError: it is not.
+            UsageError: it does not appear in time.
         """
         until = time.monotonic() + self._patience_s
         while not path.exists():
             if time.monotonic() >= until:
-                raise self._unseen(path, what)
+                raise self._not_visible(path, label)
             with suppress(OSError):
-                os.listdir(path.parent)  # a network file system may remember that it was not there
+                os.listdir(path.parent)  # a network file system may have cached that the path does not exist
             time.sleep(_PAUSE_SECONDS)
 
-    def _look_at_source(self) -> None:
-        """Returns if some files of the source are the lead's; the others are looked at when they are opened.
+    def _check_source(self) -> None:
+        """Raise unless the first files of the source are the lead's.
 
         Raises:
-            UsageError: they are not, on another host than the lead's.
-            CheckpointingException: they are not, on the lead's.
+            UsageError: they differ on another host than the lead's.
+            CheckpointingException: they differ on the lead's own host.
         """
-        for name in list(self._plan.stamps)[:_N_LOOKED_AT]:
+        for name in list(self._plan.stamps)[:_N_CHECKED_FILES]:
             try:
                 self._source.size(name)
             except CheckpointingException as err:
                 if self._team.hosts[self._team.rank] == self._team.hosts[0]:
                     raise  # the lead's own host: the source has changed since the plan was made
-                raise self._unseen(self._order.source / name, f"the source's file ({err.message})") from err
+                raise self._not_visible(self._order.source / name, f"the source's file ({err.message})") from err
 
-    def _unseen(self, path: Path, what: str) -> UsageError:
+    def _not_visible(self, path: Path, label: str) -> UsageError:
+        """Return the error about a path that only other hosts have."""
         hosts, rank = self._team.hosts, self._team.rank
         return UsageError(
-            f"worker {rank} on host {hosts[rank]} does not see {what} that worker 0 on host {hosts[0]} sees",
+            f"worker {rank} on host {hosts[rank]} does not see {label} that worker 0 on host {hosts[0]} sees",
             file=str(path),
             hint="all hosts must see the same files under the same paths: give paths on a shared file system",
         )

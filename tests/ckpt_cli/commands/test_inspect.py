@@ -202,7 +202,7 @@ def test_capabilities_name_formats_and_reasons(golden: Path, shown: Callable[...
     named = shown(golden / "hf/llama/safetensors_single")["can"]
     assert "megatron" in targets(named)
     wide = [item for item in named if "deepspeed_universal" in item["to"]]
-    assert [item["why"] for item in wide] == ["the weights must be cast: --dtype float32"]
+    assert [item["why"] for item in wide] == ["with the weights cast: --dtype float32"]
 
 
 def test_the_limit_counts_lines_and_zero_means_all(golden: Path, run: Run) -> None:

@@ -193,7 +193,7 @@ def test_a_loose_file_of_a_project_is_not_taken_for_the_project(
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(".")
     assert code == 1
-    assert "holds one torch or safetensors file: last.ckpt" in out
+    assert "contains one torch or safetensors file: last.ckpt" in out
     assert "27 files" not in out
     code, out, _ = run("last.ckpt")
     assert code == 0

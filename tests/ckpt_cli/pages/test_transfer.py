@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from ckpt_cli.pages.transfer import explain_lines
 from ckpt_cli.screen.terminal import Screen
-from core.convert.explain import Explained
+from core.convert.explain import LayoutLine
 
-LINE = Explained(
+LINE = LayoutLine(
     names="decoder.layers.[0-3].mlp.linear_fc1.weight",
     n_tensors=4,
     shape=(192, 64),

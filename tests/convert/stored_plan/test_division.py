@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.convert.stored_plan.division import Division, KeyWork, divided, divided_by_hosts
+from core.convert.stored_plan.division import Division, KeyWork, divide_by_hosts, divide_work
 
 
 def owned(division: Division, works: list[KeyWork]) -> list[int]:
@@ -42,7 +42,7 @@ def test_every_byte_has_one_owner_and_shares_are_alike(n: int, shape: str) -> No
         "whole": [10**9] * 1024,
     }[shape]
     works = [KeyWork(size, is_made=pick.random() < 0.3, is_cuttable=shape != "whole") for size in sizes]
-    division = divided(works, n)
+    division = divide_work(works, n)
     loads = owned(division, works)
     assert loads == list(division.loads) and sum(loads) == sum(sizes)
     assert division.balance <= 1.01
@@ -51,7 +51,7 @@ def test_every_byte_has_one_owner_and_shares_are_alike(n: int, shape: str) -> No
 
 def test_what_is_cast_is_shared_by_all_as_well() -> None:
     works = [KeyWork(10**11, is_made=True), KeyWork(10**11)]
-    division = divided(works, 4)
+    division = divide_work(works, 4)
     assert [len(division.shared[number]) for number in (0, 1)] == [4, 4]
 
 
@@ -61,7 +61,7 @@ def test_where_hosts_do_not_share_files_each_file_has_one_host(n_groups: int) ->
     hosts = ["a", "a", "b", "b", "b", "c"]
     files = [(group := pick.randrange(n_groups), n_groups + 2 * group + pick.randrange(2)) for _ in range(500)] + [()]
     works = [KeyWork(int(2 ** pick.uniform(3, 32))) for _ in files]
-    division = divided_by_hosts(works, files, hosts)
+    division = divide_by_hosts(works, files, hosts)
     assert owned(division, works) == list(division.loads)
     writers: dict[int, set[str]] = {}
     for number, found in enumerate(files):

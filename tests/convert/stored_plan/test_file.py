@@ -16,7 +16,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, TopologyChange
 from core.convert.stage import identity_text
 from core.convert.stored_plan.codec import CLASSES, Decoder, Encoder
-from core.convert.stored_plan.division import divided
+from core.convert.stored_plan.division import divide_work
 from core.convert.stored_plan.file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
 from core.errors import CorruptError
 from core.plan.items import items_of_portion
@@ -40,7 +40,7 @@ def test_workers_together_have_the_items_of_the_plan(name: str, golden: Path, tm
         options_text = identity_text(prepared.job)
         written = write_plan(plan, store, file, options=options_text, item_bytes=4096)
         assert written.identity == identity_of(plan, store, options=options_text, item_bytes=4096)
-        finish_plan(file, written, divided(written.works, 3, item_bytes=4096))
+        finish_plan(file, written, divide_work(written.works, 3, item_bytes=4096))
         path = tmp_path / "plan"
         path.write_bytes(file.getvalue())
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from core.convert.run import Job, TopologyChange, run
-from core.convert.workers.run import Sizes, run_shared
-from core.convert.workers.share import Order, Share
+from core.convert.workers.run import WorkSizes, run_shared
+from core.convert.workers.share import WorkerShare, WorkOrder
 from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
 from core.team.protocol import Team, is_final, summarize_figures
 from tests.support.teams import PipeTeam, run_team
 
-FINE = Sizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)
+FINE = WorkSizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)
 """So that even the tensors of small checkpoints are cut."""
 
 
@@ -30,7 +30,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def convert(team: Team, job: Job, sizes: Sizes = FINE) -> dict[str, Any]:
+def convert(team: Team, job: Job, sizes: WorkSizes = FINE) -> dict[str, Any]:
     """One worker of a conversion."""
     report = run_shared(job, team, sizes=sizes)
     return {**report.as_dict(), "launch": summarize_figures(report.workers)}
@@ -126,7 +126,7 @@ class Lying:
 
     def broadcast(self, data: bytes) -> bytes:
         value, error = pickle.loads(self.team.broadcast(data))
-        if isinstance(value, Order):
+        if isinstance(value, WorkOrder):
             value = replace(value, digest="0" * 64)
         return pickle.dumps((value, error))
 
@@ -237,7 +237,7 @@ def test_a_source_that_changes_is_not_taken_for_another_host_s(golden: Path, tmp
 
 
 def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
-    order = Order(
+    order = WorkOrder(
         stage_dir=tmp_path / ".out.ckpt-stage",
         plan=tmp_path / "plan",
         digest="0" * 64,
@@ -250,7 +250,7 @@ def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
     team = PipeTeam(1, 2, [None], None)
     with (
         pytest.raises(UsageError, match="worker 1 on host host1 does not see") as error,
-        Share(order, team, patience_s=0),
+        WorkerShare(order, team, patience_s=0),
     ):
         pass
     assert error.value.file == str(tmp_path / ".out.ckpt-stage" / "data")

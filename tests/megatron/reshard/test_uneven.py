@@ -207,10 +207,10 @@ def test_optimizers_take_any_way_to_an_uneven_layout(golden: Path, tmp_path: Pat
         (["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4], "leave 0 of 4 layers for 1 other"),
         (["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1], "3 layers do not divide over the 2"),
         (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"], "has 3 layers (t), but the model has 4"),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tt|L"], "3 parts, which are not those of PP 2"),
+        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tt|L"], "3 parts, which does not match PP 2"),
         (
             ["--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL"],
-            "not those of PP 2 and VPP 2",
+            "does not match PP 2 and VPP 2",
         ),
         (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "has '?'"),
         (
