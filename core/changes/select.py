@@ -206,7 +206,7 @@ def cast_of(
             scales = companion(meta, present) if present is not None else None
             if scales is not None:
                 raise UsageError(
-                    f"--dtype cannot cast {meta.dtype} tensors that have scales ({scales!r})",
+                    f"--dtype: {meta.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=meta.key,
                     hint="apply the scales with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
                 )

@@ -205,8 +205,8 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
         dtype = after.tensors[parameter].dtype
         if name == MASTER and key in after.tensors and dtype not in (before.tensors[parameter].dtype, meta.dtype):
             raise UsageError(
-                f"--dtype casts the weight to {dtype}, but the optimizer's {meta.dtype} master copy belongs to the "
-                "weight before the cast",
+                f"--dtype: the weight would become {dtype}, but the optimizer's {meta.dtype} master copy belongs to "
+                "the weight before the cast",
                 key=parameter,
                 hint="leave out the cast, or drop the optimizer with --no-optim",
             )

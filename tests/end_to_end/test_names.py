@@ -203,7 +203,13 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, g
         ("hf/llama/safetensors_single", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
         ("hf/llama/safetensors_single", "hf", "hf:qwen3", UsageError, "already have Hugging Face's names of 'llama'"),
         ("hf/llama/safetensors_single", "hf", "hf:typo", UsageError, "already have Hugging Face's names"),
-        ("hf/llama/safetensors_single/model.safetensors", "hf", None, UnsupportedError, "Hugging Face's names and a config.json"),
+        (
+            "hf/llama/safetensors_single/model.safetensors",
+            "hf",
+            None,
+            UnsupportedError,
+            "Hugging Face's names and a config.json",
+        ),
         ("hf/llama/torch_single/model_zip.pt", "megatron", None, UnsupportedError, "cannot be written as megatron"),
     ],
 )

@@ -201,6 +201,6 @@ def test_an_optimizer_that_could_not_go_on_is_not_written(
     job = Job(src=src, dst=tmp_path / "out", keeps_layout=True, fsync=False, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"drop this optimizer state .*--no-optim"):
         run(replace(job, exclude=("optimizer.state.exp_avg.*",)))
-    with pytest.raises(UsageError, match=r"--dtype casts the weight to float16, but the optimizer's"):
+    with pytest.raises(UsageError, match=r"--dtype: the weight would become float16, but the optimizer's"):
         run(replace(job, dtype=((None, "float16"),)))
     run(replace(job, dtype=((None, "float16"),), optim="drop"))
