@@ -126,7 +126,7 @@ class TeamWatch:
         # Write the own beat; read the watched ones, the alarm and the error of a worker that left.
         self._counter += 1
         store.set(f"beat/{self._rank}", _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes))
-        *beats, alarm, left = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
+        *beats, alarm, departure = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
         # Note when each beat changed last.
         now = monotonic()
         self._discount_pause(now)
@@ -134,8 +134,8 @@ class TeamWatch:
             if rank not in self._beats or self._beats[rank][0] != value:
                 self._beats[rank] = (value, now)
         # Stop for an error that another worker left, or for a worker that is silent for too long.
-        if left and self.error is None:
-            self.error = self._read_error(left)
+        if departure and self.error is None:
+            self.error = self._read_error(departure)
         if self.error is None:
             self._check_silence(store, now)
         self.is_alarmed = bool(alarm) or self.error is not None

@@ -57,7 +57,7 @@ from core.convert.run import run
 from core.dist_checkpointing.torch_dcp.planned_files import write_part, write_rest
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
-    RankPart,
+    RankSave,
     SaveLayout,
     combine_plans,
     lay_out,
@@ -245,7 +245,7 @@ class CkptStorageWriter(StorageWriter):
             UsageError: the planner gives another tensor than it planned.
         """
         part = plan.storage_data
-        assert isinstance(part, RankPart), "prepare_global_plan has set it"
+        assert isinstance(part, RankSave), "prepare_global_plan has set it"
         # The stage must be the coordinator's: on a file system that is not shared, its token is missing.
         stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
         if not _token_path(stage_dir, part.token).exists():
@@ -412,7 +412,7 @@ def _restore_cached_plans(plans: list[SavePlan]) -> list[SavePlan]:
     )
 
 
-def _shared_images(parts: Sequence[RankPart]) -> list[FileImage]:
+def _shared_images(parts: Sequence[RankSave]) -> list[FileImage]:
     """Return the files that several ranks write to."""
     n_writers = Counter(image.path for part in parts for image in part.images)
     images = {image.path: image for part in parts for image in part.images}

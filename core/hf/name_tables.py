@@ -27,7 +27,7 @@ _EXPERT = "{expert}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NameRow:
     """One row of a table; ``hf/tables/llama.toml`` explains the fields."""
 
     megatron: str
@@ -64,10 +64,10 @@ class Family:
     config: Mapping[str, tuple[str, ...]]
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
-    first: tuple[Row, ...]
-    layer: tuple[Row, ...]
-    mtp: tuple[Row, ...]
-    last: tuple[Row, ...]
+    first: tuple[NameRow, ...]
+    layer: tuple[NameRow, ...]
+    mtp: tuple[NameRow, ...]
+    last: tuple[NameRow, ...]
 
     def misfits(self, features: frozenset[str]) -> list[str]:
         """Return the features that only the model or only the family has.
@@ -79,7 +79,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FamilyPart:
     """A Hugging Face tensor.
 
     Args:
@@ -107,7 +107,7 @@ class Pair:
     """
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FamilyPart, ...]
     n_groups: int = 1
     stack: tuple[str, int, int] | None = None
     copies: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     sizes = model.sizes
     mtp_layers = [f"model.layers.{model.n_layers + number}." for number in range(model.n_mtp)]
 
-    def make_pair(row: Row, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
+    def make_pair(row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
         """Return one row with the prefixes of both sides."""
         names = [row.megatron, *row.also]
         if row.fused is not None:
@@ -133,7 +133,7 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         return Pair(
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
             parts=tuple(
-                Part(
+                FamilyPart(
                     (hf + _numbered(name, expert), *(hf + other for other in row.hf_also[number : number + 1])),
                     tuple(sizes[size] for size in row.shape[number].split()),
                 )
@@ -202,7 +202,7 @@ def family_of(model_type: object) -> Family:
 def _family(table: Mapping[str, Any]) -> Family:
     """Return the family of a parsed table."""
 
-    def rows(name: str) -> tuple[Row, ...]:
+    def rows(name: str) -> tuple[NameRow, ...]:
         return tuple(map(_row, table.get(name, ())))
 
     return Family(
@@ -224,15 +224,15 @@ def _family(table: Mapping[str, Any]) -> Family:
     )
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> NameRow:
     """Return a parsed row.
 
     Raise ValueError if it is malformed, which only an edited package can cause.
     """
-    unknown = set(row) - set(Row.__slots__)
+    unknown = set(row) - set(NameRow.__slots__)
     if unknown:
         raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
-    result = Row(
+    result = NameRow(
         megatron=row["megatron"],
         fused=row.get("fused"),
         also=_texts(row.get("also", ())),

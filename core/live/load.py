@@ -1,4 +1,4 @@
-"""Fills memory from a checkpoint: a conversion whose destination is the running process."""
+"""Load a checkpoint into memory: a conversion whose destination is the running process."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ def fill(
     *,
     checks_crc: bool = True,
 ) -> int:
-    """Reads live tensors out of a checkpoint, whatever the layout there is; casts where dtypes differ.
+    """Fill live tensors from a checkpoint of any layout, casting where dtypes differ.
 
     Args:
-        tensors: dense ones; those that are flexible are zero where the checkpoint has nothing for them.
+        tensors: dense tensors; flexible ones become zero where the checkpoint has no elements.
         catalog, store: the checkpoint, with global tensors under the same keys.
-        checks_crc: compare the CRC-32 of records that are read whole, where the checkpoint states them.
+        checks_crc: compare the CRC-32 of records that are read completely, where the checkpoint has
+            one.
 
     Returns:
-        Bytes that were read.
+        The number of bytes read.
 
     Raises:
         MissingShardError: the checkpoint lacks a tensor, or a region of one.
-        CorruptError: shapes differ, or bytes do not have their CRC.
-        UnsupportedError: a cast that is not made.
-        CheckpointingException: any other, from reading.
+        CorruptError: shapes differ, or a checksum does not match.
+        UnsupportedError: the cast is not supported.
+        CheckpointingException: the checkpoint cannot be read.
     """
     target, images, memory = live_target(tensors)
     for meta in target.tensors.values():
-        _check_wanted(meta, catalog, store)
+        _require_tensor(meta, catalog, store)
+    # A flexible tensor may be larger than the stored one; what no file holds is zero.
     zeros = {
         key: full_box(meta.shape).subtract(full_box(catalog.tensors[key].shape))
         for key, meta in target.tensors.items()
@@ -49,21 +51,27 @@ def fill(
     }
     plan = make_plan(catalog, target, images, zeros=zeros, compares=False, is_share=True)
     for tensor in tensors:
-        if zeros.get(tensor.chunk.key):  # the engine takes it for granted that what it creates is zero
-            _clear(tensor.memory)
+        # The engine relies on new files being zero; this memory is the caller's and may hold anything.
+        if zeros.get(tensor.chunk.key):
+            _fill_with_zeros(tensor.memory)
     result = execute(plan, store, memory, CopyOptions(crc=checks_crc, digest=False))
     return result.read_bytes
 
 
-def _clear(memory: memoryview) -> None:
+def _fill_with_zeros(memory: memoryview) -> None:
     zeros = bytes(min(len(memory), BLOCK_BYTES))
     for start in range(0, len(memory), BLOCK_BYTES):
         piece = memory[start : start + BLOCK_BYTES]
         piece[:] = zeros[: len(piece)]
 
 
-def _check_wanted(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> None:
-    """Whether the checkpoint has a tensor of that name and shape."""
+def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> None:
+    """Raise unless the checkpoint holds the tensor in this shape.
+
+    Raises:
+        MissingShardError: the checkpoint has no tensor of this key.
+        CorruptError: the stored tensor has another shape.
+    """
     stored = catalog.tensors.get(meta.key)
     if stored is None:
         near = get_close_matches(meta.key, catalog.tensors, n=3)

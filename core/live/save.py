@@ -1,15 +1,16 @@
-"""Writes what several processes hold as one checkpoint, every process its share.
+"""Write the tensors of several processes as one checkpoint, each process its share.
 
 ::
 
     chunks of all processes ─▶ target catalog ─ lay_out ─▶ file images ─ share_of ─▶ plan of this process
 
-All processes know the chunks of all, so that each computes the same images; nobody tells anybody where to write.
+Every process knows the chunks of all, so each computes the same images; no positions are exchanged.
 A *whole file* is written by the process that fills it, its container's checksums included. What is left (metadata,
 headers of shared files, files without data) is written by one process after all others are done.
 
-How tensors are cut into arrays: by ``Format.partition``. ``as_stored``: every held box is an array, in a file of its
-holder's; ``grid``: every chunk is one, whoever holds parts of it; ``whole``: every tensor is one.
+``Format.partition`` says how tensors are cut into arrays. ``as_stored``: every box of a process is an array, in a
+file of that process; ``grid``: every chunk is an array, also where several processes have parts of it; ``whole``: every
+tensor is an array.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from core.copy.run import execute
 from core.errors import UsageError
 from core.files.folders import sync_folders
 from core.formats.format import Format
-from core.live.share import HOLDER, Share, is_own, share_of
+from core.live.share import HOLDER, ProcessShare, find_share, has_one_holder
 from core.live.tensors import Chunk, LiveTensor, live_source, metas_of_chunks
 from core.manifest.of_copy import finish_files
 from core.plan.plan import DEFAULT_THREADS, make_plan
@@ -38,12 +39,12 @@ from core.stage.files import StageStore
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What one process contributes, without data.
+class ProcessContribution:
+    """What one process writes, without data.
 
     Args:
-        chunks: that it writes; nobody else writes the same elements.
-        streams: (key, bytes) of objects that it writes, by their serialized length.
+        chunks: the chunks that it writes; no other process writes the same elements.
+        streams: (key, length in bytes) of the serialized objects that it writes.
     """
 
     chunks: tuple[Chunk, ...]
@@ -55,53 +56,54 @@ class LiveSave:
     """A save that this process takes part in.
 
     Args:
-        format: a writable one.
+        format: a writable format.
         root: the directory to write to; it exists.
-        number: of this process.
-        held: what every process contributes, by its number.
-        tensors: this process's chunks, in the order of ``held[number].chunks``.
+        number: number of this process, from 0.
+        contributions: what each process writes, by its number.
+        tensors: this process's chunks, in the order of ``contributions[number].chunks``.
         streams: (key, bytes) of this process's objects.
         options: how the files are to be written.
-        without: paths of images that somebody else writes.
+        without: paths of images that the caller writes itself.
         fsync: wait for the disk.
-        threads: that copy.
+        threads: number of copying threads.
     """
 
     format: Format
     root: Path
     number: int
-    held: Sequence[Held]
+    contributions: Sequence[ProcessContribution]
     tensors: Sequence[LiveTensor] = ()
     streams: Sequence[tuple[str, bytes]] = ()
     options: WriteOptions = field(default_factory=WriteOptions)
     without: Collection[str] = ()
     fsync: bool = True
     threads: int = DEFAULT_THREADS
-    _made: tuple[TargetCatalog, tuple[FileImage, ...]] | None = None
+    _layout: tuple[TargetCatalog, tuple[FileImage, ...]] | None = None
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """For another process of this rank, without what it can compute itself."""
-        return None, {one.name: None if one.name == "_made" else getattr(self, one.name) for one in fields(self)}
+        """Return the state for another process of this rank, which computes the layout itself."""
+        names = [entry.name for entry in fields(self)]
+        return None, {name: None if name == "_layout" else getattr(self, name) for name in names}
 
     def laid_out(self) -> tuple[TargetCatalog, tuple[FileImage, ...]]:
-        """The whole target and its file images; the same in every process.
+        """Return the complete target and its file images, the same in every process.
 
         Raises:
             UsageError: two chunks of one key disagree on dtype or shape.
             UnsupportedError: the format cannot hold what is to be written.
         """
-        if self._made is None:
+        if self._layout is None:
             assert self.format.lay_out is not None, "the format was chosen because it can be written"
-            target = target_of(self.held, self.format, self.options)
+            target = target_of(self.contributions, self.format, self.options)
             images = tuple(image for image in self.format.lay_out(target) if image.path not in self.without)
-            self._made = (target, images)
-        return self._made
+            self._layout = (target, images)
+        return self._layout
 
     def write(self) -> int:
-        """Writes this process's share; returns the bytes of tensors that it wrote.
+        """Write this process's share and return the number of tensor bytes written.
 
         Raises:
-            CheckpointingException: as for any copy; files that were begun are left for the caller to remove.
+            CheckpointingException: the copy failed; the caller removes the files that were begun.
         """
         share = self._share()
         source, memory = live_source(self.tensors, [(stream_key(key), data) for key, data in self.streams])
@@ -117,15 +119,16 @@ class LiveSave:
         return result.written_bytes
 
     def finish(self) -> None:
-        """Writes what is nobody's own: headers of shared files, files without data, metadata last.
+        """Write headers of shared files and files without data, then metadata.
 
-        For one process, once all have written.
+        To be called by one process, after all have written.
 
         Raises:
-            CheckpointingException: the system refuses, or a shared file is not there.
+            CheckpointingException: a file cannot be written, or a shared file is missing.
         """
         _, images = self.laid_out()
-        rest = sorted((image for image in images if not is_own(image)), key=lambda image: image.is_metadata)
+        shared = [image for image in images if not has_one_holder(image)]
+        rest = sorted(shared, key=lambda image: image.is_metadata)
         stage = StageStore(self.root, is_durable=self.fsync)
         try:
             for image in rest:
@@ -139,21 +142,23 @@ class LiveSave:
         if self.fsync:
             sync_folders(self.root)
 
-    def _share(self) -> Share:
+    def _share(self) -> ProcessShare:
         target, images = self.laid_out()
         boxes: dict[str, list[Box]] = {}
-        for chunk in self.held[self.number].chunks:
+        for chunk in self.contributions[self.number].chunks:
             boxes.setdefault(chunk.key, []).extend(box for _, box in chunk.runs())
-        for key, n_bytes in self.held[self.number].streams:
+        for key, n_bytes in self.contributions[self.number].streams:
             boxes[stream_key(key)] = [full_box((n_bytes,))]
-        return share_of(target, images, boxes)
+        return find_share(target, images, boxes)
 
 
 def finish_file(image: FileImage, stage: StageStore) -> None:
-    """Writes what a file holds beside its arrays, which processes have filled; makes it if there are none.
+    """Write the bytes of a file around its arrays, which other processes have filled.
+
+    A file without arrays is created.
 
     Raises:
-        CheckpointingException: the system refuses.
+        CheckpointingException: the file cannot be written.
     """
     stage.create(image.path, image.size)
     places = Places([image])
@@ -167,26 +172,32 @@ def finish_file(image: FileImage, stage: StageStore) -> None:
         stage.write(image.path, offset, data)
 
 
-def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> TargetCatalog:
-    """The target catalog of what several processes hold, see the module's docstring.
+def target_of(contributions: Sequence[ProcessContribution], format: Format, options: WriteOptions) -> TargetCatalog:
+    """Return the target catalog for the tensors and objects of several processes.
 
     Raises:
-        UsageError: two chunks of one key disagree on dtype or shape, or two processes contribute one and the same.
+        UsageError: two chunks of one key disagree on dtype or shape, or two processes write the
+            same chunk or object.
     """
-    metas = metas_of_chunks(chunk for one in held for chunk in one.chunks)
-    _check_each_is_held_once(held)
+    metas = metas_of_chunks(chunk for contribution in contributions for chunk in contribution.chunks)
+    _refuse_duplicates(contributions)
+    # Box of each array → number of the process that fills it, by key.
     boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
-    for number, one in enumerate(held):
-        for chunk in one.chunks:
-            found = boxes[chunk.key]
+    for number, contribution in enumerate(contributions):
+        for chunk in contribution.chunks:
             if format.partition == "as_stored":
-                found.update((box, number) for _, box in chunk.runs())
+                boxes[chunk.key].update((box, number) for _, box in chunk.runs())
             elif format.partition == "grid":
-                found.setdefault(chunk.box, number)
+                boxes[chunk.key].setdefault(chunk.box, number)
+    # Partition ``whole``, and tensors without elements: one array for the tensor.
     for key, meta in metas.items():
         if not boxes[key]:
             boxes[key] = {full_box(meta.shape): 0}
-    streams = {stream_key(key): (n_bytes, number) for number, one in enumerate(held) for key, n_bytes in one.streams}
+    streams = {
+        stream_key(key): (n_bytes, number)
+        for number, contribution in enumerate(contributions)
+        for key, n_bytes in contribution.streams
+    }
     has_files = format.partition == "as_stored"
 
     def array(name: str, meta: TensorMeta, box: Box, number: int) -> PlannedArray:
@@ -210,24 +221,26 @@ def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Ta
         fragments_of=fragments_of,
         objects={
             key: StoredObject(key, raw_key=stream_key(key), coords=((HOLDER, number),) if has_files else ())
-            for number, one in enumerate(held)
-            for key, _ in one.streams
+            for number, contribution in enumerate(contributions)
+            for key, _ in contribution.streams
         },
         hidden={key: TensorMeta(key, "uint8", (n_bytes,)) for key, (n_bytes, _) in streams.items()},
         write=options,
     )
 
 
-def _check_each_is_held_once(held: Sequence[Held]) -> None:
-    """Two processes that fill the same bytes would not agree on the checksum beside them.
+def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:
+    """Raise if two processes write the same chunk or object.
+
+    They would not agree on the checksum of its bytes.
 
     Raises:
-        UsageError: two contribute the same chunk or object.
+        UsageError: two processes do.
     """
     holders: dict[object, int] = {}
-    for number, one in enumerate(held):
-        names = [(chunk.key, chunk.box, chunk.flat) for chunk in one.chunks if chunk.n_elements]
-        for name in (*names, *((key, None, None) for key, _ in one.streams)):
+    for number, contribution in enumerate(contributions):
+        names = [(chunk.key, chunk.box, chunk.flat) for chunk in contribution.chunks if chunk.n_elements]
+        for name in (*names, *((key, None, None) for key, _ in contribution.streams)):
             first = holders.setdefault(name, number)
             if first != number:
                 raise UsageError(
@@ -239,12 +252,12 @@ def _check_each_is_held_once(held: Sequence[Held]) -> None:
 
 
 def stream_key(key: str) -> str:
-    """The hidden tensor that is an object's stream."""
+    """Return the key of the hidden tensor that holds an object's stream."""
     return f"raw:{key}"
 
 
 def _crc_of_range(stage: StageStore, path: str, offset: int, n_bytes: int) -> int:
-    """CRC-32 of bytes that several processes have written."""
+    """Return the CRC-32 of bytes that several processes have written."""
     buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
     crc = 0
     for start in range(0, n_bytes, BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Tensors in memory as a format: what a running process holds of global tensors, as a catalog over a MemoryStore.
+"""Tensors in memory as a format: a process's parts of global tensors, as a catalog over a MemoryStore.
 
 ::
 
@@ -26,7 +26,7 @@ from core.files.store import MemoryStore
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A region of a global tensor that somebody holds; no data, so that processes can tell each other.
+    """A region of a global tensor that a process holds, without data, so that processes can exchange it.
 
     Args:
         key: the tensor.
@@ -46,24 +46,24 @@ class Chunk:
 
     @property
     def n_elements(self) -> int:
-        """Elements that are held."""
+        """Number of elements in the region, or in the part of it that is held."""
         return self.box.n_elements if self.flat is None else self.flat[1] - self.flat[0]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that are held, as a dense run."""
+        """Number of bytes of these elements, as a dense run."""
         return self.n_elements * itemsize(self.dtype)
 
     def runs(self) -> list[tuple[int, Box]]:
-        """The held elements as boxes of the tensor, each with the elements held before it."""
+        """Return the elements as (number of elements before, box of the tensor) pairs, in C order."""
         if self.flat is None:
             return [(0, self.box)]
-        found = []
+        runs = []
         before = 0
         for box in boxes_of_flat_range(self.box.shape, *self.flat):
-            found.append((before, box.shift(self.box.offset)))
+            runs.append((before, box.shift(self.box.offset)))
             before += box.n_elements
-        return found
+        return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class LiveTensor:
 def live_source(
     tensors: Sequence[LiveTensor], streams: Sequence[tuple[str, bytes]] = ()
 ) -> tuple[Catalog, MemoryStore]:
-    """The catalog of what a process holds, and the store of its memory.
+    """Return the catalog of a process's tensors, and the store over their memory.
 
     Args:
-        tensors: chunks of one key may be replicas of each other.
-        streams: (key, bytes) of byte strings, which become hidden tensors.
+        tensors: chunks and their memory; chunks of one key may be replicas of each other.
+        streams: (key, bytes) of serialized objects, which become hidden tensors.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
@@ -124,10 +124,10 @@ def live_source(
 
 
 def live_target(tensors: Sequence[LiveTensor]) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
-    """The catalog to be filled, with its arrays placed in the images, and the store that writes into memory.
+    """Return a target catalog over memory, the images that place its arrays, and the store to write to.
 
     Args:
-        tensors: dense ones.
+        tensors: dense tensors to be filled.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
@@ -151,7 +151,7 @@ def live_target(tensors: Sequence[LiveTensor]) -> tuple[TargetCatalog, list[File
 
 
 def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
-    """The global tensors of chunks, by key, in the order in which they come.
+    """Return the global tensors that chunks belong to, by key, in the order of the chunks.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.

@@ -291,12 +291,12 @@ def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArr
     for array in source.stored:
         with suppress(CheckpointingException):  # the scan has read it, or reported why not
             placed = opened.catalog.bind(opened.store, array)
-            known, extent = scanned.arrays.get(array.name), placed.extent
-            if known is None or extent.encoding is not None or not is_dense_in_file(placed):
+            sums, extent = scanned.arrays.get(array.name), placed.extent
+            if sums is None or extent.encoding is not None or not is_dense_in_file(placed):
                 continue
             key = keys.get(array.name, array.name)
             yield ManifestArray(
-                key, array.name, extent.file, extent.offset, array.dtype, array.shape, known.crc, known.digest
+                key, array.name, extent.file, extent.offset, array.dtype, array.shape, sums.crc, sums.digest
             )
 
 

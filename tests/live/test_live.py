@@ -12,7 +12,7 @@ from core.arrays.box import Box, full_box
 from core.errors import CorruptError, MissingShardError, UsageError
 from core.formats.registry import format_called
 from core.live.load import fill
-from core.live.save import Held, LiveSave
+from core.live.save import LiveSave, ProcessContribution
 from core.live.tensors import Chunk, LiveTensor
 from core.opening.open import open_checkpoint
 
@@ -31,9 +31,9 @@ def held_by(box: Box, flat: tuple[int, int] | None = None, *, key: str = "w") ->
 def saved(root: Path, format: str, processes: list[list[LiveTensor]]) -> Path:
     """A checkpoint that several processes wrote at the same time."""
     root.mkdir()
-    held = [Held(tuple(tensor.chunk for tensor in tensors)) for tensors in processes]
+    held = [ProcessContribution(tuple(tensor.chunk for tensor in tensors)) for tensors in processes]
     work = [
-        LiveSave(format=format_called(format), root=root, number=n, held=held, tensors=tensors)
+        LiveSave(format=format_called(format), root=root, number=n, contributions=held, tensors=tensors)
         for n, tensors in enumerate(processes)
     ]
     for one in work:

@@ -29,7 +29,7 @@ from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG
 from core.formats.registry import format_called
-from core.live.save import Held, LiveSave
+from core.live.save import LiveSave, ProcessContribution
 from core.plan.plan import DEFAULT_THREADS
 
 if TYPE_CHECKING:
@@ -51,15 +51,17 @@ class Agreement:
 
     format: Format
     options: WriteOptions
-    contributions: Sequence[Held]
+    contributions: Sequence[ProcessContribution]
     layout: tuple[TargetCatalog, tuple[FileImage, ...]]
 
-    def fits(self, format: Format, options: WriteOptions, held: Held, *, number: int, n_ranks: int) -> bool:
+    def fits(
+        self, format: Format, options: WriteOptions, contribution: ProcessContribution, *, number: int, n_ranks: int
+    ) -> bool:
         """Return whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
         return (
             (format.name, n_ranks) == (self.format.name, len(self.contributions))
             and options == self.options
-            and held == self.contributions[number]
+            and contribution == self.contributions[number]
         )
 
 
@@ -80,7 +82,7 @@ class PreparedSave:
     @property
     def agreement(self) -> Agreement:
         """Return the agreement, to be passed as ``previous`` to the next save."""
-        return Agreement(self.work.format, self.work.options, self.work.held, self.work.laid_out())
+        return Agreement(self.work.format, self.work.options, self.work.contributions, self.work.laid_out())
 
     def staged(self) -> PreparedSave:
         """Return the save with copies of the tensors in host memory.
@@ -154,29 +156,33 @@ def prepare_save(
 
     # Collect what this rank writes, and the metadata of all ranks unless those of the earlier save still hold.
     pairs, streams = comm.together(prepare_own)
-    mine = Held(tuple(chunk for chunk, _ in pairs), tuple((key, len(data)) for key, data in streams))
-    agreed = previous if _still_fits(previous, kind, options, mine) else None
+    contribution = ProcessContribution(
+        tuple(chunk for chunk, _ in pairs), tuple((key, len(data)) for key, data in streams)
+    )
+    agreed = previous if _still_fits(previous, kind, options, contribution) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(),
-        held=agreed.contributions if agreed is not None else comm.all_gather(mine),
+        contributions=agreed.contributions if agreed is not None else comm.all_gather(contribution),
         streams=streams,
         options=options,
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
-        _made=agreed.layout if agreed is not None else None,
+        _layout=agreed.layout if agreed is not None else None,
     )
     # Lay out the files on all ranks, so that an error is raised on all of them before any byte is written.
     comm.together(work.laid_out)
     return PreparedSave(work, pairs)
 
 
-def _still_fits(previous: Agreement | None, format: Format, options: WriteOptions, mine: Held) -> bool:
+def _still_fits(
+    previous: Agreement | None, format: Format, options: WriteOptions, contribution: ProcessContribution
+) -> bool:
     """Return whether all ranks can use their earlier agreements; collective.
 
     Called also by a rank that has none.
     """
     number, n_ranks = comm.rank(), comm.world_size()
-    fits = previous is not None and previous.fits(format, options, mine, number=number, n_ranks=n_ranks)
+    fits = previous is not None and previous.fits(format, options, contribution, number=number, n_ranks=n_ranks)
     return not comm.any_of_all(not fits)

@@ -20,7 +20,7 @@ from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.batches import batches
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
-    RankPart,
+    RankSave,
     SaveLayout,
     check_same_positions,
     chunk_of,
@@ -34,14 +34,14 @@ from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.format import load_object
 from core.live.save import finish_file
-from core.live.share import HOLDER, share_of
+from core.live.share import HOLDER, find_share
 from core.live.tensors import LiveTensor, live_source
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
 
 
 def write_part(
-    plan: SavePlan, planner: SavePlanner, part: RankPart, store: StageStore, *, threads: int
+    plan: SavePlan, planner: SavePlanner, part: RankSave, store: StageStore, *, threads: int
 ) -> list[WriteResult]:
     """Write the tensors of a rank's plan, in batches, and finish the files that it fills alone.
 
@@ -103,7 +103,7 @@ def _write_tensors(
     boxes: dict[str, list[Box]] = {}
     for tensor in to_write:
         boxes.setdefault(tensor.chunk.key, []).append(tensor.chunk.box)
-    share = share_of(target, images, boxes)
+    share = find_share(target, images, boxes)
     plan = make_plan(source, share.target, share.images, threads=threads, compares=False, is_share=True)
     result = execute(plan, memory, store, CopyOptions(digest=False))
     arrays = [
@@ -146,7 +146,7 @@ def write_rest(
         check_same_positions(layout, full_layout)
         layout = full_layout
         target = layout.target
-        share = share_of(target, layout.images, {key: [full_box(meta.shape)] for key, meta in target.hidden.items()})
+        share = find_share(target, layout.images, {key: [full_box(meta.shape)] for key, meta in target.hidden.items()})
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     # Write headers and trailers, those of metadata files last.

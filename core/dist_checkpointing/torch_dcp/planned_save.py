@@ -5,7 +5,7 @@
     SavePlans ── combine_plans ──▶ PlannedSave: regions of global tensors, and the ranks that write
     them
               ── lay_out ────────▶ SaveLayout: target catalog, file images
-              ── split_by_rank ──▶ one RankPart for each rank, to be sent to it
+              ── split_by_rank ──▶ one RankSave for each rank, to be sent to it
 
 Only the coordinator has all of it: with 10⁵ tensors on 10³ ranks, no other rank should have to.
 
@@ -30,7 +30,7 @@ from core.convert.prepare import is_file_of
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats.format import Format
-from core.live.share import HOLDER, filled, is_own
+from core.live.share import HOLDER, clip_fragments, has_one_holder
 from core.live.tensors import Chunk, metas_of_chunks
 from core.opening.target import source_and_target, tensors_only
 from core.pickle.inert import ObjectLeaf, TensorLeaf
@@ -256,7 +256,7 @@ def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankSave:
     """The part of a save that one rank writes; it is sent to that rank.
 
     Args:
@@ -284,25 +284,25 @@ def is_finished_by_rank(image: FileImage) -> bool:
 
     It does if it fills the file, and the file's literals can be sent to it.
     """
-    return is_own(image) and is_dataclass(image.literals)
+    return has_one_holder(image) and is_dataclass(image.literals)
 
 
-def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_converted: bool) -> list[RankPart]:
+def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_converted: bool) -> list[RankSave]:
     """Split a save into the parts that the ranks write.
 
     Args:
         layout: the files of the save.
         save: the combined plans.
-        token, is_converted: fields of every ``RankPart``.
+        token, is_converted: fields of every ``RankSave``.
     """
-    parts = [RankPart(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
+    parts = [RankSave(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
     # Give every rank the fragments of the target that it fills with its pieces.
     for key, writers in save.pieces.items():
         fragment_at = {fragment.box: fragment for fragment in layout.target.fragments(key)}
         meta = layout.target.meta(key)
         for box, rank in writers.items():
             same = fragment_at.get(box)
-            fragments = filled(layout.target, key, [box]) if same is None else (same,)
+            fragments = clip_fragments(layout.target, key, [box]) if same is None else (same,)
             parts[rank].tensors[key] = meta
             parts[rank].fragments[key] = (*parts[rank].fragments.get(key, ()), *fragments)
     # Give it the files of those fragments' arrays.
@@ -311,7 +311,7 @@ def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_conve
 
 
 def _images_of_rank(
-    part: RankPart, images: Sequence[FileImage], position_of: Mapping[str, tuple[int, PlacedArray]]
+    part: RankSave, images: Sequence[FileImage], position_of: Mapping[str, tuple[int, PlacedArray]]
 ) -> tuple[FileImage, ...]:
     """Return the files that a rank writes to, in the order in which its fragments need them.
 

@@ -18,7 +18,7 @@ from core.catalog.catalog import TensorMeta
 from core.changes.quantize import is_float8
 from core.hf.proof.common_sizes import embeddings_of, find_size_problems
 from core.hf.proof.problem import Problem
-from core.hf.proof.quantization import Scheme, is_sign, scheme_of
+from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of
 from core.hf.proof.sister_layers import find_deviations
 
 _WITH_OUTPUT = ("ForCausalLM", "LMHeadModel")
@@ -69,7 +69,11 @@ def _check_output_layer(tensors: Mapping[str, TensorMeta], config: Mapping[str, 
 
 
 def _check_quantization(
-    tensors: Mapping[str, TensorMeta], scheme: Scheme | None, narrow: list[TensorMeta], *, has_own_file: bool
+    tensors: Mapping[str, TensorMeta],
+    scheme: QuantizationScheme | None,
+    narrow: list[TensorMeta],
+    *,
+    has_own_file: bool,
 ) -> Iterator[Problem]:
     """Yield a problem if configuration and tensors disagree on whether weights are quantized."""
     signs = [key for key in tensors if is_sign(key)]

@@ -180,7 +180,7 @@ def _possible_expert_counts(config: Mapping[str, object], stated: list[int]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _AttentionSizes:
+class _HeadSizes:
     """Every size of attention and MLP that a configuration states for any part of the model.
 
     Args:
@@ -195,7 +195,7 @@ class _AttentionSizes:
     inner: frozenset[int]
 
     @classmethod
-    def of(cls, config: Mapping[str, object]) -> _AttentionSizes:
+    def of(cls, config: Mapping[str, object]) -> _HeadSizes:
         """Collect the sizes of a configuration."""
         numbers = list(_all_numbers(config))
         # In latent attention, heads have parts of several widths, so nothing follows from the number of heads.
@@ -231,7 +231,7 @@ def _check_projections(tensors: Mapping[str, TensorMeta], config: Mapping[str, o
     If layers differ from each other, there are kinds of layers of which the configuration may state
     nothing.
     """
-    sizes = _AttentionSizes.of(config)
+    sizes = _HeadSizes.of(config)
     if max(len(sizes.heads), len(sizes.groups), len(sizes.widths)) > _MOST_SIZES:
         return
     for name, metas in _projections(tensors, config):

@@ -42,7 +42,15 @@ from core.hf.proof.expected import (
     stated_experts,
 )
 from core.hf.proof.problem import Kind, Problem
-from core.hf.proof.quantization import OWN_FILES, Scheme, is_cache_scale, is_sign, owner_of, scale_key, scheme_of
+from core.hf.proof.quantization import (
+    OWN_FILES,
+    QuantizationScheme,
+    is_cache_scale,
+    is_sign,
+    owner_of,
+    scale_key,
+    scheme_of,
+)
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
@@ -112,7 +120,7 @@ class _Case:
     stored: Mapping[str, TensorMeta]
     body: str
     counts: _Counts
-    scheme: Scheme | None
+    scheme: QuantizationScheme | None
     expected: tuple[Expected, ...]
     unmatched: tuple[str, ...]
     owner_of: Mapping[str, str]
@@ -268,7 +276,7 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
         yield from _check_scales(case, meta, name, case.scheme)
 
 
-def _check_scales(case: _Case, meta: TensorMeta, name: str, scheme: Scheme) -> Iterator[Problem]:
+def _check_scales(case: _Case, meta: TensorMeta, name: str, scheme: QuantizationScheme) -> Iterator[Problem]:
     """Yield the problems of the scales of a float8 weight."""
     key = scale_key(name, case.stored)
     if key is None and scheme.needs_scales:

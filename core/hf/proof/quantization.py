@@ -44,7 +44,7 @@ _SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantizationScheme:
     """How the weights of a model are quantized.
 
     Args:
@@ -80,7 +80,7 @@ class Scheme:
         return scale == (*weight[:-2], *blocks)
 
 
-def scheme_of(config: Mapping[str, object]) -> Scheme | None:
+def scheme_of(config: Mapping[str, object]) -> QuantizationScheme | None:
     """Return how the weights are quantized.
 
     Returns:
@@ -92,7 +92,7 @@ def scheme_of(config: Mapping[str, object]) -> Scheme | None:
             block = stated.get("weight_block_size")
             is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
             method = str(stated.get("quant_method", "bitsandbytes" if stated.get("load_in_8bit") else ""))
-            return Scheme(method, (block[0], block[1]) if is_pair and isinstance(block, list) else None)
+            return QuantizationScheme(method, (block[0], block[1]) if is_pair and isinstance(block, list) else None)
     return None
 
 
