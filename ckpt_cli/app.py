@@ -76,13 +76,20 @@ def _show_version(is_given: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command("inspect", cls=Command, short_help="Show what a checkpoint contains and what can be done with it.")
+@app.command(
+    "inspect",
+    cls=Command,
+    short_help="Show what a checkpoint contains and what can be done with it.",
+)
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
     """Show what a checkpoint contains, how it is laid out and what can be done with it; read no
@@ -93,7 +100,12 @@ def _inspect(options: InspectOptions) -> Work:
     return partial(inspect, options)
 
 
-@app.command("convert", cls=Command, epilog=_TRANSFER_EPILOG, short_help="Write a checkpoint in another format.")
+@app.command(
+    "convert",
+    cls=Command,
+    epilog=_TRANSFER_EPILOG,
+    short_help="Write a checkpoint in another format.",
+)
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
     """Write a checkpoint in another format (--to). Tensors are streamed, so memory use stays small."""
@@ -103,7 +115,10 @@ def _convert(options: TransferOptions) -> Work:
 
 
 @app.command(
-    "reshard", cls=Command, epilog=_TRANSFER_EPILOG, short_help="Write a Megatron checkpoint with other parallel sizes."
+    "reshard",
+    cls=Command,
+    epilog=_TRANSFER_EPILOG,
+    short_help="Write a Megatron checkpoint with other parallel sizes.",
 )
 @accepts(TransferOptions)
 def _reshard(options: TransferOptions) -> Work:
@@ -113,7 +128,11 @@ def _reshard(options: TransferOptions) -> Work:
     return partial(reshard, options)
 
 
-@app.command("manifest", cls=Command, short_help="Record checksums and fingerprints, to verify a checkpoint later.")
+@app.command(
+    "manifest",
+    cls=Command,
+    short_help="Record checksums and fingerprints, to verify a checkpoint later.",
+)
 @accepts(ManifestOptions)
 def _manifest(options: ManifestOptions) -> Work:
     """Record file sizes, checksums and tensor fingerprints in ckpt-manifest.json, to verify the
@@ -124,7 +143,11 @@ def _manifest(options: ManifestOptions) -> Work:
     return partial(manifest, options)
 
 
-@app.command("validate", cls=Command, short_help="Check a checkpoint for missing, damaged or inconsistent data.")
+@app.command(
+    "validate",
+    cls=Command,
+    short_help="Check a checkpoint for missing, damaged or inconsistent data.",
+)
 @accepts(ValidateOptions)
 def _validate(options: ValidateOptions) -> Work:
     """Check checkpoints for missing, damaged or inconsistent data; exit with 1 if there are errors."""
@@ -215,13 +238,19 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _report(err: BaseException, arguments: list[str], failure_filter: FailureFilter | None = None) -> int:
+def _report(
+    err: BaseException, arguments: list[str], failure_filter: FailureFilter | None = None
+) -> int:
     """Print ``err`` for the user and return the exit code."""
-    if type(err).__name__ == "NoArgsIsHelpError":  # the class is private, but has this name in every typer
+    if (
+        type(err).__name__ == "NoArgsIsHelpError"
+    ):  # the class is private, but has this name in every typer
         print(getattr(err, "message", ""), file=sys.stderr)
         return UsageError.exit_code
     options = _option_words(arguments)
-    is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
+    is_command = bool(options) and options[0] in [
+        command.name for command in app.registered_commands
+    ]
     failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
     if failure_filter is not None:
         filtered = failure_filter(err, failure)
@@ -240,12 +269,16 @@ def _report(err: BaseException, arguments: list[str], failure_filter: FailureFil
     # Programs read stdout: with --json the error is an object there.
     try:
         wants_json = (  # found without the parser, as the command line may be invalid
-            "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)
+            "--json" in options
+            or "--format=json" in options
+            or ("--format", "json") in pairwise(options)
         )
         if wants_json and failure.message:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
-    except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
+    except (
+        OSError
+    ):  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return failure.exit_code

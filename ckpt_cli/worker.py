@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.host.launcher_watch import end_with
 from ckpt_cli.host.rank_env import WorkerIdentity, identify_worker
-from ckpt_cli.host.results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
+from ckpt_cli.host.results import (
+    LAUNCHER_VARIABLE,
+    RESULTS_VARIABLE,
+    VERDICTS,
+    WorkerResult,
+    write_result,
+)
 from ckpt_cli.options.worker import USAGE, WorkerOptions, parse_worker_arguments
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
@@ -97,7 +103,9 @@ def _join_team(
 
             teamwork.join(ALONE, device_of(options.device, identity))
         return None
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its log repeats errors that are reported anyway
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # its log repeats errors that are reported anyway
     from ckpt_cli.workers.begin_check import check_members, facts_of
     from ckpt_cli.workers.device import backend_of, device_of, use_device
     from ckpt_cli.workers.rendezvous import meet_workers
@@ -114,11 +122,20 @@ def _join_team(
         facts = facts_of(identity, command, problem=err)
     # Meet the others and start the team.
     meeting = meet_workers(
-        identity, facts, check_members, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s
+        identity,
+        facts,
+        check_members,
+        timeout_s=options.timeout_s,
+        join_timeout_s=options.join_timeout_s,
     )
     data_device = torch_name if options.backend == "nccl" else "cpu"
     team = TorchTeam(
-        identity, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
+        identity,
+        meeting,
+        backend=backend,
+        device=torch_name,
+        data_device=data_device,
+        timeout_s=options.timeout_s,
     )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
     teamwork.join(team, device=device, facts=team.facts, n_cores=n_cores)
@@ -180,10 +197,17 @@ class _Outcome:
         is_verdict = is_final(err) or failure.exit_code in VERDICTS
         if os.environ.get(RESULTS_VARIABLE) and not is_verdict:
             return None  # the launcher prints it
-        if isinstance(err, GoneError) and err.is_of_lead:  # rank 0 may be gone: one worker of each host prints
+        if (
+            isinstance(err, GoneError) and err.is_of_lead
+        ):  # rank 0 may be gone: one worker of each host prints
             is_first_on_host = self.identity is None or self.identity.local_rank in (None, 0)
             return failure if is_first_on_host else None
-        if is_verdict or self._is_secondary or not isinstance(err, Exception) or self._origin not in (None, rank):
+        if (
+            is_verdict
+            or self._is_secondary
+            or not isinstance(err, Exception)
+            or self._origin not in (None, rank)
+        ):
             return self._named(failure, is_verdict=is_verdict) if rank == 0 else None
         return self._named(failure, is_verdict=False)
 
@@ -194,7 +218,9 @@ class _Outcome:
         rank = self.identity.rank if self._origin is None else self._origin
         host = self.team.hosts[rank]
         message = failure.message if is_verdict else f"rank {rank} on {host}: {failure.message}"
-        return replace(failure, message=message, fields={**failure.fields, "worker": rank, "worker_host": host})
+        return replace(
+            failure, message=message, fields={**failure.fields, "worker": rank, "worker_host": host}
+        )
 
     def exit_code(self, code: int) -> int:
         """Write the worker's results for its launcher, and return the exit code of the process."""
@@ -205,12 +231,24 @@ class _Outcome:
         if not directory or self.identity is None:
             return code
         rank = self.identity.rank
-        result = WorkerResult(rank, socket.gethostname(), os.getpid(), code, is_secondary=self._is_secondary)
+        result = WorkerResult(
+            rank, socket.gethostname(), os.getpid(), code, is_secondary=self._is_secondary
+        )
         with suppress(OSError):
             if failure is not None:
-                host = None if self._origin is None or self.team is None else self.team.hosts[self._origin]
+                host = (
+                    None
+                    if self._origin is None or self.team is None
+                    else self.team.hosts[self._origin]
+                )
                 origin = None if host is None else self._origin
-                result = replace(result, line=failure.line, fields=failure.fields, worker=origin, worker_host=host)
+                result = replace(
+                    result,
+                    line=failure.line,
+                    fields=failure.fields,
+                    worker=origin,
+                    worker_host=host,
+                )
             if self._traceback is not None:
                 path = Path(directory) / f"rank-{rank}.traceback"
                 path.write_text(self._traceback, "utf-8")

@@ -69,7 +69,9 @@ class CheckpointingException(Exception):
         if not self.hint:
             return self.sentence
         is_command = self.hint.startswith("ckpt ")
-        return f"{self.sentence}. {self.hint if is_command else self.hint[0].upper() + self.hint[1:]}"
+        return (
+            f"{self.sentence}. {self.hint if is_command else self.hint[0].upper() + self.hint[1:]}"
+        )
 
     def breaking(self, rule: str) -> Self:
         """Set the broken rule unless the error has one already, and return the error."""

@@ -33,7 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets programs that the tests start die of signals, also where this run was started with them ignored (nohup)."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -56,7 +59,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not golden_dir.exists():
             unfinished_dir = base_dir / "golden.unfinished"
             with tarfile.open(GOLDEN_ARCHIVE) as archive:
-                if hasattr(tarfile, "data_filter"):  # since Python 3.11.4; the archive is our own either way
+                if hasattr(
+                    tarfile, "data_filter"
+                ):  # since Python 3.11.4; the archive is our own either way
                     archive.extractall(unfinished_dir, filter="data")
                 else:
                     archive.extractall(unfinished_dir)

@@ -42,4 +42,6 @@ def _implied_format(options: TransferOptions) -> str | None:
         return _SUFFIXES[dst.suffix]
     if any(getattr(options, name) for name in CONTENT_OPTIONS):
         return None
-    raise UsageError("no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}")
+    raise UsageError(
+        "no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}"
+    )

@@ -81,12 +81,18 @@ def _build_job(options: DiffOptions) -> DiffJob:
     """
     has_tolerance = options.rtol is not None or options.atol is not None
     if options.nan_differs and not has_tolerance:
-        raise UsageError("--nan-differs only applies to comparisons by value", hint="add --rtol or --atol")
+        raise UsageError(
+            "--nan-differs only applies to comparisons by value", hint="add --rtol or --atol"
+        )
     if options.stat_only and (has_tolerance or options.read):
         raise UsageError("--stat-only reads no values", hint="leave out --rtol, --atol and --read")
     check_rules_file(options.rules)
     # With a tolerance tensors are compared by value, otherwise bit for bit.
-    rule = Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs) if has_tolerance else None
+    rule = (
+        Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs)
+        if has_tolerance
+        else None
+    )
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(
         a=options.a,
@@ -104,7 +110,9 @@ def _build_job(options: DiffOptions) -> DiffJob:
         with_entries=not options.tensors_only,
         rules=options.rules,
         threads=options.threads or worker_threads() or defaults.threads,
-        memory_bytes=defaults.memory_bytes if options.memory is None else parse_size(options.memory),
+        memory_bytes=defaults.memory_bytes
+        if options.memory is None
+        else parse_size(options.memory),
     )
 
 
@@ -122,7 +130,11 @@ def _as_json(result: Diff) -> dict[str, object]:
         "a": _side_json(result.a),
         "b": _side_json(result.b),
         "counts": {kind: len(result.of_kind(kind)) for kind in reversed(KINDS)},
-        "tensors": [_tensor_json(tensor) for tensor in result.tensors if tensor.kind not in ("equal", "unread")],
+        "tensors": [
+            _tensor_json(tensor)
+            for tensor in result.tensors
+            if tensor.kind not in ("equal", "unread")
+        ],
         "entries": [asdict(entry) for entry in result.entries],
         "layout_entries": [asdict(entry) for entry in result.of_layout],
         "left_out": list(result.left_out),

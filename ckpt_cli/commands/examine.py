@@ -69,7 +69,9 @@ def plan_request(options: ValidateOptions) -> PlanRequest | None:
         return None
     from core.checks.plan_request import parse_plan_request
 
-    return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
+    return parse_plan_request(
+        options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options)
+    )
 
 
 def _memory_bytes(options: ValidateOptions) -> int:

@@ -65,7 +65,12 @@ TREE_LIMIT = 200
 DETAILED = 8
 """The most selected entries that are shown in detail; more are listed."""
 
-_GROUP_TITLES = {"model": "model", "moments": "optimizer moments", "masters": "master weights", "other": "other"}
+_GROUP_TITLES = {
+    "model": "model",
+    "moments": "optimizer moments",
+    "masters": "master weights",
+    "other": "other",
+}
 
 
 def inspect(options: InspectOptions) -> int:
@@ -141,7 +146,11 @@ def _lines(
             if number:
                 yield ""
             catalog = _catalog_of(summary, checkpoint, meta.key)
-            values = first_values(checkpoint.store, catalog, meta.key, options.values) if options.values else None
+            values = (
+                first_values(checkpoint.store, catalog, meta.key, options.values)
+                if options.values
+                else None
+            )
             lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
             yield from first_lines(screen, lines, limit)
         for key in objects:
@@ -160,7 +169,9 @@ def _lines(
     # The tree: the model first, then the optimizer.
     tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
     is_rank_local = summary.view.is_rank_local
-    nodes = tree_of(tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local)
+    nodes = tree_of(
+        tensors, split=lambda key: path_of(key, summary.view), folds_roots=is_rank_local
+    )
     lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
     yield from first_lines(screen, lines, limit)
 
@@ -175,7 +186,10 @@ def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) 
         ]
         for meta in _in_order(tensors, sort)
     ]
-    return rows + [[Cell(escaped(key)), Cell("object", ("dim",))] for key in (sorted(objects) if sort else objects)]
+    return rows + [
+        [Cell(escaped(key)), Cell("object", ("dim",))]
+        for key in (sorted(objects) if sort else objects)
+    ]
 
 
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
@@ -189,13 +203,22 @@ def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterato
     yield screen.styled(escaped(summary.path), "bold")
     yield from facts(screen, _header_facts(summary, checkpoint))
     yield ""
-    rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]]
+    rows: list[list[Cell | str]] = [
+        [Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]
+    ]
     for group in summary.groups:
         figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
         rows.append([_GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
     if len(summary.groups) > 1:
         total = summary.total
-        rows.append(["total", f"{total.n_tensors:,}", count_text(total.n_elements), bytes_text(total.n_bytes)])
+        rows.append(
+            [
+                "total",
+                f"{total.n_tensors:,}",
+                count_text(total.n_elements),
+                bytes_text(total.n_bytes),
+            ]
+        )
     yield from table(screen, rows, align="<>>><")
 
 
@@ -203,13 +226,19 @@ def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, C
     """Return the facts above the tree, with their labels."""
     # How it is stored.
     version = f", version {escaped(summary.version)}" if summary.version else ""
-    pairs: list[tuple[str, Cell | str]] = [("format", f"{summary.format}: {summary.title}{version}")]
+    pairs: list[tuple[str, Cell | str]] = [
+        ("format", f"{summary.format}: {summary.title}{version}")
+    ]
     if summary.iteration is not None:
         pairs.append(("iteration", str(summary.iteration)))
     if summary.parallel or summary.n_ranks:
         # Sizes that have their default value are left out, except TP and PP.
         defaults = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
-        sizes = [f"{name.upper()} {n}" for name, n in summary.parallel.items() if n != defaults.get(name, 1)]
+        sizes = [
+            f"{name.upper()} {n}"
+            for name, n in summary.parallel.items()
+            if n != defaults.get(name, 1)
+        ]
         ranks = "written by " + n_text(summary.n_ranks, "rank") if summary.n_ranks else ""
         pairs.append(("parallel", " · ".join([*sizes, *([ranks] if ranks else [])])))
     # What it contains.
@@ -232,7 +261,11 @@ def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, C
 
 
 def _capability_cell(capability: Capability) -> Cell:
-    action = f"{capability.action} to {', '.join(capability.targets)}" if capability.targets else capability.action
+    action = (
+        f"{capability.action} to {', '.join(capability.targets)}"
+        if capability.targets
+        else capability.action
+    )
     if capability.is_possible:
         return Cell(f"✓ {action}{f' ({capability.why})' if capability.why else ''}", ("green",))
     return Cell(f"✗ {action}: {escaped(capability.why or 'not supported')}", ("dim",))
@@ -251,9 +284,13 @@ def model_text(summary: Summary) -> str:
     if "num_attention_heads" in args:
         groups = args.get("num_query_groups")
         is_grouped = groups is not None and groups != args["num_attention_heads"]
-        parts.append(f"{args['num_attention_heads']} heads{f' in {groups} groups' if is_grouped else ''}")
+        parts.append(
+            f"{args['num_attention_heads']} heads{f' in {groups} groups' if is_grouped else ''}"
+        )
     if "ffn_hidden_size" in args:
-        parts.append(f"{'SwiGLU' if args.get('swiglu') is True else 'MLP'} {args['ffn_hidden_size']}")
+        parts.append(
+            f"{'SwiGLU' if args.get('swiglu') is True else 'MLP'} {args['ffn_hidden_size']}"
+        )
     if "num_experts" in args:
         parts.append(f"{args['num_experts']} experts")
     padded = args.get("padded_vocab_size")
@@ -323,7 +360,8 @@ def _as_json(
             "bytes": summary.total.n_bytes,
             "objects": summary.n_objects,
         },
-        "optimizer": summary.optimizer and {"format": summary.optimizer, "title": summary.optimizer_title},
+        "optimizer": summary.optimizer
+        and {"format": summary.optimizer, "title": summary.optimizer_title},
         "can": [
             {"action": v.action, "possible": v.is_possible, "to": list(v.targets), "why": v.why}
             for v in summary.capabilities
@@ -332,7 +370,9 @@ def _as_json(
         "notes": list(summary.notes),
         "tensors": entries,
         "objects": [
-            {"key": key, "value": object_json(summary.view.objects[key], checkpoint)} if options.keys else {"key": key}
+            {"key": key, "value": object_json(summary.view.objects[key], checkpoint)}
+            if options.keys
+            else {"key": key}
             for key in objects
         ],
     }

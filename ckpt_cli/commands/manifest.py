@@ -35,7 +35,12 @@ def manifest(options: ManifestOptions) -> int:
         CheckpointingException: the checkpoint cannot be read, or a manifest exists already.
     """
     from core.convert.job import DEFAULT_MEMORY_BYTES
-    from core.manifest.inventory import check_free, default_manifest_path, read_inventory, write_inventory
+    from core.manifest.inventory import (
+        check_free,
+        default_manifest_path,
+        read_inventory,
+        write_inventory,
+    )
     from core.opening.open import FILL
 
     workers = team()
@@ -45,7 +50,8 @@ def manifest(options: ManifestOptions) -> int:
     broadcast_result(
         workers,
         lambda: check_free(
-            options.output or default_manifest_path(options.path, iteration=options.iteration), force=options.force
+            options.output or default_manifest_path(options.path, iteration=options.iteration),
+            force=options.force,
         ),
     )
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
@@ -56,13 +62,17 @@ def manifest(options: ManifestOptions) -> int:
             missing_chunks=options.missing_chunks or FILL,
             fingerprints=options.fingerprints,
             threads=options.threads or worker_threads(),
-            memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else parse_size(options.memory),
+            memory_bytes=DEFAULT_MEMORY_BYTES
+            if options.memory is None
+            else parse_size(options.memory),
             progress=progress,
             team=workers,
             device=device(),
         )
     # The lead writes the manifest and prints the report.
-    path = broadcast_result(workers, lambda: write_inventory(contents, options.output, force=options.force))
+    path = broadcast_result(
+        workers, lambda: write_inventory(contents, options.output, force=options.force)
+    )
     seconds = time.monotonic() - begun
     if not is_lead(workers):
         return 0
@@ -92,7 +102,11 @@ def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, objec
 def _print_report(screen: Screen, contents: Inventory, path: Path, seconds: float) -> None:
     from ckpt_cli.screen.blocks import bytes_text, facts, n_text, seconds_text
 
-    print(screen.plain(f"{screen.styled('✓ wrote', 'green', 'bold')} {screen.styled(escaped(str(path)), 'bold')}"))
+    print(
+        screen.plain(
+            f"{screen.styled('✓ wrote', 'green', 'bold')} {screen.styled(escaped(str(path)), 'bold')}"
+        )
+    )
     rate = bytes_text(round(contents.n_bytes / seconds)) if seconds > 0 else "–"
     pairs = [
         ("files", f"{n_text(len(contents.files), 'file')}, {bytes_text(contents.n_bytes)}"),

@@ -51,7 +51,9 @@ def newest_valid(options: ValidateOptions) -> int:
     return 1 if newest.path is None else 0
 
 
-def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]) -> None:
+def _report(
+    newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]
+) -> None:
     if options.json or options.format == "json":
         skipped = [{"path": iteration.path, "why": iteration.why} for iteration in newest.skipped]
         report: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
@@ -80,7 +82,12 @@ def _single_root(options: ValidateOptions) -> Path:
     )
     for name, value in conflicting:
         if value:
-            raise UsageError(f"--newest-valid only prints a path and cannot be used with {name}", hint="give only one")
+            raise UsageError(
+                f"--newest-valid only prints a path and cannot be used with {name}",
+                hint="give only one",
+            )
     if options.format not in (None, "text", "json"):
-        raise UsageError(f"--newest-valid has no output as {options.format}", hint="leave out --format")
+        raise UsageError(
+            f"--newest-valid has no output as {options.format}", hint="leave out --format"
+        )
     return paths[0]

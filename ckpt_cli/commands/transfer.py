@@ -94,7 +94,9 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         names=check_names(options.names),
         config=options.config,
         transformer_impl=options.transformer_impl,
-        megatron_version=None if options.megatron_version is None else parse_version(options.megatron_version),
+        megatron_version=None
+        if options.megatron_version is None
+        else parse_version(options.megatron_version),
         moe_experts=options.moe_experts,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
@@ -108,11 +110,15 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         unstack_layers=parse_unstack_globs(options.unstack_layers),
         dtype=parse_casts(options.dtype),
         quantize=parse_quantizations(options.quantize),
-        max_file_bytes=None if options.max_shard_size is None else parse_size(options.max_shard_size),
+        max_file_bytes=None
+        if options.max_shard_size is None
+        else parse_size(options.max_shard_size),
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
-        memory_bytes=defaults.memory_bytes if options.memory is None else parse_size(options.memory),
+        memory_bytes=defaults.memory_bytes
+        if options.memory is None
+        else parse_size(options.memory),
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,
@@ -132,7 +138,11 @@ def _build_topology(options: TransferOptions) -> TopologyChange | None:
     target_sizes = {name: getattr(options, f"{name}_new") for name in SIZES}
     source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     pipeline = build_pipeline(options)
-    if not source_sizes and pipeline is None and all(size is None for size in target_sizes.values()):
+    if (
+        not source_sizes
+        and pipeline is None
+        and all(size is None for size in target_sizes.values())
+    ):
         return None
     return TopologyChange(**target_sizes, pipeline=pipeline, source=source_sizes)
 
@@ -144,7 +154,9 @@ def _check_conflicts(options: TransferOptions) -> None:
         UsageError: they do, or it does not.
     """
     if options.dst is not None and options.output is not None and options.dst != options.output:
-        raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give only one")
+        raise UsageError(
+            f"two destinations: {options.dst} and -o {options.output}", hint="give only one"
+        )
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run")
     check_rules_file(options.rules)
@@ -152,9 +164,13 @@ def _check_conflicts(options: TransferOptions) -> None:
         other = "--dry-run" if options.dry_run else "--quiet"
         raise UsageError(f"--explain and {other} exclude each other", hint="give only one")
     if options.keep_padded_vocab and options.vocab_size is not None:
-        raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give only one")
+        raise UsageError(
+            "--keep-padded-vocab and --vocab-size contradict each other", hint="give only one"
+        )
     if options.stack_layers and options.unstack_layers:
-        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give only one")
+        raise UsageError(
+            "--stack-layers and --unstack-layers contradict each other", hint="give only one"
+        )
 
 
 def build_pipeline(options: TransferOptions) -> Pipeline | None:
@@ -182,14 +198,21 @@ def transfer(job: Job, options: TransferOptions) -> int:
     """Run, plan or explain the job, print the result on the lead, and return the exit code."""
     if options.explain:
         return broadcast_result(team(), lambda: _explain(job, options))
-    return broadcast_result(team(), lambda: _plan(job, options)) if options.dry_run else _run(job, options)
+    return (
+        broadcast_result(team(), lambda: _plan(job, options))
+        if options.dry_run
+        else _run(job, options)
+    )
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
     with prepare(job) as prepared:
         lines = prepared.explain_layout()
         if options.json:
-            header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
+            header = {
+                "src": str(prepared.source.path),
+                "target_format": prepared.target_format.name,
+            }
             tensors = [line.as_dict() for line in lines]
             print(json.dumps({"schema": "ckpt.explain/1", **header, "tensors": tensors}))
         else:
@@ -207,7 +230,9 @@ def _plan(job: Job, options: TransferOptions) -> int:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
         elif not options.quiet:
-            for line in plan_lines(screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files):
+            for line in plan_lines(
+                screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files
+            ):
                 print(line)
         else:
             _note_dropped(prepared.dropped)
@@ -218,7 +243,9 @@ def _run(job: Job, options: TransferOptions) -> int:
     """Run the job with the team of this process and print the report on the lead."""
     workers = team()
     is_launched = RESULTS_VARIABLE in os.environ
-    if is_launched:  # every launch keeps its stage, also with one worker, so that a restart can continue
+    if (
+        is_launched
+    ):  # every launch keeps its stage, also with one worker, so that a restart can continue
         job = replace(job, resume=True)
     try:
         with progress_bar(is_wanted=not options.quiet) as progress:

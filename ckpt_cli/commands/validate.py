@@ -48,7 +48,11 @@ def validate(options: ValidateOptions) -> int:
     if options.list_checks:
         from ckpt_cli.pages.checks_table import print_checks
 
-        return print_checks(is_json=options.json or options.format == "json") if is_lead(workers) else 0
+        return (
+            print_checks(is_json=options.json or options.format == "json")
+            if is_lead(workers)
+            else 0
+        )
     if options.newest_valid:
         from ckpt_cli.commands.newest_valid import newest_valid
 
@@ -64,7 +68,9 @@ def validate(options: ValidateOptions) -> int:
             if error is not None and len(errors) == 1:
                 raise error
             validation = (
-                examine(path, options) if error is None else refused(path, level=level_of(options), error=error)
+                examine(path, options)
+                if error is None
+                else refused(path, level=level_of(options), error=error)
             )
             verdicts.append(Verdict(validation, acceptance.judge(validation.findings)))
         if options.write_baseline is not None:
@@ -80,7 +86,9 @@ def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]
     if options.all_iterations:
         from core.validate.newest import iteration_paths
 
-        paths = [path for root in paths for path in (iteration_paths(root) if root.is_dir() else [root])]
+        paths = [
+            path for root in paths for path in (iteration_paths(root) if root.is_dir() else [root])
+        ]
     return distinct_paths(paths, iteration=options.iteration)
 
 
@@ -101,13 +109,21 @@ def _check_options(options: ValidateOptions) -> None:
     """
     # Options that exclude each other.
     if options.headers and options.deep:
-        raise UsageError("--headers and --deep exclude each other", hint="--deep includes --headers")
+        raise UsageError(
+            "--headers and --deep exclude each other", hint="--deep includes --headers"
+        )
     if options.json and options.format not in (None, "json"):
-        raise UsageError(f"--json and --format {options.format} exclude each other", hint="give one")
+        raise UsageError(
+            f"--json and --format {options.format} exclude each other", hint="give one"
+        )
     if options.iteration is not None and (options.all_iterations or options.newest_valid):
-        raise UsageError("--iteration chooses one iteration", hint="leave it out, or the option that checks all")
+        raise UsageError(
+            "--iteration chooses one iteration", hint="leave it out, or the option that checks all"
+        )
     if options.newest_valid and options.all_iterations:
-        raise UsageError("--newest-valid considers all iterations anyway", hint="leave out --all-iterations")
+        raise UsageError(
+            "--newest-valid considers all iterations anyway", hint="leave out --all-iterations"
+        )
     if options.baseline is not None and options.write_baseline is not None:
         raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
     # Requests and files that must be valid.
@@ -138,7 +154,9 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
         print(line)
 
 
-def _report_lines(format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+def _report_lines(
+    format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen
+) -> Iterator[str]:
     """Return the lines of the report in one of ``FORMATS``.
 
     Only the module of that format is imported.

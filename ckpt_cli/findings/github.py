@@ -37,7 +37,9 @@ def github_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
             times = f" × {len(group.findings)}" if len(group.findings) > 1 else ""
             text = [group.place, group.message, f"→ {first.hint}" if first.hint else ""]
             data = "%0A".join(_data(part) for part in text if part)
-            properties = f"file={_property(verdict.path_of(first))},title={_property(title + times)}"
+            properties = (
+                f"file={_property(verdict.path_of(first))},title={_property(title + times)}"
+            )
             yield f"::{_COMMANDS[first.severity]} {properties}::{data}"
         for note in verdict.validation.notes:
             yield f"::notice file={_property(verdict.validation.path)},title=ckpt validate::{_data(note)}"

@@ -46,7 +46,11 @@ class FindingGroup:
         parts = [
             self.file,
             self.key,
-            None if self.rank is None else self.rank if self.rank.startswith("mp_rank") else f"rank {self.rank}",
+            None
+            if self.rank is None
+            else self.rank
+            if self.rank.startswith("mp_rank")
+            else f"rank {self.rank}",
             None if span is None else f"bytes {span[0]:,}–{span[1]:,}",
         ]
         return " · ".join(part for part in parts if part is not None)
@@ -82,7 +86,9 @@ def group_similar(findings: Iterable[Finding], *, path: str) -> list[FindingGrou
     groups: dict[tuple[object, ...], list[tuple[list[str], Finding]]] = {}
     without_numbers = cache(partial(_NUMBER.sub, "#"))  # 10⁵ findings have a few messages
     for finding in findings:
-        texts, numbers = _split_place(finding if finding.file != path else replace(finding, file=None))
+        texts, numbers = _split_place(
+            finding if finding.file != path else replace(finding, file=None)
+        )
         kind = (finding.severity, finding.code, finding.hint, without_numbers(finding.message))
         groups.setdefault((*kind, *texts), []).append((numbers, finding))
     return [group for key, rows in groups.items() for group in _fold(list(map(str, key[4:])), rows)]
@@ -111,7 +117,9 @@ def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterat
         # Rows whose other numbers are equal become one row, with their i-th numbers joined.
         by_others: dict[tuple[str, ...], list[tuple[str, list[Finding]]]] = {}
         for numbers, findings in merged:
-            by_others.setdefault((*numbers[:i], *numbers[i + 1 :]), []).append((numbers[i], findings))
+            by_others.setdefault((*numbers[:i], *numbers[i + 1 :]), []).append(
+                (numbers[i], findings)
+            )
         if len(by_others) == len(merged):
             continue  # no two differ in this number alone
         merged = [

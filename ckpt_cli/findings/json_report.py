@@ -64,7 +64,9 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
         "against": None
         if validation.against is None
         else dict(zip(("name", "tensors"), validation.against, strict=True)),
-        "counts": {severity.label: judgement.n_of(severity) for severity in sorted(Severity, reverse=True)},
+        "counts": {
+            severity.label: judgement.n_of(severity) for severity in sorted(Severity, reverse=True)
+        },
         "findings": list(map(_finding, judgement.counted)),
         "ignored": list(map(_finding, judgement.ignored)),
         "known": list(map(_finding, judgement.known)),

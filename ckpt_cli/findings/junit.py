@@ -65,7 +65,11 @@ class _Suite:
         findings = (*judgement.counted, *judgement.ignored, *judgement.known)
         level = verdict.validation.level
         table = codes()
-        checked = [c.code for c in table.values() if c.level <= level and not c.code.startswith(_PLAN_CODES)]
+        checked = [
+            c.code
+            for c in table.values()
+            if c.level <= level and not c.code.startswith(_PLAN_CODES)
+        ]
         names = sorted({*checked, *(finding.code for finding in findings)})
         self.cases = [self._case(name, table.get(name)) for name in names]
         self.n_failed = sum(kind == "failure" for kind, _ in self.cases)
@@ -108,10 +112,14 @@ class _Suite:
             outcome = "failure"
             message = _text(errors[0].message if len(errors) == 1 else f"{len(errors)} × {title}")
             text = _findings_text(errors, path)
-            lines.append(f'      <failure message="{message}" type="{_text(name)}">{text}</failure>')
+            lines.append(
+                f'      <failure message="{message}" type="{_text(name)}">{text}</failure>'
+            )
         elif n_accepted and not counted:
             outcome = "skipped"
-            lines.append(f'      <skipped message="{n_text(n_accepted, "finding")} ignored or known"/>')
+            lines.append(
+                f'      <skipped message="{n_text(n_accepted, "finding")} ignored or known"/>'
+            )
         if warnings:
             lines.append(f"      <system-out>{_findings_text(warnings, path)}</system-out>")
         lines.append("    </testcase>")
@@ -135,7 +143,11 @@ def _findings_text(findings: Sequence[Finding], path: str) -> str:
     for group in group_similar(findings, path=path):
         times = f"{len(group.findings)} × " if len(group.findings) > 1 else ""
         place = f"{group.first.severity.label}: {times}{group.place or 'the checkpoint'}"
-        lines += [place, f"  {group.message}", *([f"  → {group.first.hint}"] if group.first.hint else [])]
+        lines += [
+            place,
+            f"  {group.message}",
+            *([f"  → {group.first.hint}"] if group.first.hint else []),
+        ]
     return _text("\n".join(lines), keeps_lines=True)
 
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
     from core.checks.finding import Finding
 
-_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
 _LINK = re.compile(r"\[(?=[^\[\]]*\]\()")
 
 
@@ -46,7 +48,9 @@ def sarif_lines(verdicts: Sequence[Verdict], *, has_baseline: bool) -> Iterator[
         "tool": {"driver": driver},
         "invocations": [_invocation(verdicts)],
         "results": [
-            result for verdict in verdicts for result in _results(verdict, rule_indexes, has_baseline=has_baseline)
+            result
+            for verdict in verdicts
+            for result in _results(verdict, rule_indexes, has_baseline=has_baseline)
         ],
     }
     yield json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
@@ -58,7 +62,9 @@ def _invocation(verdicts: Sequence[Verdict]) -> dict[str, object]:
         {
             "level": "note",
             "message": {"text": _message(_sentence(note))},
-            "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri_of(verdict.validation.path)}}}],
+            "locations": [
+                {"physicalLocation": {"artifactLocation": {"uri": uri_of(verdict.validation.path)}}}
+            ],
         }
         for verdict in verdicts
         for note in verdict.validation.notes
@@ -86,7 +92,9 @@ def _rule(code: str) -> dict[str, object]:
     }
 
 
-def _results(verdict: Verdict, rules: dict[str, int], *, has_baseline: bool) -> Iterator[dict[str, object]]:
+def _results(
+    verdict: Verdict, rules: dict[str, int], *, has_baseline: bool
+) -> Iterator[dict[str, object]]:
     """Yield the findings of one checkpoint as results.
 
     Args:
@@ -94,7 +102,11 @@ def _results(verdict: Verdict, rules: dict[str, int], *, has_baseline: bool) -> 
         has_baseline: each result tells whether it is new.
     """
     judgement = verdict.judgement
-    kinds = ((judgement.counted, None), (judgement.ignored, "--ignore"), (judgement.known, "--baseline"))
+    kinds = (
+        (judgement.counted, None),
+        (judgement.ignored, "--ignore"),
+        (judgement.known, "--baseline"),
+    )
     for findings, suppressed_by in kinds:
         for finding in findings:
             result: dict[str, object] = {
@@ -103,14 +115,20 @@ def _results(verdict: Verdict, rules: dict[str, int], *, has_baseline: bool) -> 
                 "level": finding.severity.label,
                 "message": {"text": _message(_text_of(finding))},
                 "locations": [_location(verdict, finding)],
-                "partialFingerprints": {"ckptFinding/v1": sha256(_bytes(finding.fingerprint)).hexdigest()},
+                "partialFingerprints": {
+                    "ckptFinding/v1": sha256(_bytes(finding.fingerprint)).hexdigest()
+                },
             }
             if has_baseline:
                 result["baselineState"] = "unchanged" if suppressed_by == "--baseline" else "new"
             if suppressed_by:
                 result["suppressions"] = [{"kind": "external", "justification": suppressed_by}]
             names = ("rank", "expected", "found")
-            extra = {name: escaped(value) for name in names if (value := getattr(finding, name)) is not None}
+            extra = {
+                name: escaped(value)
+                for name in names
+                if (value := getattr(finding, name)) is not None
+            }
             if extra:
                 result["properties"] = extra
             yield result
@@ -124,7 +142,9 @@ def _location(verdict: Verdict, finding: Finding) -> dict[str, object]:
         physical["region"] = {"byteOffset": start, "byteLength": stop - start}
     location: dict[str, object] = {"physicalLocation": physical}
     if finding.key is not None:
-        location["logicalLocations"] = [{"fullyQualifiedName": escaped(finding.key), "kind": "object"}]
+        location["logicalLocations"] = [
+            {"fullyQualifiedName": escaped(finding.key), "kind": "object"}
+        ]
     return location
 
 

@@ -32,7 +32,9 @@ _UNREAD = {
 }
 
 
-def text_lines(screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None, is_quiet: bool) -> Iterator[str]:
+def text_lines(
+    screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None, is_quiet: bool
+) -> Iterator[str]:
     """Yield the report.
 
     Args:
@@ -43,7 +45,9 @@ def text_lines(screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None
         yield _COMMAND.sub(r"\\", line)
 
 
-def _page(screen: Screen, verdicts: Sequence[Verdict], limit: int, *, is_quiet: bool) -> Iterator[str]:
+def _page(
+    screen: Screen, verdicts: Sequence[Verdict], limit: int, *, is_quiet: bool
+) -> Iterator[str]:
     shown = [verdict for verdict in verdicts if not (is_quiet and verdict.judgement.is_valid)]
     for number, verdict in enumerate(shown):
         if number:
@@ -52,7 +56,11 @@ def _page(screen: Screen, verdicts: Sequence[Verdict], limit: int, *, is_quiet: 
     if len(verdicts) > 1 and not is_quiet:
         yield ""
         n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
-        rest = screen.styled(f"{n_bad} with errors", "red") if n_bad else screen.styled("none with errors", "green")
+        rest = (
+            screen.styled(f"{n_bad} with errors", "red")
+            if n_bad
+            else screen.styled("none with errors", "green")
+        )
         yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {rest}")
 
 
@@ -60,7 +68,9 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
     """Yield the block of one checkpoint."""
     validation, judgement = verdict.validation, verdict.judgement
     worst = max((finding.severity for finding in judgement.counted), default=Severity.NOTE)
-    mark, color = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}.get(worst, ("✓", "green"))
+    mark, color = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}.get(
+        worst, ("✓", "green")
+    )
     lead = screen.styled(f"{mark} {verdict.counts_text}", "bold", color)
     yield screen.plain(f"{lead} in {screen.styled(escaped(validation.path), 'bold')}")
     yield from facts(screen, _facts(verdict), indent=2)
@@ -78,10 +88,16 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     """
     validation, judgement = verdict.validation, verdict.judgement
     # What was read.
-    yield "format", Cell("not recognised", ("yellow",)) if validation.format is None else validation.format
+    yield (
+        "format",
+        Cell("not recognised", ("yellow",)) if validation.format is None else validation.format,
+    )
     size = f"{n_text(validation.n_files, 'file')}, {bytes_text(validation.n_bytes)}"
     if validation.n_files:
-        yield "size", f"{size}, {n_text(validation.n_tensors, 'tensor')}" if validation.n_tensors else size
+        yield (
+            "size",
+            f"{size}, {n_text(validation.n_tensors, 'tensor')}" if validation.n_tensors else size,
+        )
     rate = ""
     if validation.level == Level.DEEP and validation.seconds > 0.1:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
@@ -92,7 +108,10 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
         yield "" if number else "unchecked", Cell(escaped(text), ("dim",))
     if validation.against is not None:
         label, n = validation.against
-        yield "compared", f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}"
+        yield (
+            "compared",
+            f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}",
+        )
     for number, note in enumerate(validation.notes):
         yield "" if number else "note", Cell(escaped(note), ("yellow",))
     for name, findings in (("ignored", judgement.ignored), ("known", judgement.known)):

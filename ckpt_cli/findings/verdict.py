@@ -31,7 +31,9 @@ class Verdict:
     @property
     def counts_text(self) -> str:
         """The numbers of findings that count: ``2 errors, 1 warning``; ``no findings``."""
-        counted = [(severity, self.judgement.n_of(severity)) for severity in sorted(Severity, reverse=True)]
+        counted = [
+            (severity, self.judgement.n_of(severity)) for severity in sorted(Severity, reverse=True)
+        ]
         return ", ".join(n_text(n, severity.label) for severity, n in counted if n) or "no findings"
 
     def path_of(self, finding: Finding) -> str:
@@ -45,7 +47,9 @@ class Verdict:
             return root
         folder = os.path.dirname(root) if os.path.isfile(root) else root
         path = os.path.join(folder, name)
-        is_outside = os.path.lexists(name) and not os.path.lexists(path)  # a tracker beside the checkpoint
+        is_outside = os.path.lexists(name) and not os.path.lexists(
+            path
+        )  # a tracker beside the checkpoint
         return name if is_outside else path
 
 

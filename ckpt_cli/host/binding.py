@@ -40,7 +40,12 @@ class CpuShare:
 
 
 def bind(
-    mode: str, *, local_rank: int, local_size: int, is_below_agent: bool, environ: Mapping[str, str] = os.environ
+    mode: str,
+    *,
+    local_rank: int,
+    local_size: int,
+    is_below_agent: bool,
+    environ: Mapping[str, str] = os.environ,
 ) -> CpuShare:
     """Pin this process (and the threads that it starts from now on) to its share of the host's
     cores.
@@ -58,7 +63,9 @@ def bind(
     """
     allowed = allowed_cores()
     if mode == "auto" and not is_below_agent:
-        is_bound = len(allowed) < (os.cpu_count() or 1)  # srun or mpirun gave each worker its own cores
+        is_bound = len(allowed) < (
+            os.cpu_count() or 1
+        )  # srun or mpirun gave each worker its own cores
         return CpuShare(None, max(1, n_cores(allowed) // (1 if is_bound else local_size)))
     share = cpu_share(
         mode,
@@ -100,7 +107,9 @@ def cpu_share(
         cores = nodes[local_rank * len(nodes) // local_size if near is None else near]
     else:
         all_cores = [core for node in nodes for core in node]
-        start, stop = (position * len(all_cores) // local_size for position in (local_rank, local_rank + 1))
+        start, stop = (
+            position * len(all_cores) // local_size for position in (local_rank, local_rank + 1)
+        )
         # With more workers than cores, workers share a core.
         cores = all_cores[start:stop] or [all_cores[local_rank % len(all_cores)]]
     return CpuShare(frozenset(cores), max(1, min(n_threads, len(cores))))
@@ -132,7 +141,9 @@ def _quota(cgroup_dir: Path) -> float | None:
     return int(used) / int(period)
 
 
-def nodes_of(allowed: Collection[int], *, node_dir: Path = Path("/sys/devices/system/node")) -> list[list[int]]:
+def nodes_of(
+    allowed: Collection[int], *, node_dir: Path = Path("/sys/devices/system/node")
+) -> list[list[int]]:
     """Return the allowed cores by NUMA node, without empty nodes.
 
     If the system does not list the nodes, there is one.
@@ -183,7 +194,9 @@ def node_of_gpu(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         numbers = [part.strip() for part in visible.split(",")]
-        if not all(re.fullmatch(r"\d+", number) and int(number) < len(addresses) for number in numbers):
+        if not all(
+            re.fullmatch(r"\d+", number) and int(number) < len(addresses) for number in numbers
+        ):
             return None  # names (GPU-…, MIG-…) instead of numbers, or empty
         addresses = [addresses[int(number)] for number in numbers]
     if local_rank >= len(addresses):

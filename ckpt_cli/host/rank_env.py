@@ -72,7 +72,11 @@ class WorkerIdentity:
     @property
     def endpoint(self) -> str:
         """``address:port``."""
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+        return (
+            f"[{self.address}]:{self.port}"
+            if ":" in self.address
+            else f"{self.address}:{self.port}"
+        )
 
 
 def identify_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
@@ -103,7 +107,9 @@ def _identify_below_torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
-        raise UsageError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four")
+        raise UsageError(
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four"
+        )
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return WorkerIdentity(
@@ -123,9 +129,14 @@ def _identify_below_srun(environ: Mapping[str, str]) -> WorkerIdentity:
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    address = environ.get("MASTER_ADDR") or first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    address = (
+        environ.get("MASTER_ADDR") or first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    )
     if not address:
-        raise UsageError("srun does not tell on which hosts the workers run", hint="set MASTER_ADDR to rank 0's host")
+        raise UsageError(
+            "srun does not tell on which hosts the workers run",
+            hint="set MASTER_ADDR to rank 0's host",
+        )
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     return WorkerIdentity(
         "srun",
@@ -151,7 +162,9 @@ _MPI = {
 """Launcher → names of rank, size, local rank and local size."""
 
 
-def _identify_below_mpi(environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]) -> WorkerIdentity:
+def _identify_below_mpi(
+    environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str]
+) -> WorkerIdentity:
     """Return the identity that an MPI launcher gives.
 
     ``names`` are its variables, as in ``_MPI``.
@@ -214,9 +227,13 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
 def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = _number(environ, rank_name), _number(environ, size_name)
     if rank is None or size is None:
-        raise UsageError(f"{rank_name} is set, but not {size_name}", hint="start the workers with a launcher")
+        raise UsageError(
+            f"{rank_name} is set, but not {size_name}", hint="start the workers with a launcher"
+        )
     if rank >= size:
-        raise UsageError(f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks count from 0")
+        raise UsageError(
+            f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks count from 0"
+        )
     return rank, size
 
 

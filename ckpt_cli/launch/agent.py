@@ -152,7 +152,9 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
 
     with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", history, hooks):
         config = _config(job, _AttemptLogs(job, history, hooks))
-        arguments = [argument.replace("$", "$$") for argument in job.arguments]  # the agent fills in ${local_rank}
+        arguments = [
+            argument.replace("$", "$$") for argument in job.arguments
+        ]  # the agent fills in ${local_rank}
         try:
             elastic_launch(config, job.program)(*arguments)
         except _JobDone:
@@ -160,7 +162,11 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
         except ChildFailedError as err:
             attempt = history.attempts[-1]
             history.ended = [
-                Ended(attempt.ranks[failure.local_rank], failure.exitcode, attempt.logs[failure.local_rank])
+                Ended(
+                    attempt.ranks[failure.local_rank],
+                    failure.exitcode,
+                    attempt.logs[failure.local_rank],
+                )
                 for failure in err.failures.values()
             ]
         except SignalException as err:
@@ -258,7 +264,10 @@ class _AttemptLogs:
                 n_restarts=int(envs[0]["TORCHELASTIC_RESTART_COUNT"]),
                 results_dir=directory,
                 ranks=tuple(int(envs[local]["RANK"]) for local in range(len(envs))),
-                logs=tuple(Path(path) if (path := destinations.stderrs[local]) else None for local in range(len(envs))),
+                logs=tuple(
+                    Path(path) if (path := destinations.stderrs[local]) else None
+                    for local in range(len(envs))
+                ),
             )
         )
         return destinations
@@ -282,7 +291,12 @@ class _FailureLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Record the process that a log message of the agent reports as failed."""
         args = record.args
-        if not isinstance(args, tuple) or "exitcode" not in record.msg or len(args) < 2 or not self._history.attempts:
+        if (
+            not isinstance(args, tuple)
+            or "exitcode" not in record.msg
+            or len(args) < 2
+            or not self._history.attempts
+        ):
             return
         attempt, (code, local) = self._history.attempts[-1], args[:2]
         if isinstance(code, int) and isinstance(local, int) and local < len(attempt.ranks):
@@ -312,7 +326,10 @@ def _log_to(path: Path, history: LaunchHistory, hooks: FailureHooks) -> Iterator
 
 def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> WorkerError:
     """Return the error for agents that lost each other or never met."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousTimeoutError,
+    )
 
     rendezvous = job.rendezvous
     again = " again" if history.attempts else ""

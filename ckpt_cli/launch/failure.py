@@ -17,7 +17,9 @@ from core.errors import WorkerError
 
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code
-_MEMORY_HINT = "often the kernel kills a process when memory runs out: use fewer workers or a lower --memory"
+_MEMORY_HINT = (
+    "often the kernel kills a process when memory runs out: use fewer workers or a lower --memory"
+)
 _FROZEN_HINT = (
     "it had sent no heartbeat, so the others gave up on it: it was stopped, or waited for a disk or network that "
     "does not respond (--timeout SECONDS waits longer)"
@@ -106,7 +108,11 @@ def cause_of(
         host: name of this host.
     """
     # Workers that reported a failure: for their own reason, or because of another worker.
-    failed = [result for result in results.values() if not result.is_verdict and result.exit_code not in _STOPPED]
+    failed = [
+        result
+        for result in results.values()
+        if not result.is_verdict and result.exit_code not in _STOPPED
+    ]
     primary = [result for result in failed if not result.is_secondary]
     independent = [result for result in primary if result.exit_code != _WORKER_FAILED]
     # The more certain causes come first.
@@ -117,12 +123,18 @@ def cause_of(
     process = _silent_process([process for process in ended if process.rank not in results])
     if process is not None:
         lost = f"rank {process.rank} on {host} has sent no heartbeat"
-        return _unreported_cause(process, host, is_frozen=any(result.line.startswith(lost) for result in failed))
+        return _unreported_cause(
+            process, host, is_frozen=any(result.line.startswith(lost) for result in failed)
+        )
     if primary or failed:
         return _reported_cause((primary or failed)[0], logs)
-    if first is not None:  # terminated from outside: the agent ends workers only after one has failed
+    if (
+        first is not None
+    ):  # terminated from outside: the agent ends workers only after one has failed
         number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
-        return Cause(first.rank, host, f"its process was terminated from outside with {_signal_name(number)}")
+        return Cause(
+            first.rank, host, f"its process was terminated from outside with {_signal_name(number)}"
+        )
     return None
 
 
@@ -131,8 +143,16 @@ def _silent_process(unreported: Sequence[Ended]) -> Ended | None:
 
     Returns None without one.
     """
-    killed = [process for process in unreported if process.exit_code < 0 and process.exit_code != -signal.SIGTERM]
-    exited = [process for process in unreported if process.exit_code > 0 and process.exit_code not in _STOPPED]
+    killed = [
+        process
+        for process in unreported
+        if process.exit_code < 0 and process.exit_code != -signal.SIGTERM
+    ]
+    exited = [
+        process
+        for process in unreported
+        if process.exit_code > 0 and process.exit_code not in _STOPPED
+    ]
     # Native code aborts when a peer is gone, so a process that aborted is the last choice of those killed.
     killed.sort(key=lambda process: process.exit_code == -signal.SIGABRT)
     return next(iter([*killed, *exited]), None)

@@ -104,7 +104,11 @@ class AgentDeadlines:
         if self._failed_at is not None:
             is_rejoin = attempt.n_restarts < self.limits.max_restarts
             limit = self.limits.rejoin_s if is_rejoin else self.limits.shutdown_s + _LEAVE_S
-            return Overdue(False, is_rejoin, now - self._failed_at) if now - self._failed_at > limit else None
+            return (
+                Overdue(False, is_rejoin, now - self._failed_at)
+                if now - self._failed_at > limit
+                else None
+            )
         if self._done_at is not None and now - self._done_at > _DONE_S:
             return Overdue(True, False, now - self._done_at)
         return None
@@ -136,7 +140,9 @@ class SignalWatch:
         """Return the signal that is overdue at the time ``now`` (in seconds); None without one."""
         if self._number is None:
             with suppress(BlockingIOError):
-                self._number = next((number for number in self._reader.recv(64) if number in _ENDING), None)
+                self._number = next(
+                    (number for number in self._reader.recv(64) if number in _ENDING), None
+                )
             self._received_at = now
         if self._number is None:
             return None
@@ -155,7 +161,11 @@ class SignalWatch:
 
 @contextmanager
 def guard_agent(
-    history: LaunchHistory, limits: Limits, *, on_wait: Callable[[], None], end: Callable[[Overdue], int]
+    history: LaunchHistory,
+    limits: Limits,
+    *,
+    on_wait: Callable[[], None],
+    end: Callable[[Overdue], int],
 ) -> Iterator[None]:
     """End the process if the agent that runs in the block hangs.
 

@@ -98,16 +98,27 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
     settings = _with_limits(parse_settings(options.rdzv_conf))
     # Only this host: any free port will do.
     if most == 1 and not names:
-        return Rendezvous("c10d", "localhost", 0, options.rdzv_id or f"ckpt-{uuid.uuid4().hex[:8]}", settings)
+        return Rendezvous(
+            "c10d", "localhost", 0, options.rdzv_id or f"ckpt-{uuid.uuid4().hex[:8]}", settings
+        )
     # Several hosts, or one with an address: c10d unless the options are those of a static rendezvous.
-    is_static = any(value is not None for value in (options.node_rank, options.master_addr, options.master_port))
-    backend = options.rdzv_backend or ("static" if is_static and options.rdzv_endpoint is None else "c10d")
+    is_static = any(
+        value is not None for value in (options.node_rank, options.master_addr, options.master_port)
+    )
+    backend = options.rdzv_backend or (
+        "static" if is_static and options.rdzv_endpoint is None else "c10d"
+    )
     job_id = options.rdzv_id or "ckpt"
     if backend == "static":
         return _static_rendezvous(options, job_id, settings)
     if is_static:
-        name = next(name for name in ("--node-rank", "--master-addr", "--master-port") if name in names)
-        raise UsageError(f"{name} only applies to a static rendezvous, not to {backend}", hint=f"leave out {name}")
+        name = next(
+            name for name in ("--node-rank", "--master-addr", "--master-port") if name in names
+        )
+        raise UsageError(
+            f"{name} only applies to a static rendezvous, not to {backend}",
+            hint=f"leave out {name}",
+        )
     if options.rdzv_endpoint is None:
         raise UsageError(
             f"no rendezvous for {most} hosts: --rdzv-endpoint is missing",
@@ -117,7 +128,9 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
     return Rendezvous(backend, host, port, job_id, settings)
 
 
-def _static_rendezvous(options: LaunchOptions, job_id: str, settings: Mapping[str, str]) -> Rendezvous:
+def _static_rendezvous(
+    options: LaunchOptions, job_id: str, settings: Mapping[str, str]
+) -> Rendezvous:
     """Return a static rendezvous, for which every host is given its rank and the address of host 0.
 
     Raises:
@@ -126,14 +139,19 @@ def _static_rendezvous(options: LaunchOptions, job_id: str, settings: Mapping[st
     least, most = parse_nodes(options.nnodes)
     rank = options.node_rank or 0
     if least != most:
-        raise UsageError("--nnodes MIN:MAX needs --rdzv-backend c10d: a static rendezvous has a fixed number of hosts")
+        raise UsageError(
+            "--nnodes MIN:MAX needs --rdzv-backend c10d: a static rendezvous has a fixed number of hosts"
+        )
     if most > 1 and options.node_rank is None:
         raise UsageError(
             "--node-rank is missing: a static rendezvous needs the rank of each host",
             hint="give --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, which numbers the hosts automatically",
         )
     if options.rdzv_endpoint is not None and options.master_addr is not None:
-        raise UsageError("--rdzv-endpoint and --master-addr both give the address of host 0", hint="leave out one")
+        raise UsageError(
+            "--rdzv-endpoint and --master-addr both give the address of host 0",
+            hint="leave out one",
+        )
     if rank >= most:
         raise UsageError(f"--node-rank {rank}, but --nnodes {most}: hosts are numbered from 0")
     if most > 1 and options.rdzv_endpoint is None and options.master_addr is None:
@@ -172,11 +190,16 @@ def parse_endpoint(text: str, port: int) -> tuple[str, int]:
         host, number = text, str(port)
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not number.isdigit() or not 0 < int(number) < 2**16:
-        raise UsageError(f"{text!r} is not HOST:PORT", hint="write node1:29400, 10.0.0.1:29400 or [fd00::1]:29400")
+        raise UsageError(
+            f"{text!r} is not HOST:PORT",
+            hint="write node1:29400, 10.0.0.1:29400 or [fd00::1]:29400",
+        )
     return host, int(number)
 
 
-def check_rendezvous(rendezvous: Rendezvous, *, is_listener: bool, note: Callable[[str], None]) -> None:
+def check_rendezvous(
+    rendezvous: Rendezvous, *, is_listener: bool, note: Callable[[str], None]
+) -> None:
     """Check, before torch tries, that the rendezvous can be reached.
 
     Wait for the host that must listen.
@@ -225,7 +248,9 @@ def _is_port_free(rendezvous: Rendezvous) -> bool:
     Raises:
         WorkerError: it cannot, for another reason than that the port is in use.
     """
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
+    with socket.socket(
+        socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    ) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", rendezvous.port))
@@ -251,19 +276,25 @@ def _wait_for_listener(rendezvous: Rendezvous, note: Callable[[str], None]) -> N
     while True:
         try:
             remaining_s = max(deadline - time.monotonic(), _PAUSE_S)
-            socket.create_connection((rendezvous.host, rendezvous.port), timeout=min(remaining_s, _PROBE_S)).close()
+            socket.create_connection(
+                (rendezvous.host, rendezvous.port), timeout=min(remaining_s, _PROBE_S)
+            ).close()
             return
         except (OSError, UnicodeError) as err:
             now = time.monotonic()
             if now + _PAUSE_S >= deadline:
                 raise _unreachable_error(rendezvous, err) from err
             if not is_noted and now - begun > _QUIET_S:
-                note(f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: {_reason_text(err)}")
+                note(
+                    f"waiting up to {rendezvous.join_s:g} s for {rendezvous.endpoint}: {_reason_text(err)}"
+                )
                 is_noted = True
             time.sleep(_PAUSE_S)
 
 
-def _unreachable_error(rendezvous: Rendezvous, err: OSError | UnicodeError) -> UsageError | WorkerError:
+def _unreachable_error(
+    rendezvous: Rendezvous, err: OSError | UnicodeError
+) -> UsageError | WorkerError:
     """Return the error for a rendezvous that could not be reached."""
     if isinstance(err, (socket.gaierror, UnicodeError)):
         return UsageError(
@@ -300,7 +331,12 @@ def _is_rendezvous(rendezvous: Rendezvous) -> bool:
 
     def ask() -> None:
         try:
-            TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=limit_s))
+            TCPStore(
+                rendezvous.host,
+                rendezvous.port,
+                is_master=False,
+                timeout=timedelta(seconds=limit_s),
+            )
             answers.append(True)
         except (RuntimeError, ValueError, TimeoutError):
             pass

@@ -59,13 +59,22 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
         UsageError: it is missing or not one of ``COMMANDS``.
     """
     if not command:
-        raise UsageError("no command to launch", hint="for example: ckpt launch -- convert SRC DST --to dcp")
+        raise UsageError(
+            "no command to launch", hint="for example: ckpt launch -- convert SRC DST --to dcp"
+        )
     if command[0] == "inspect":
-        raise UsageError("inspect reads no tensor data, so one process is enough", hint="use ckpt inspect …")
+        raise UsageError(
+            "inspect reads no tensor data, so one process is enough", hint="use ckpt inspect …"
+        )
     if command[0] == "launch":
-        raise UsageError("launch cannot be launched", hint="give it once: ckpt launch OPTIONS -- COMMAND ARGS")
+        raise UsageError(
+            "launch cannot be launched", hint="give it once: ckpt launch OPTIONS -- COMMAND ARGS"
+        )
     if command[0] not in COMMANDS:
-        raise UsageError(f"cannot launch {command[0]!r}: no such command", hint=f"use one of: {', '.join(COMMANDS)}")
+        raise UsageError(
+            f"cannot launch {command[0]!r}: no such command",
+            hint=f"use one of: {', '.join(COMMANDS)}",
+        )
     return command
 
 
@@ -102,11 +111,16 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     def note_wait() -> None:
         if not rendezvous.is_standalone and _is_listener(rendezvous):
             least, _ = parse_nodes(options.nnodes)
-            print_note(f"waiting up to {rendezvous.join_s:g} s for {least} hosts at {rendezvous.endpoint}")
+            print_note(
+                f"waiting up to {rendezvous.join_s:g} s for {least} hosts at {rendezvous.endpoint}"
+            )
 
     # Run the agent under the guard.
     limits = Limits(rejoin_s, options.shutdown_timeout, options.max_restarts)
-    with _log_dir(options.log_dir) as log_dir, guard_agent(history, limits, on_wait=note_wait, end=end):
+    with (
+        _log_dir(options.log_dir) as log_dir,
+        guard_agent(history, limits, on_wait=note_wait, end=end),
+    ):
         check_rendezvous(rendezvous, is_listener=_is_listener(rendezvous), note=print_note)
         job = AgentJob(
             program=sys.executable,
@@ -142,7 +156,11 @@ def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s
             return
         if _agreed_exit_code(history, command) is not None:
             return
-        wait = "" if job.nodes[1] == 1 else f" when all hosts have returned (waiting up to {rejoin_s:g} s)"
+        wait = (
+            ""
+            if job.nodes[1] == 1
+            else f" when all hosts have returned (waiting up to {rejoin_s:g} s)"
+        )
         print_note(
             f"{cause.sentence.rstrip('.')}; restarting all workers"
             f"{wait}, restart {n_restarts + 1} of {job.max_restarts}"
@@ -190,7 +208,9 @@ def _agreed_exit_code(history: LaunchHistory, command: Sequence[str]) -> int | N
     attempt = history.attempts[-1] if history.attempts else None
     if attempt is None:
         return None
-    codes = {rank: result.exit_code for rank, result in history.results.items() if result.is_verdict}
+    codes = {
+        rank: result.exit_code for rank, result in history.results.items() if result.is_verdict
+    }
     if 0 in codes:
         return codes[0]
     if codes.keys() >= set(attempt.ranks):
@@ -204,7 +224,11 @@ def _is_published(history: LaunchHistory) -> bool:
     Note it if so.
     """
     has_reported = 0 in history.results and history.results[0].is_verdict
-    report = recall_report(history.attempts[-1].results_dir) if history.attempts and not has_reported else None
+    report = (
+        recall_report(history.attempts[-1].results_dir)
+        if history.attempts and not has_reported
+        else None
+    )
     if report is None:
         return False
     with suppress(StorageError):  # a useless stage remains
@@ -213,7 +237,9 @@ def _is_published(history: LaunchHistory) -> bool:
     return True
 
 
-def _failure(history: LaunchHistory, command: Sequence[str], *, lost: WorkerError | None = None) -> WorkerError | None:
+def _failure(
+    history: LaunchHistory, command: Sequence[str], *, lost: WorkerError | None = None
+) -> WorkerError | None:
     """Return the error of a job whose workers failed; None if no worker of this host failed.
 
     Args:
@@ -252,7 +278,9 @@ def local_worker_count(count: str, device: str) -> int:
 
         n_gpus = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
     if not n_gpus and (device == "cuda" or count == "gpu"):
-        raise UsageError("this host has no GPU that torch can use", hint="use --device cpu, or check nvidia-smi")
+        raise UsageError(
+            "this host has no GPU that torch can use", hint="use --device cpu, or check nvidia-smi"
+        )
     if count == "gpu" or (count == "auto" and n_gpus):
         return n_gpus
     if count in ("cpu", "auto"):
@@ -317,7 +345,11 @@ def _log_dir(log_dir: Path | None) -> Iterator[Path]:
         if log_dir.exists() and not log_dir.is_dir():
             raise UsageError("--log-dir is a file", file=str(log_dir), hint="name a directory")
         if not log_dir.absolute().parent.is_dir():
-            raise UsageError("--log-dir: its parent directory does not exist", file=str(log_dir), hint="check the path")
+            raise UsageError(
+                "--log-dir: its parent directory does not exist",
+                file=str(log_dir),
+                hint="check the path",
+            )
         log_dir.mkdir(exist_ok=True)
         if not os.access(log_dir, os.W_OK | os.X_OK):
             raise StorageError("--log-dir: permission denied", file=str(log_dir))

@@ -40,8 +40,13 @@ def _tolerance(text: str) -> float:
 class DiffOptions:
     """Options of ``ckpt diff``."""
 
-    a: Annotated[Path, Argument(metavar="A", help="First checkpoint: a directory, a file or a training root.")]
-    b: Annotated[Path, Argument(metavar="B", help="Second checkpoint; its format and layout may differ.")]
+    a: Annotated[
+        Path,
+        Argument(metavar="A", help="First checkpoint: a directory, a file or a training root."),
+    ]
+    b: Annotated[
+        Path, Argument(metavar="B", help="Second checkpoint; its format and layout may differ.")
+    ]
     rtol: Annotated[
         float | None,
         Option(
@@ -55,24 +60,44 @@ class DiffOptions:
     atol: Annotated[
         float | None,
         Option(
-            "--atol", metavar="X", parser=_tolerance, rich_help_panel=CHECKS, help="ATOL in the formula of --rtol. [0]"
+            "--atol",
+            metavar="X",
+            parser=_tolerance,
+            rich_help_panel=CHECKS,
+            help="ATOL in the formula of --rtol. [0]",
         ),
     ] = None
     nan_differs: Annotated[
         bool,
-        Flag("--nan-differs", rich_help_panel=CHECKS, help="With --rtol or --atol: NaN is not equal to NaN."),
+        Flag(
+            "--nan-differs",
+            rich_help_panel=CHECKS,
+            help="With --rtol or --atol: NaN is not equal to NaN.",
+        ),
     ] = False
     stat_only: Annotated[
         bool,
-        Flag("--stat-only", rich_help_panel=CHECKS, help="Compare names, shapes, dtypes and entries; read no tensor."),
+        Flag(
+            "--stat-only",
+            rich_help_panel=CHECKS,
+            help="Compare names, shapes, dtypes and entries; read no tensor.",
+        ),
     ] = False
     read: Annotated[
-        bool, Flag("--read", rich_help_panel=CHECKS, help="Read the tensors even if both manifests have fingerprints.")
+        bool,
+        Flag(
+            "--read",
+            rich_help_panel=CHECKS,
+            help="Read the tensors even if both manifests have fingerprints.",
+        ),
     ] = False
     include: Annotated[
         list[str] | None,
         Option(
-            "--include", metavar="GLOB", rich_help_panel=CONTENT, help="Compare only tensors that match; repeatable."
+            "--include",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help="Compare only tensors that match; repeatable.",
         ),
     ] = None
     exclude: Annotated[
@@ -86,7 +111,11 @@ class DiffOptions:
     ] = None
     tensors_only: Annotated[
         bool,
-        Flag("--tensors-only", rich_help_panel=CONTENT, help="Skip arguments, settings, counters and random states."),
+        Flag(
+            "--tensors-only",
+            rich_help_panel=CONTENT,
+            help="Skip arguments, settings, counters and random states.",
+        ),
     ] = False
     no_optim: NoOptim = False
     strip_prefix: Annotated[
@@ -110,7 +139,13 @@ class DiffOptions:
     ] = None
     iteration_b: Annotated[
         int | None,
-        Option("--iteration-b", metavar="N", parser=whole_number(0), rich_help_panel=LAYOUT, help="The same for B."),
+        Option(
+            "--iteration-b",
+            metavar="N",
+            parser=whole_number(0),
+            rich_help_panel=LAYOUT,
+            help="The same for B.",
+        ),
     ] = None
     missing_chunks: MissingChunks = None
     rules: RulesFile = None
@@ -129,9 +164,12 @@ class DiffOptions:
             help="Show at most N lines of each list; 0 for all. [10]",
         ),
     ] = None
-    flat: Annotated[bool, Flag("--flat", rich_help_panel=TALK, help="One line per tensor, without folding layers.")] = (
-        False
-    )
+    flat: Annotated[
+        bool,
+        Flag("--flat", rich_help_panel=TALK, help="One line per tensor, without folding layers."),
+    ] = False
     json: Json = False
-    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")] = False
+    quiet: Annotated[
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
+    ] = False
     debug: Debug = False

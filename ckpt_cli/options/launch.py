@@ -46,7 +46,9 @@ def _check_nodes(text: str) -> str:
 
 def _check_workers(text: str) -> str:
     if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
-        raise BadParameter(f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}")
+        raise BadParameter(
+            f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}"
+        )
     return text
 
 
@@ -72,7 +74,9 @@ def _check_streams(text: str) -> str:
         BadParameter: it does not.
     """
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
-        raise BadParameter(f"{text!r} is neither 0, 1 (stdout), 2 (stderr), 3 (both) nor RANK:N,RANK:N,…")
+        raise BadParameter(
+            f"{text!r} is neither 0, 1 (stdout), 2 (stderr), 3 (both) nor RANK:N,RANK:N,…"
+        )
     return text
 
 
@@ -94,7 +98,11 @@ class LaunchOptions:
 
     command: Annotated[
         list[str] | None,
-        Argument(metavar="[--] COMMAND ARGS…", show_default=False, help="A ckpt command with its arguments."),
+        Argument(
+            metavar="[--] COMMAND ARGS…",
+            show_default=False,
+            help="A ckpt command with its arguments.",
+        ),
     ] = None
     nnodes: Annotated[
         str | None,
@@ -163,7 +171,11 @@ class LaunchOptions:
 
     standalone: Annotated[
         bool,
-        _TEXT("--standalone", rich_help_panel=HOSTS, help="Run on this host only. [if nothing below is given]"),
+        _TEXT(
+            "--standalone",
+            rich_help_panel=HOSTS,
+            help="Run on this host only. [if nothing below is given]",
+        ),
     ] = False
     rdzv_endpoint: Annotated[
         str | None,

@@ -27,11 +27,18 @@ class ManifestOptions:
     """Options of ``ckpt manifest``."""
 
     path: Annotated[
-        Path, Argument(metavar="PATH", help="Checkpoint directory, one of its files, or a training root.")
+        Path,
+        Argument(
+            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
+        ),
     ] = Path()
     fingerprints: Annotated[
         bool,
-        Flag("--fingerprints/--no-fingerprints", rich_help_panel=OUTPUT, help="Include tensor fingerprints. [yes]"),
+        Flag(
+            "--fingerprints/--no-fingerprints",
+            rich_help_panel=OUTPUT,
+            help="Include tensor fingerprints. [yes]",
+        ),
     ] = True
     output: Annotated[
         Path | None,
@@ -43,12 +50,16 @@ class ManifestOptions:
             help="Write the manifest to FILE, not next to the data.",
         ),
     ] = None
-    force: Annotated[bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace an existing manifest.")] = False
+    force: Annotated[
+        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace an existing manifest.")
+    ] = False
     iteration: Iteration = None
     missing_chunks: MissingChunks = None
     rules: RulesFile = None
     memory: Memory = None
     threads: ReadingThreads = None
     json: Json = False
-    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")] = False
+    quiet: Annotated[
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")
+    ] = False
     debug: Debug = False

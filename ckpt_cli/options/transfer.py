@@ -29,14 +29,34 @@ TARGETS = (
 )
 """Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = (
-    *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
+    *(
+        "max_shard_size",
+        "dequantize",
+        "include",
+        "exclude",
+        "strip_prefix",
+        "add_prefix",
+        "rename",
+        "untie",
+        "tie",
+    ),
+    *(
+        "stack_layers",
+        "unstack_layers",
+        "dtype",
+        "quantize",
+        "no_optim",
+        "metadata_only",
+        "transformer_impl",
+    ),
 )
 """Fields of ``TransferOptions`` that change the content; with one of them, ``--to`` may be left
 out."""
 
 
-def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
+def accepts(
+    options: type[Options],
+) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
     """Return a decorator that makes a typer command of a function taking one ``options`` dataclass."""
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -83,7 +103,14 @@ def threads_option(text: str) -> object:
 
     The help text says what the threads do and their default number.
     """
-    return Option("--threads", "-j", metavar="N", parser=whole_number(1, 64), rich_help_panel=ENGINE, help=text)
+    return Option(
+        "--threads",
+        "-j",
+        metavar="N",
+        parser=whole_number(1, 64),
+        rich_help_panel=ENGINE,
+        help=text,
+    )
 
 
 RulesFile = Annotated[
@@ -97,7 +124,9 @@ RulesFile = Annotated[
 ]
 Iteration = Annotated[int | None, _iteration(OUTPUT)]
 CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
-NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave out the optimizer state.")]
+NoOptim = Annotated[
+    bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave out the optimizer state.")
+]
 
 
 def _missing_chunks(panel: str) -> object:
@@ -126,11 +155,17 @@ class InspectOptions:
     """Options of ``ckpt inspect``."""
 
     path: Annotated[
-        Path, Argument(metavar="PATH", help="Checkpoint directory, one of its files, or a training root.")
+        Path,
+        Argument(
+            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
+        ),
     ] = Path()
     keys: Annotated[
         list[str] | None,
-        Argument(metavar="KEY…", help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'."),
+        Argument(
+            metavar="KEY…",
+            help="Entries to show: names, or patterns such as 'decoder.layers.[0-3].*'.",
+        ),
     ] = None
     iteration: Annotated[
         int | None,
@@ -147,7 +182,12 @@ class InspectOptions:
     ] = None
     sort: Annotated[
         str | None,
-        Option("--sort", metavar="name|size", parser=one_of("name", "size"), help="Sort order. [as stored]"),
+        Option(
+            "--sort",
+            metavar="name|size",
+            parser=one_of("name", "size"),
+            help="Sort order. [as stored]",
+        ),
     ] = None
     values: Annotated[
         int,
@@ -170,7 +210,10 @@ class InspectOptions:
     ] = None
     missing_chunks: Annotated[str | None, _missing_chunks("Options")] = None
     all: Annotated[
-        bool, Flag("--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY.")
+        bool,
+        Flag(
+            "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
+        ),
     ] = False
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
@@ -198,12 +241,22 @@ def _pipeline_flag(name: str, text: str) -> object:
 class TransferOptions:
     """Options of ``ckpt convert`` and ``ckpt reshard``, which differ only in those they require."""
 
-    src: Annotated[Path, Argument(metavar="SRC", help="Source checkpoint: a directory, a file or a training root.")] = (
-        Path()
+    src: Annotated[
+        Path,
+        Argument(metavar="SRC", help="Source checkpoint: a directory, a file or a training root."),
+    ] = Path()
+    dst: Annotated[Path | None, Argument(metavar="DST", help="Destination. [named after SRC]")] = (
+        None
     )
-    dst: Annotated[Path | None, Argument(metavar="DST", help="Destination. [named after SRC]")] = None
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Same as the DST argument.")
+        Path | None,
+        Option(
+            "-o",
+            "--output",
+            metavar="DST",
+            rich_help_panel=OUTPUT,
+            help="Same as the DST argument.",
+        ),
     ] = None
     to: Annotated[
         str | None,
@@ -225,7 +278,13 @@ class TransferOptions:
         ),
     ] = None
     force: Annotated[
-        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST once the new checkpoint is complete.")
+        bool,
+        Flag(
+            "--force",
+            "-f",
+            rich_help_panel=OUTPUT,
+            help="Replace DST once the new checkpoint is complete.",
+        ),
     ] = False
     resume: Annotated[
         bool,
@@ -236,7 +295,13 @@ class TransferOptions:
         ),
     ] = False
     dry_run: Annotated[
-        bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no tensor data.")
+        bool,
+        Flag(
+            "--dry-run",
+            "-n",
+            rich_help_panel=OUTPUT,
+            help="Print the plan; read and write no tensor data.",
+        ),
     ] = False
     metadata_only: Annotated[
         bool,
@@ -249,7 +314,9 @@ class TransferOptions:
     explain: Annotated[
         bool,
         Flag(
-            "--explain", rich_help_panel=OUTPUT, help="Print each tensor's layout rule; read and write no tensor data."
+            "--explain",
+            rich_help_panel=OUTPUT,
+            help="Print each tensor's layout rule; read and write no tensor data.",
         ),
     ] = False
     rank: Annotated[
@@ -263,17 +330,26 @@ class TransferOptions:
         ),
     ] = None
 
-    tp_new: Annotated[int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")] = None
-    pp_new: Annotated[int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size to write.")] = (
-        None
-    )
+    tp_new: Annotated[
+        int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")
+    ] = None
+    pp_new: Annotated[
+        int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size to write.")
+    ] = None
     vpp_new: Annotated[
         int | None,
-        _target_size("vpp", "virtual-pipeline-parallel-size", "Model chunks per pipeline stage (virtual pipeline)."),
+        _target_size(
+            "vpp",
+            "virtual-pipeline-parallel-size",
+            "Model chunks per pipeline stage (virtual pipeline).",
+        ),
     ] = None
-    ep_new: Annotated[int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size to write.")] = None
+    ep_new: Annotated[
+        int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size to write.")
+    ] = None
     etp_new: Annotated[
-        int | None, _target_size("etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts.")
+        int | None,
+        _target_size("etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts."),
     ] = None
     tp: Annotated[int | None, _source_size("tp", "tensor-model-parallel-size")] = None
     pp: Annotated[int | None, _source_size("pp", "pipeline-model-parallel-size")] = None
@@ -283,26 +359,39 @@ class TransferOptions:
     decoder_first: Annotated[
         int | None,
         _pipeline_option(
-            "decoder-first-pipeline-num-layers", "N", "Layers in the first pipeline stage.", whole_number(1)
+            "decoder-first-pipeline-num-layers",
+            "N",
+            "Layers in the first pipeline stage.",
+            whole_number(1),
         ),
     ] = None
     decoder_last: Annotated[
         int | None,
         _pipeline_option(
-            "decoder-last-pipeline-num-layers", "N", "Layers in the last pipeline stage.", whole_number(1)
+            "decoder-last-pipeline-num-layers",
+            "N",
+            "Layers in the last pipeline stage.",
+            whole_number(1),
         ),
     ] = None
     pipeline_layout: Annotated[
         str | None,
         _pipeline_option(
-            "pipeline-model-parallel-layout", "TEXT", "Contents of each model chunk: 'E|(t|)*3,m|L'.", str
+            "pipeline-model-parallel-layout",
+            "TEXT",
+            "Contents of each model chunk: 'E|(t|)*3,m|L'.",
+            str,
         ),
     ] = None
     account_for_embedding: Annotated[
-        bool | None, _pipeline_flag("account-for-embedding-in-pipeline-split", "Count the embedding as a layer.")
+        bool | None,
+        _pipeline_flag(
+            "account-for-embedding-in-pipeline-split", "Count the embedding as a layer."
+        ),
     ] = None
     account_for_loss: Annotated[
-        bool | None, _pipeline_flag("account-for-loss-in-pipeline-split", "Count the loss as a layer.")
+        bool | None,
+        _pipeline_flag("account-for-loss-in-pipeline-split", "Count the loss as a layer."),
     ] = None
     vocab_size: Annotated[
         int | None,
@@ -326,7 +415,11 @@ class TransferOptions:
     ] = None
     keep_padded_vocab: Annotated[
         bool,
-        Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the vocabulary's padding rows as they are."),
+        Flag(
+            "--keep-padded-vocab",
+            rich_help_panel=LAYOUT,
+            help="Keep the vocabulary's padding rows as they are.",
+        ),
     ] = False
     names: Annotated[
         str | None,
@@ -398,19 +491,39 @@ class TransferOptions:
     ] = None
     include: Annotated[
         list[str] | None,
-        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Keep only keys that match; repeatable."),
+        Option(
+            "--include",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help="Keep only keys that match; repeatable.",
+        ),
     ] = None
     exclude: Annotated[
         list[str] | None,
-        Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave out keys that match; repeatable."),
+        Option(
+            "--exclude",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help="Leave out keys that match; repeatable.",
+        ),
     ] = None
     strip_prefix: Annotated[
         list[str] | None,
-        Option("--strip-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Remove this prefix from keys."),
+        Option(
+            "--strip-prefix",
+            metavar="TEXT",
+            rich_help_panel=CONTENT,
+            help="Remove this prefix from keys.",
+        ),
     ] = None
     add_prefix: Annotated[
         str | None,
-        Option("--add-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Add this prefix to the model's keys."),
+        Option(
+            "--add-prefix",
+            metavar="TEXT",
+            rich_help_panel=CONTENT,
+            help="Add this prefix to the model's keys.",
+        ),
     ] = None
     rename: Annotated[
         list[str] | None,
@@ -441,7 +554,11 @@ class TransferOptions:
     ] = None
     stack_layers: Annotated[
         bool,
-        Flag("--stack-layers", rich_help_panel=CONTENT, help="Stack layers.0, layers.1, … along a new first axis."),
+        Flag(
+            "--stack-layers",
+            rich_help_panel=CONTENT,
+            help="Stack layers.0, layers.1, … along a new first axis.",
+        ),
     ] = False
     unstack_layers: Annotated[
         list[str] | None,
@@ -503,7 +620,9 @@ class TransferOptions:
     ] = False
     drop_unknown: Annotated[
         bool,
-        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of unknown classes."),
+        Flag(
+            "--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of unknown classes."
+        ),
     ] = False
 
     memory: Memory = None
@@ -513,10 +632,15 @@ class TransferOptions:
     ] = None
     no_crc: Annotated[
         bool,
-        Flag("--no-crc", rich_help_panel=ENGINE, help="Skip CRC-32 checksums (zip tools then reject torch files)."),
+        Flag(
+            "--no-crc",
+            rich_help_panel=ENGINE,
+            help="Skip CRC-32 checksums (zip tools then reject torch files).",
+        ),
     ] = False
     no_digest: Annotated[
-        bool, Flag("--no-digest", rich_help_panel=ENGINE, help="Skip content digests in the manifest.")
+        bool,
+        Flag("--no-digest", rich_help_panel=ENGINE, help="Skip content digests in the manifest."),
     ] = False
     fingerprint: Annotated[
         bool,
@@ -528,14 +652,24 @@ class TransferOptions:
     ] = False
     verify: Annotated[
         bool,
-        Flag("--verify", rich_help_panel=ENGINE, help="Read the result back and compare every byte with the source."),
+        Flag(
+            "--verify",
+            rich_help_panel=ENGINE,
+            help="Read the result back and compare every byte with the source.",
+        ),
     ] = False
     no_fsync: Annotated[
-        bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Skip fsync (faster; a crash may lose data).")
+        bool,
+        Flag(
+            "--no-fsync", rich_help_panel=ENGINE, help="Skip fsync (faster; a crash may lose data)."
+        ),
     ] = False
 
     json: Json = False
     quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried.")
+        bool,
+        Flag(
+            "-q", "--quiet", rich_help_panel=TALK, help="Print only errors and what is not carried."
+        ),
     ] = False
     debug: Debug = False

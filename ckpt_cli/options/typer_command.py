@@ -34,7 +34,9 @@ class Command(TyperCommand):
 
         A metavar of several words gets no brackets and dots.
         """
-        metavars = {f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")}
+        metavars = {
+            f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")
+        }
         return [metavars.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

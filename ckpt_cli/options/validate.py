@@ -32,16 +32,31 @@ class ValidateOptions:
 
     paths: Annotated[
         list[Path] | None,
-        Argument(metavar="PATH…", parser=Path, help="Checkpoint directories, files in them, or training roots. [.]"),
+        Argument(
+            metavar="PATH…",
+            parser=Path,
+            help="Checkpoint directories, files in them, or training roots. [.]",
+        ),
     ] = None
     headers: Annotated[
         bool,
-        Flag("--headers", rich_help_panel=CHECKS, help="Also read every container's headers: offsets, sizes, strides."),
+        Flag(
+            "--headers",
+            rich_help_panel=CHECKS,
+            help="Also read every container's headers: offsets, sizes, strides.",
+        ),
     ] = False
     deep: Annotated[
-        bool, Flag("--deep", rich_help_panel=CHECKS, help="Also read every byte: checksums, digests, NaN, replicas.")
+        bool,
+        Flag(
+            "--deep",
+            rich_help_panel=CHECKS,
+            help="Also read every byte: checksums, digests, NaN, replicas.",
+        ),
     ] = False
-    strict: Annotated[bool, Flag("--strict", rich_help_panel=CHECKS, help="Treat warnings as errors.")] = False
+    strict: Annotated[
+        bool, Flag("--strict", rich_help_panel=CHECKS, help="Treat warnings as errors.")
+    ] = False
     ignore: Annotated[
         list[str] | None,
         Option(
@@ -53,7 +68,12 @@ class ValidateOptions:
     ] = None
     baseline: Annotated[
         Path | None,
-        Option("--baseline", metavar="FILE", rich_help_panel=CHECKS, help="Ignore findings recorded in FILE."),
+        Option(
+            "--baseline",
+            metavar="FILE",
+            rich_help_panel=CHECKS,
+            help="Ignore findings recorded in FILE.",
+        ),
     ] = None
     write_baseline: Annotated[
         Path | None,
@@ -93,10 +113,20 @@ class ValidateOptions:
     missing_chunks: CheckedMissingChunks = None
     iteration: CheckedIteration = None
     all_iterations: Annotated[
-        bool, Flag("--all-iterations", rich_help_panel=CHECKS, help="Check every iteration in a training root.")
+        bool,
+        Flag(
+            "--all-iterations",
+            rich_help_panel=CHECKS,
+            help="Check every iteration in a training root.",
+        ),
     ] = False
     list_checks: Annotated[
-        bool, Flag("--list-checks", rich_help_panel=CHECKS, help="List all codes and their meaning, and exit.")
+        bool,
+        Flag(
+            "--list-checks",
+            rich_help_panel=CHECKS,
+            help="List all codes and their meaning, and exit.",
+        ),
     ] = False
 
     format: Annotated[
@@ -129,7 +159,9 @@ class ValidateOptions:
             help="Write another report, in the format of FILE's suffix: .json, .xml (JUnit), .sarif, .txt; repeatable.",
         ),
     ] = None
-    json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = False
+    json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = (
+        False
+    )
     limit: Annotated[
         int | None,
         Option(
@@ -147,6 +179,12 @@ class ValidateOptions:
     threads: ReadingThreads = None
 
     quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing for checkpoints without errors.")
+        bool,
+        Flag(
+            "-q",
+            "--quiet",
+            rich_help_panel=TALK,
+            help="Print nothing for checkpoints without errors.",
+        ),
     ] = False
     debug: Debug = False

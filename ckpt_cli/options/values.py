@@ -17,7 +17,17 @@ from core.errors import UsageError
 AUTO = "auto"
 """Value of ``--unstack-layers`` that selects the stacked tensors by their usual names."""
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
@@ -38,12 +48,16 @@ def parse_size(text: str) -> int:
 
 def parse_casts(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--dtype`` (``bf16`` or ``GLOB=bf16``) into ``(glob or None, dtype)``."""
-    return _parse_glob_pairs(texts, option="--dtype", value="DTYPE", hint="for example '*.bias=fp32'")
+    return _parse_glob_pairs(
+        texts, option="--dtype", value="DTYPE", hint="for example '*.bias=fp32'"
+    )
 
 
 def parse_quantizations(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--quantize`` (``block`` or ``GLOB=block``) into ``(glob or None, kind)``."""
-    return _parse_glob_pairs(texts, option="--quantize", value="KIND", hint="KIND is block, tensor or none")
+    return _parse_glob_pairs(
+        texts, option="--quantize", value="KIND", hint="KIND is block, tensor or none"
+    )
 
 
 def _parse_glob_pairs(
@@ -75,7 +89,10 @@ def parse_renames(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
     for text in texts or ():
         match = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
         if match is None:
-            raise UsageError(f"--rename: {text!r} is not OLD=NEW", hint="OLD is a regular expression: '^module\\.='")
+            raise UsageError(
+                f"--rename: {text!r} is not OLD=NEW",
+                hint="OLD is a regular expression: '^module\\.='",
+            )
         pairs.append((match[1], match[2]))
     return tuple(pairs)
 
@@ -107,7 +124,9 @@ def parse_unstack_globs(texts: list[str] | None) -> tuple[str, ...] | None:
     if not texts:
         return None
     if AUTO in texts and len(texts) > 1:
-        raise UsageError(f"--unstack-layers: {AUTO} and globs cannot be combined", hint="give only the globs")
+        raise UsageError(
+            f"--unstack-layers: {AUTO} and globs cannot be combined", hint="give only the globs"
+        )
     return () if texts == [AUTO] else tuple(texts)
 
 
@@ -119,7 +138,8 @@ def check_names(text: str | None) -> str | None:
     """
     if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
         raise UsageError(
-            f"--names: {text!r} is not one of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe"
+            f"--names: {text!r} is not one of: hf, hf:MODEL_TYPE, megatron",
+            hint="for example hf:qwen3_moe",
         )
     return text
 
@@ -131,7 +151,9 @@ def check_rules_file(path: Path | None) -> None:
         UsageError: the path is not a file.
     """
     if path is not None and not path.is_file():
-        raise UsageError("--rules: file not found", file=str(path), hint="check the spelling of the path")
+        raise UsageError(
+            "--rules: file not found", file=str(path), hint="check the spelling of the path"
+        )
 
 
 def one_of(*words: str) -> Callable[[str], str]:

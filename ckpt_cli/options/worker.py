@@ -55,12 +55,21 @@ class WorkerOptions:
             ("--bind", self.bind, MODES),
         ):
             if value not in allowed:
-                raise UsageError(f"{option} is {value!r}, which is not one of: {', '.join(allowed)}")
-        for option, seconds in (("--timeout", self.timeout_s), ("--join-timeout", self.join_timeout_s)):
+                raise UsageError(
+                    f"{option} is {value!r}, which is not one of: {', '.join(allowed)}"
+                )
+        for option, seconds in (
+            ("--timeout", self.timeout_s),
+            ("--join-timeout", self.join_timeout_s),
+        ):
             if not 1 <= seconds <= LONGEST_S:
-                raise UsageError(f"{option} is {seconds:g} seconds, which is not between 1 and {LONGEST_S}")
+                raise UsageError(
+                    f"{option} is {seconds:g} seconds, which is not between 1 and {LONGEST_S}"
+                )
         if self.backend == "nccl" and self.device == "cpu":
-            raise UsageError("--backend nccl needs GPUs, but --device is cpu", hint="give --device cuda")
+            raise UsageError(
+                "--backend nccl needs GPUs, but --device is cpu", hint="give --device cuda"
+            )
 
     def as_arguments(self) -> list[str]:
         """Return the options that differ from their defaults, as command-line arguments."""
@@ -104,7 +113,10 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
         if option not in _OPTIONS:
-            raise UsageError(f"no such worker option: {option}", hint="options of the command go after it; see --help")
+            raise UsageError(
+                f"no such worker option: {option}",
+                hint="options of the command go after it; see --help",
+            )
         if not equals:
             if not rest:
                 raise UsageError(f"{option} needs a value")
@@ -112,5 +124,7 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
         name, convert = _OPTIONS[option]
         values[name] = convert(value)
     if not rest:
-        raise UsageError("no command to run", hint="give one as for ckpt: … convert SRC DST --to FORMAT")
+        raise UsageError(
+            "no command to run", hint="give one as for ckpt: … convert SRC DST --to FORMAT"
+        )
     return replace(WorkerOptions(), **values), rest  # type: ignore[arg-type]

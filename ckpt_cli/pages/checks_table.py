@@ -42,5 +42,7 @@ def table_lines(screen: Screen) -> Iterator[str]:
     rows: list[list[Cell | str]] = []
     for code in codes().values():
         severity = Cell(code.severity.label, (STYLES[code.severity],))
-        rows.append([Cell(code.code, ("bold",)), severity, Cell(LEVELS[code.level], ("dim",)), code.title])
+        rows.append(
+            [Cell(code.code, ("bold",)), severity, Cell(LEVELS[code.level], ("dim",)), code.title]
+        )
     yield from table(screen, rows, align="<<<<")

@@ -29,7 +29,12 @@ from core.diff.result import Diff, TensorDiff
 from core.diff.sides import Side
 from core.inspect.summary import ROLES
 
-_GROUPS = {"model": "model", "moments": "optimizer moments", "masters": "master weights", "other": "other"}
+_GROUPS = {
+    "model": "model",
+    "moments": "optimizer moments",
+    "masters": "master weights",
+    "other": "other",
+}
 _COLUMNS = {
     "equal": "equal",
     "close": "close",
@@ -55,20 +60,29 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
     yield from facts(screen, _facts(result), indent=2)
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
         yield ""
-        yield from table(screen, list(_count_rows(result)), align="<" + ">" * len(_COLUMNS), indent=2)
+        yield from table(
+            screen, list(_count_rows(result)), align="<" + ">" * len(_COLUMNS), indent=2
+        )
     # The lists, the most important first; those without members print nothing.
     lists = _ListPrinter(screen, limit, is_flat)
     for name, tensors in _one_sided(result):
         whole_groups = _missing_groups(result, tensors)
-        yield from lists.tensor_lines(f"only in {name}", tensors, only_row, whole_groups=whole_groups)
+        yield from lists.tensor_lines(
+            f"only in {name}", tensors, only_row, whole_groups=whole_groups
+        )
     yield from lists.tensor_lines("different shapes, A → B", result.of_kind("shape"), shape_row)
     yield from lists.tensor_lines("different dtypes, A → B", result.of_kind("dtype"), dtype_row)
     yield from lists.tensor_lines(
-        "different values, largest difference first", result.of_kind("values"), values_row, head=VALUES_HEAD
+        "different values, largest difference first",
+        result.of_kind("values"),
+        values_row,
+        head=VALUES_HEAD,
     )
     if result.rule is not None:
         close = sorted(result.of_kind("close"), key=lambda tensor: tensor.order)
-        yield from lists.tensor_lines("within the tolerance, not identical", close, values_row, head=VALUES_HEAD)
+        yield from lists.tensor_lines(
+            "within the tolerance, not identical", close, values_row, head=VALUES_HEAD
+        )
     yield from lists.entry_lines("other entries", result.entries)
 
 
@@ -111,7 +125,9 @@ def _difference_text(result: Diff, n_differing: int) -> str:
     one_sided = [(name, len(members)) for name, members in _one_sided(result) if members]
     n_shared = len(result.tensors) - sum(n for _, n in one_sided)
     if n_shared and n_shared == len(result.tensors) - n_differing:
-        missing = " and ".join(f"{n:,} {'is' if n == 1 else 'are'} only in {name}" for name, n in one_sided)
+        missing = " and ".join(
+            f"{n:,} {'is' if n == 1 else 'are'} only in {name}" for name, n in one_sided
+        )
         rest = f", and {_entries_text(result)} differ" if result.entries else ""
         return f"the tensors that both have are the same ({n_shared:,}, {_method_text(result)}), but {missing}{rest}"
     rest = f" and {_entries_text(result)}" if result.entries else ""
@@ -159,13 +175,19 @@ def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
         text = f"{tensors} not read: their fingerprints in both manifests are equal (--read compares the data)"
         yield "proven", Cell(text, ("green",))
     if result.of_layout:
-        names = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in result.of_layout[:3])
+        names = ", ".join(
+            escaped(entry.path.removeprefix("args.")) for entry in result.of_layout[:3]
+        )
         more = ", …" if len(result.of_layout) > 3 else ""
         count = n_text(len(result.of_layout), "entry", "entries")
         verb = "differs" if len(result.of_layout) == 1 else "differ"
         text = f"{count} {verb} because of layout, format or directory, not counted: {names}{more}"
         yield "layout", Cell(text, ("dim",))
-    if result.rule is None and result.is_read and any(tensor.kind == "dtype" for tensor in result.tensors):
+    if (
+        result.rule is None
+        and result.is_read
+        and any(tensor.kind == "dtype" for tensor in result.tensors)
+    ):
         yield "hint", Cell("--rtol 0 compares values across dtypes", ("dim",))
     # What could not be compared, and notes.
     for number, text in enumerate(result.left_out):
@@ -235,14 +257,20 @@ class _ListPrinter:
         if self.is_flat:
             rows = [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
         else:
-            groups = [[tensor for tensor in tensors if tensor.role == role] for role in whole_groups]
-            rows = [Row(f"all {_GROUPS[members[0].role]}", members[0], members) for members in groups]
+            groups = [
+                [tensor for tensor in tensors if tensor.role == role] for role in whole_groups
+            ]
+            rows = [
+                Row(f"all {_GROUPS[members[0].role]}", members[0], members) for members in groups
+            ]
             rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
         shown = rows[: self.limit] if self.limit else rows
         # Title, table, and the number of tensors that are not shown.
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
-        table_rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in head]] if head else []
+        table_rows: list[list[Cell | str]] = (
+            [[Cell(text, ("dim",)) for text in head]] if head else []
+        )
         table_rows += [[row.name, *cells(row)] for row in shown]
         yield from self._table(table_rows, has_head=bool(head))
         yield from self._more(sum(len(row.members) for row in rows[len(shown) :]), "tensor")
@@ -264,7 +292,9 @@ class _ListPrinter:
 
     def _more(self, n: int, noun: str) -> Iterator[str]:
         if n:
-            yield self.screen.plain(self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim"))
+            yield self.screen.plain(
+                self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim")
+            )
 
     def _table(self, rows: list[list[Cell | str]], *, has_head: bool) -> Iterator[str]:
         """Yield aligned columns.
@@ -281,7 +311,9 @@ class _ListPrinter:
         # Too wide: each name above the other cells of its row.
         rest = [[Cell("  "), *row[1:]] for row in rows]
         # Still too wide: the last cell has only the index of the first difference, not its two values.
-        if has_head and any(columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)):
+        if has_head and any(
+            columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)
+        ):
             for row in rest:
                 text = row[-1].text if isinstance(row[-1], Cell) else row[-1]
                 row[-1] = Cell(text.partition(": ")[0], ("dim",))
@@ -294,7 +326,9 @@ class _ListPrinter:
 
 def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
     """Return the groups (roles) of which all tensors are missing on one side, apart from the model."""
-    n_all, n_missing = (Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing))
+    n_all, n_missing = (
+        Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing)
+    )
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
 
 

@@ -81,21 +81,32 @@ def dtype_row(row: Row) -> list[Cell | str]:
     a, b = row.worst.a, row.worst.b
     assert a is not None and b is not None
     types = Cell(f"{a.dtype} → {b.dtype}", ("cyan",))
-    members = [tensor for tensor in row.members if tensor.values is not None or tensor.is_cast is not None]
+    members = [
+        tensor for tensor in row.members if tensor.values is not None or tensor.is_cast is not None
+    ]
     if not members:
         return [types, ""]
     if all(tensor.is_cast for tensor in members):
-        is_exact = all(tensor.values is not None and not tensor.values.n_differing for tensor in members)
+        is_exact = all(
+            tensor.values is not None and not tensor.values.n_differing for tensor in members
+        )
         return [types, Cell("same values" if is_exact else "same values, rounded", ("green",))]
     values = row.worst.values
-    distance = "" if values is None or values.relative is None else f": |Δ|/|A| {_number_text(values.relative)}"
+    distance = (
+        ""
+        if values is None or values.relative is None
+        else f": |Δ|/|A| {_number_text(values.relative)}"
+    )
     return [types, Cell(f"different values{distance}", ("red",))]
 
 
 def values_row(row: Row) -> list[Cell | str]:
     """Return the cells of a tensor with different values, in the order of ``VALUES_HEAD``."""
     values = [tensor.values for tensor in row.members if tensor.values is not None]
-    n_differing, n_elements = sum(diff.n_differing for diff in values), sum(diff.n_elements for diff in values)
+    n_differing, n_elements = (
+        sum(diff.n_differing for diff in values),
+        sum(diff.n_elements for diff in values),
+    )
     maxima = [diff.max_abs for diff in values if diff.max_abs is not None]
     cosines = [diff.cosine for diff in values if diff.cosine is not None]
     n_nan = sum(diff.n_nan for diff in values)

@@ -92,8 +92,8 @@ class _JsonConverter:
             if self._n_remaining <= 0:
                 result["…"] = f"{len(mapping) - number} more"
                 break
-            result[name if isinstance(name, str) else str(self.convert(name, depth + 1))] = self.convert(
-                item, depth + 1
+            result[name if isinstance(name, str) else str(self.convert(name, depth + 1))] = (
+                self.convert(item, depth + 1)
             )
         return result
 

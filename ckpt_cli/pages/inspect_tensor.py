@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ckpt_cli.screen.blocks import Cell, box_text, bytes_text, count_text, facts, n_text, shape_text, table
+from ckpt_cli.screen.blocks import (
+    Cell,
+    box_text,
+    bytes_text,
+    count_text,
+    facts,
+    n_text,
+    shape_text,
+    table,
+)
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
@@ -34,24 +43,41 @@ def tensor_lines(
     )
     # One row for each place, without empty columns.
     yield ""
-    head = [Cell(text, ("dim",)) for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")]
+    head = [
+        Cell(text, ("dim",))
+        for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")
+    ]
     rows = [head, *(_row(place, itemsize(meta.dtype)) for place in places)]
-    columns = [i for i in range(len(head)) if any(row[i].text for row in rows[1:])]  # those that are not empty
+    columns = [
+        i for i in range(len(head)) if any(row[i].text for row in rows[1:])
+    ]  # those that are not empty
     align = "".join("<<<<><<"[i] for i in columns)
     yield from table(screen, [[row[i] for i in columns] for row in rows], align=align)
     if values is not None:
         yield ""
         count = f"all {len(values)}" if len(values) == meta.n_elements else f"first {len(values)}"
-        yield from facts(screen, [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))])
+        yield from facts(
+            screen,
+            [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))],
+        )
 
 
 def _row(place: BoxLocation, size: int) -> list[Cell]:
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
-        return [Cell(box_text(place.box)), Cell(rank), Cell("zeros (padding)", ("dim",)), *(Cell("") for _ in range(4))]
+        return [
+            Cell(box_text(place.box)),
+            Cell(rank),
+            Cell("zeros (padding)", ("dim",)),
+            *(Cell("") for _ in range(4)),
+        ]
     is_part = place.box.shape != place.array_shape
     inside = f"at {shape_text(place.at)}" if is_part else ""
-    item = f"item {place.offset} +{place.item_bytes}" if place.item_bytes is not None else str(place.offset)
+    item = (
+        f"item {place.offset} +{place.item_bytes}"
+        if place.item_bytes is not None
+        else str(place.offset)
+    )
     is_plain = place.strides is None or is_c_contiguous(place.array_shape, place.strides)
     return [
         Cell(box_text(place.box)),
@@ -80,7 +106,11 @@ def _encoding_text(places: Sequence[BoxLocation]) -> str:
     names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
     if not names:
         return ""
-    lengths = {(place.file, place.array): place.stored_bytes for place in places if place.encoding is not None}
+    lengths = {
+        (place.file, place.array): place.stored_bytes
+        for place in places
+        if place.encoding is not None
+    }
     sizes = [n for n in lengths.values() if n is not None]
     size = f", {bytes_text(sum(sizes))} in the files" if len(sizes) == len(lengths) else ""
     return f", {escaped(', '.join(map(str, names)))}{size}"
@@ -90,7 +120,9 @@ def number_text(value: Number, dtype: str) -> str:
     """Format a number with as many digits as its dtype has."""
     if isinstance(value, bool) or not isinstance(value, (float, complex)):
         return str(value)
-    digits = 17 if dtype in ("float64", "complex128") else 9 if dtype in ("float32", "complex64") else 5
+    digits = (
+        17 if dtype in ("float64", "complex128") else 9 if dtype in ("float32", "complex64") else 5
+    )
     if isinstance(value, complex):
         return f"{value.real:.{digits}g}{value.imag:+.{digits}g}j"
     return f"{value:.{digits}g}"

@@ -26,16 +26,24 @@ def plan_lines(
     yield screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
     source = prepared.source
     plan = prepared.plan
-    replicas = f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
+    replicas = (
+        f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
+    )
     yield from facts(
         screen,
         [
             ("from", f"{escaped(str(source.path))} ({source.format.name})"),
             ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
             ("tensors", f"{prepared.n_tensors:,}"),
-            ("read", f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"),
+            (
+                "read",
+                f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}",
+            ),
             ("write", bytes_text(plan.file_bytes)),
-            ("memory", f"{bytes_text(plan.memory_bytes)} of {bytes_text(prepared.job.memory_bytes)} allowed"),
+            (
+                "memory",
+                f"{bytes_text(plan.memory_bytes)} of {bytes_text(prepared.job.memory_bytes)} allowed",
+            ),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
             *_list_facts("not carried", prepared.dropped, style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
@@ -43,10 +51,15 @@ def plan_lines(
     )
     # The files of the destination, and those that one of its ranks needs.
     yield ""
-    rows = [[Cell(escaped(path)), Cell(bytes_text(size), ("dim",))] for path, size in prepared.files[:LISTED]]
+    rows = [
+        [Cell(escaped(path)), Cell(bytes_text(size), ("dim",))]
+        for path, size in prepared.files[:LISTED]
+    ]
     yield from table(screen, rows, align="<>", indent=2)
     if len(prepared.files) > LISTED:
-        yield screen.plain(screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim"))
+        yield screen.plain(
+            screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim")
+        )
     if rank_files is not None:
         yield ""
         yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'source file')}", "bold")
@@ -71,7 +84,9 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
                 Cell(escaped(f"{line.where}: {line.source}"), ("dim",)),
             ]
         )
-    if screen.width is None or all(columns_of(text) <= screen.width for text in table(Screen(), rows, align="<<<<")):
+    if screen.width is None or all(
+        columns_of(text) <= screen.width for text in table(Screen(), rows, align="<<<<")
+    ):
         yield from table(screen, rows, align="<<<<")
         return
     names = table(screen, [row[:2] for row in rows], align="<<")
@@ -90,7 +105,9 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     reason = " (no DST given; named after SRC)" if is_proposed else ""
     yield screen.plain(f"{label} {screen.styled(escaped(str(report.dst)), 'bold')}{reason}")
     rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
-    size = f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
+    size = (
+        f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
+    )
     pairs: list[tuple[str, Cell | str]] = [
         ("format", size),
         ("tensors", f"{report.n_tensors:,}"),
@@ -103,9 +120,15 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     if report.n_copies:
         pairs.append(("replicas", f"{report.n_copies:,} compared, all identical"))
     if report.bytes_verified:
-        pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read back, identical to the source"))
+        pairs.append(
+            ("verified", f"{bytes_text(report.bytes_verified)} read back, identical to the source")
+        )
     if report.n_fingerprints:
-        read_back = f", {report.n_read_back:,} of them by reading the result back" if report.n_read_back else ""
+        read_back = (
+            f", {report.n_read_back:,} of them by reading the result back"
+            if report.n_read_back
+            else ""
+        )
         pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{read_back}"))
     pairs.append(("manifest", escaped(report.manifest)))
     pairs += _list_facts("not carried", report.dropped, style="yellow")
@@ -123,14 +146,17 @@ def _workers_text(workers: Sequence[Figures]) -> str:
     )
 
 
-def _list_facts(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:
+def _list_facts(
+    name: str, items: Sequence[str], *, style: str | None = None
+) -> list[tuple[str, Cell | str]]:
     """Return one fact per item, the first labelled ``name``.
 
     Items beyond ``LISTED`` are only counted.
     """
     styles = (style,) if style else ()
     rows: list[tuple[str, Cell | str]] = [
-        ("" if number else name, Cell(escaped(item), styles)) for number, item in enumerate(items[:LISTED])
+        ("" if number else name, Cell(escaped(item), styles))
+        for number, item in enumerate(items[:LISTED])
     ]
     if len(items) > LISTED:
         rows.append(("", Cell(f"… {len(items) - LISTED} more (--json lists all)", ("dim",))))

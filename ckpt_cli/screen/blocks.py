@@ -79,7 +79,9 @@ class Cell:
     styles: tuple[str, ...] = ()
 
 
-def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0) -> Iterator[str]:
+def table(
+    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0
+) -> Iterator[str]:
     """Yield the rows with aligned columns.
 
     Args:
@@ -87,7 +89,10 @@ def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, i
         indent: spaces before each row.
     """
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
-    widths = [max((columns_of(row[i].text) for row in cells if i < len(row)), default=0) for i in range(len(align))]
+    widths = [
+        max((columns_of(row[i].text) for row in cells if i < len(row)), default=0)
+        for i in range(len(align))
+    ]
     for row in cells:
         parts = []
         for i, cell in enumerate(row):
@@ -98,7 +103,9 @@ def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, i
         yield screen.plain((" " * indent + "  ".join(parts)).rstrip())
 
 
-def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0) -> Iterator[str]:
+def facts(
+    screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0
+) -> Iterator[str]:
     """Yield names in a dim column with their values, wrapped, next to them.
 
     An empty name continues the one above.
@@ -123,7 +130,9 @@ def tree_rows(nodes: Sequence[Node], *, sort: str | None = None) -> Iterator[lis
         yield from _node_rows(node, "", is_last=i == len(nodes) - 1, is_root=True, sort=sort)
 
 
-def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str | None) -> Iterator[list[Cell]]:
+def _node_rows(
+    node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str | None
+) -> Iterator[list[Cell]]:
     """Yield the row of a node and those of its children.
 
     Args:
@@ -135,10 +144,21 @@ def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str
     times = f"{node.n_alike} × " if node.n_alike > 1 else ""
     size = f"{times}{bytes_text(node.n_bytes // node.n_alike)}"
     if node.dtype is not None and node.shape is not None:
-        yield [Cell(name), Cell(node.dtype, ("cyan",)), Cell(shape_text(node.shape)), Cell(size, ("dim",))]
+        yield [
+            Cell(name),
+            Cell(node.dtype, ("cyan",)),
+            Cell(shape_text(node.shape)),
+            Cell(size, ("dim",)),
+        ]
     else:
         n = node.n_tensors // node.n_alike
-        same_as = "" if not node.same_as else "as above" if len(node.same_as) > 12 else f"as {escaped(node.same_as)}"
+        same_as = (
+            ""
+            if not node.same_as
+            else "as above"
+            if len(node.same_as) > 12
+            else f"as {escaped(node.same_as)}"
+        )
         content = Cell(f"{times}{n_text(n, 'tensor')}", ("dim",))
         yield [Cell(name, ("bold",)), Cell(same_as, ("dim",)), content, Cell(size, ("dim",))]
     if node.same_as:
@@ -146,7 +166,9 @@ def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str
     below = "" if is_root else lead + ("   " if is_last else "│  ")
     children = _in_order(node.children, sort)
     for i, child in enumerate(children):
-        yield from _node_rows(child, below, is_last=i == len(children) - 1, is_root=False, sort=sort)
+        yield from _node_rows(
+            child, below, is_last=i == len(children) - 1, is_root=False, sort=sort
+        )
 
 
 def _in_order(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
@@ -161,6 +183,10 @@ def first_lines(screen: Screen, lines: Sequence[str], limit: int) -> Iterator[st
     """Yield the first ``limit`` lines (0: all) and a line that counts the others."""
     if limit and len(lines) > limit:
         yield from lines[:limit]
-        yield screen.plain(screen.styled(f"… {n_text(len(lines) - limit, 'more line')}; --limit 0 shows all", "dim"))
+        yield screen.plain(
+            screen.styled(
+                f"… {n_text(len(lines) - limit, 'more line')}; --limit 0 shows all", "dim"
+            )
+        )
     else:
         yield from lines

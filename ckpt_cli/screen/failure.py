@@ -42,7 +42,13 @@ from typing import Any
 
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
+from core.errors import (
+    CapacityError,
+    CheckpointingException,
+    CorruptError,
+    StorageError,
+    UsageError,
+)
 
 INTERNAL_ERROR = 70
 
@@ -76,8 +82,13 @@ class Failure:
         label = screen.styled("error:", "bold", "red")
         if is_one_line:
             return f"{label} {self.line}"
-        parts = [("at", self.place), ("hint", self.hint.replace("\n", "\n" + " " * len("  hint: ")))]
-        return "\n".join([f"{label} {self.message}", *(f"  {name}: {text}" for name, text in parts if text)])
+        parts = [
+            ("at", self.place),
+            ("hint", self.hint.replace("\n", "\n" + " " * len("  hint: "))),
+        ]
+        return "\n".join(
+            [f"{label} {self.message}", *(f"  {name}: {text}" for name, text in parts if text)]
+        )
 
 
 class Terminated(KeyboardInterrupt):
@@ -134,11 +145,19 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
     if isinstance(err, KeyboardInterrupt):
         number = err.number if isinstance(err, Terminated) else signal.SIGINT
         name = signal.Signals(number).name
-        return Failure(128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name})
+        return Failure(
+            128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name}
+        )
     error = _translated(err, command)
     if error is not None:
         hint = "\n".join(map(escaped, (error.hint or "").split("\n")))
-        return Failure(error.exit_code, escaped(error.message), error.fields(), place=escaped(error.place), hint=hint)
+        return Failure(
+            error.exit_code,
+            escaped(error.message),
+            error.fields(),
+            place=escaped(error.place),
+            hint=hint,
+        )
     kind = type(err).__name__
     text = f"internal error, {kind}: {err}".rstrip(": ")
     return Failure(
@@ -154,16 +173,22 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
     if isinstance(err, CheckpointingException):
         return err
     if isinstance(err, MemoryError):
-        return CapacityError("out of memory", hint="lower --memory or --threads, or use a machine with more memory")
+        return CapacityError(
+            "out of memory", hint="lower --memory or --threads, or use a machine with more memory"
+        )
     if isinstance(err, RecursionError):
-        return CorruptError("the metadata is nested too deeply to read", hint="do not trust this checkpoint")
+        return CorruptError(
+            "the metadata is nested too deeply to read", hint="do not trust this checkpoint"
+        )
     if isinstance(err, OSError):
         file = os.fsdecode(err.filename) if isinstance(err.filename, (str, bytes)) else None
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return CapacityError(reason, file=file, hint="free some space and rerun the command")
         return StorageError(reason, file=file)
-    format_message = getattr(err, "format_message", None)  # typer's own errors, whichever click they come from
+    format_message = getattr(
+        err, "format_message", None
+    )  # typer's own errors, whichever click they come from
     if callable(format_message):
         return _usage_error(err, str(format_message()), command)
     return None
@@ -179,7 +204,9 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
     option = str(getattr(err, "option_name", ""))
     hints = TORCHRUN_OPTION_HINTS if command == "ckpt launch" else OPTION_HINTS
     if option in hints:
-        return UsageError(f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command))
+        return UsageError(
+            f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command)
+        )
     # An option with several names, which typer lists all ("'--tp-new' / '--target-tp' / …"): the first is enough.
     names = getattr(getattr(err, "param", None), "opts", None)
     if names and len(names) > 1 and getattr(err, "message", ""):

@@ -9,7 +9,9 @@ they are refused with a hint that names the option to use. Names are as ``ckpt``
 from __future__ import annotations
 
 _ANY_SIZE = "leave it out: a checkpoint's layout does not depend on the data-parallel and context-parallel sizes"
-_FORMAT = "use --to torch_dist, --to megatron (rank files) or --to zarr; the format of SRC is detected"
+_FORMAT = (
+    "use --to torch_dist, --to megatron (rank files) or --to zarr; the format of SRC is detected"
+)
 _PLACE = "use ckpt COMMAND SRC DST"
 _VPP = "use --vpp-new N, the number of model chunks per pipeline stage (not Megatron's number of layers per chunk)"
 _RNG = "use --rng drop to leave out random states; the Megatron run that loads the result then needs --no-load-rng"
@@ -19,40 +21,85 @@ _KIND = "leave it out: the kind of optimizer does not change; ckpt inspect shows
 
 OPTION_HINTS: dict[str, str] = {
     **dict.fromkeys(
-        ("-t", "--tp-size", "--tensor-parallel-size", "--target-tp-size", "--target-tensor-model-parallel-size"),
+        (
+            "-t",
+            "--tp-size",
+            "--tensor-parallel-size",
+            "--target-tp-size",
+            "--target-tensor-model-parallel-size",
+        ),
         "use --tp-new N",
     ),
     **dict.fromkeys(
-        ("-p", "--pp-size", "--pipeline-parallel-size", "--target-pp-size", "--target-pipeline-model-parallel-size"),
+        (
+            "-p",
+            "--pp-size",
+            "--pipeline-parallel-size",
+            "--target-pp-size",
+            "--target-pipeline-model-parallel-size",
+        ),
         "use --pp-new N",
     ),
     **dict.fromkeys(
-        ("--ep-size", "--moe-ep-size", "--expert-parallel-size", "--target-expert-model-parallel-size"),
+        (
+            "--ep-size",
+            "--moe-ep-size",
+            "--expert-parallel-size",
+            "--target-expert-model-parallel-size",
+        ),
         "use --ep-new N",
     ),
-    **dict.fromkeys(("--etp-size", "--moe-tp-size", "--target-expert-tensor-model-parallel-size"), "use --etp-new N"),
-    **dict.fromkeys(("--source-tp", "--source-tensor-parallel-size", "--src-tp"), "use --tp N, or leave it out"),
+    **dict.fromkeys(
+        ("--etp-size", "--moe-tp-size", "--target-expert-tensor-model-parallel-size"),
+        "use --etp-new N",
+    ),
+    **dict.fromkeys(
+        ("--source-tp", "--source-tensor-parallel-size", "--src-tp"), "use --tp N, or leave it out"
+    ),
     **dict.fromkeys(
         (
-            *("--num-layers-per-virtual-pipeline-stage", "--target-num-layers-per-virtual-pipeline-stage"),
+            *(
+                "--num-layers-per-virtual-pipeline-stage",
+                "--target-num-layers-per-virtual-pipeline-stage",
+            ),
             *("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-parallel-size"),
         ),
         _VPP,
     ),
     **dict.fromkeys(
-        ("--dp-new", "--dp", "--data-parallel-size", "--cp", "--cp-new", "--cp-size", "--context-parallel-size"),
+        (
+            "--dp-new",
+            "--dp",
+            "--data-parallel-size",
+            "--cp",
+            "--cp-new",
+            "--cp-size",
+            "--context-parallel-size",
+        ),
         _ANY_SIZE,
     ),
     **dict.fromkeys(("--no-load-optim", "--no-save-optim"), _OPTIM),
     **dict.fromkeys(("--no-load-rng", "--no-save-rng", "--no-rng"), _RNG),
     **dict.fromkeys(
-        ("--dist-ckpt-optim-fully-reshardable", "--fully-reshardable", "--dist-ckpt-optim-fully-reshardable-mem-eff"),
+        (
+            "--dist-ckpt-optim-fully-reshardable",
+            "--fully-reshardable",
+            "--dist-ckpt-optim-fully-reshardable-mem-eff",
+        ),
         _FULL,
     ),
     "--use-distributed-optimizer": _KIND,
     **dict.fromkeys(
         (
-            *("--load", "--save", "--load-dir", "--save-dir", "--input", "--megatron-path", "--checkpoint-folder"),
+            *(
+                "--load",
+                "--save",
+                "--load-dir",
+                "--save-dir",
+                "--input",
+                "--megatron-path",
+                "--checkpoint-folder",
+            ),
             *("--path-to-save", "--local-dir", "--target-dir", "--model-dir", "--output-dir"),
         ),
         _PLACE,
@@ -76,7 +123,8 @@ OPTION_HINTS: dict[str, str] = {
     "--export-dtype": "use --dtype",
     "--verify-integrity": "use --verify",
     **dict.fromkeys(
-        ("--max-workers", "--num-workers", "--workers", "--num-threads", "--num-processes"), "use --threads N"
+        ("--max-workers", "--num-workers", "--workers", "--num-threads", "--num-processes"),
+        "use --threads N",
     ),
     **dict.fromkeys(
         ("--no-checking", "--not-strict", "--non-strict", "--dist-ckpt-strictness"),
@@ -99,10 +147,13 @@ TORCHRUN_OPTION_HINTS: dict[str, str] = {
     "--start-method": "leave it out: each worker is a new process",
     "--signals-to-handle": "leave it out: SIGINT, SIGTERM and SIGHUP stop all workers",
     "--virtual-local-rank": "leave it out: worker N of a host uses its GPU N",
-    **dict.fromkeys(("--nproc", "--num-processes", "--num-workers", "-n", "-np"), "use --nproc-per-node N"),
+    **dict.fromkeys(
+        ("--nproc", "--num-processes", "--num-workers", "-n", "-np"), "use --nproc-per-node N"
+    ),
     **dict.fromkeys(("--num-nodes", "--num-machines", "-N"), "use --nnodes N"),
     **dict.fromkeys(
-        ("--main-process-ip", "--machine-rank", "--hostfile"), "use --rdzv-endpoint HOST:PORT on each host"
+        ("--main-process-ip", "--machine-rank", "--hostfile"),
+        "use --rdzv-endpoint HOST:PORT on each host",
     ),
 }
 """Option of torchrun that ``ckpt launch`` does not have, or of accelerate, deepspeed or mpirun →

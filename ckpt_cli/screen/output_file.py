@@ -11,7 +11,15 @@ from pathlib import Path
 from core.errors import UsageError
 from core.files.store import translate_os_errors
 
-_OPENINGS = (b'{"schema": "ckpt.', b'{\n "$schema": ', b"<?xml ", b"::", "✓ ".encode(), "✗ ".encode(), b"! ")
+_OPENINGS = (
+    b'{"schema": "ckpt.',
+    b'{\n "$schema": ',
+    b"<?xml ",
+    b"::",
+    "✓ ".encode(),
+    "✗ ".encode(),
+    b"! ",
+)
 """First bytes of the reports and baselines that this program writes; colours are never written to a
 file."""
 
@@ -28,9 +36,13 @@ def check_report_path(path: Path) -> None:
         UsageError: the path is a directory, its directory does not exist, or it is a file but not a report.
     """
     if path.is_dir():
-        raise UsageError("the report's path is a directory", file=str(path), hint="give the name of a file")
+        raise UsageError(
+            "the report's path is a directory", file=str(path), hint="give the name of a file"
+        )
     if not path.parent.is_dir():
-        raise UsageError("the report's directory does not exist", file=str(path.parent), hint="create it first")
+        raise UsageError(
+            "the report's directory does not exist", file=str(path.parent), hint="create it first"
+        )
     with translate_os_errors(str(path), doing="read"):
         if path.is_file():
             with path.open("rb") as file:

@@ -14,7 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-_SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_SGR = {
+    "bold": "1",
+    "dim": "2",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "blue": "34",
+    "cyan": "36",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,10 @@ def escaped(text: str) -> str:
     """Return the text with unprintable characters spelled as ``\\x1b``, ``\\n``, ``\\u202e``."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def columns_of(text: str) -> int:
@@ -84,7 +95,9 @@ def columns_of(text: str) -> int:
         return len(text)
     from unicodedata import combining, east_asian_width
 
-    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+    return sum(
+        0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
+    )
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
@@ -99,4 +112,8 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 def print_note(note: str) -> None:
     """Print a one-line note to stderr; a terminal that is gone does not matter."""
     with suppress(OSError):
-        print(f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)
+        print(
+            f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}",
+            file=sys.stderr,
+            flush=True,
+        )

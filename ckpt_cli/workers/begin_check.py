@@ -80,7 +80,9 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
         for rank, member in enumerate(members):
             if member[name] != members[0][name]:
                 values = (members[0][name], member[name])
-                first, other = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values)
+                first, other = (
+                    " ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values
+                )
                 return UsageError(
                     f"workers differ in the {title}: rank 0 on {members[0]['host']} has {first}, "
                     f"rank {rank} on {member['host']} has {other}",

@@ -47,8 +47,16 @@ def backend_of(name: str, device: Device | None) -> str:
                 hint="give --backend gloo, or install torch for CUDA",
             )
         if device is None:
-            raise UsageError("--backend nccl needs GPUs, and this worker has none", hint="give --backend gloo")
-    if name == "gloo" or device is None or not device.is_cuda or not has_nccl or (name == "auto" and device.is_auto):
+            raise UsageError(
+                "--backend nccl needs GPUs, and this worker has none", hint="give --backend gloo"
+            )
+    if (
+        name == "gloo"
+        or device is None
+        or not device.is_cuda
+        or not has_nccl
+        or (name == "auto" and device.is_auto)
+    ):
         return "gloo"
     return "cpu:gloo,cuda:nccl"
 

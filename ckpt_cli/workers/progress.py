@@ -71,7 +71,9 @@ class _Bar:
                 self._display = display_on(sys.stderr, self._screen)
                 self._display.start()
                 self._display.add_task("", total=total)
-            self._display.update(self._display.task_ids[0], completed=done, total=total, refresh=True)
+            self._display.update(
+                self._display.task_ids[0], completed=done, total=total, refresh=True
+            )
         except OSError:  # the terminal is gone, but the work goes on
             self._next_frame = float("inf")
         finally:
@@ -101,7 +103,9 @@ def display_on(stream: TextIO, screen: Screen) -> RichProgress:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(compact=True),
-        console=Console(file=stream, no_color=not screen.has_color, force_terminal=screen.width is not None),
+        console=Console(
+            file=stream, no_color=not screen.has_color, force_terminal=screen.width is not None
+        ),
         auto_refresh=False,
         transient=True,
     )

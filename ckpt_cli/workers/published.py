@@ -61,7 +61,8 @@ def recall_report(directory: Path | None = None) -> Report | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record["report"].items()
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in record["report"].items()
         }
         fields["workers"] = tuple(Figures(*figures) for figures in fields["workers"])
         report = Report(**fields)

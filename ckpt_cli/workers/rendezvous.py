@@ -82,7 +82,9 @@ def meet_workers(
     if not identity.keeps_store:
         address = _wait_for_store(identity, deadline, join_timeout_s)
     line = StoreLine(
-        lambda: _connect(identity, join_timeout_s), keeper=_keeper_name(identity), timeout_s=join_timeout_s
+        lambda: _connect(identity, join_timeout_s),
+        keeper=_keeper_name(identity),
+        timeout_s=join_timeout_s,
     )
     line.ask(lambda store: None)
     if identity.keeps_store:
@@ -91,7 +93,9 @@ def meet_workers(
     token = secrets.token_hex(8)
     own_facts = {"token": token, "host": socket.gethostname(), **facts}
     if identity.rank == 0:
-        welcome = _welcome_others(line, identity, own_facts, check_members, deadline, join_timeout_s)
+        welcome = _welcome_others(
+            line, identity, own_facts, check_members, deadline, join_timeout_s
+        )
         prefix = token
     else:
         prefix, welcome = _join_lead(line, identity, own_facts, deadline, join_timeout_s)
@@ -119,7 +123,9 @@ def _wait_for_store(identity: WorkerIdentity, deadline: float, join_timeout_s: f
     """
     while True:
         try:
-            with socket.create_connection((identity.address, identity.port), timeout=2.0) as connection:
+            with socket.create_connection(
+                (identity.address, identity.port), timeout=2.0
+            ) as connection:
                 return str(connection.getsockname()[0])
         except OSError as err:
             if monotonic() > deadline:
@@ -195,7 +201,11 @@ def _welcome_others(
 
 
 def _join_lead(
-    line: StoreLine, identity: WorkerIdentity, own_facts: Mapping[str, Any], deadline: float, join_timeout_s: float
+    line: StoreLine,
+    identity: WorkerIdentity,
+    own_facts: Mapping[str, Any],
+    deadline: float,
+    join_timeout_s: float,
 ) -> tuple[str, dict[str, Any]]:
     """Register with the lead; return its token and its welcome.
 
@@ -213,7 +223,8 @@ def _join_lead(
                 line.ask(lambda store, key=f"{prefix}/join/{identity.rank}": store.set(key, record))  # type: ignore[misc]
         if prefix and _exist(line, [f"{prefix}/welcome"]):
             key = f"{prefix}/welcome"
-            welcome: dict[str, Any] = json.loads(bytes(line.ask(lambda store, key=key: store.get(key))))  # type: ignore[misc]
+            data = line.ask(lambda store, key=key: store.get(key))  # type: ignore[misc]
+            welcome: dict[str, Any] = json.loads(bytes(data))
             if own_facts["token"] in welcome["tokens"] or welcome["error"] is not None:
                 return prefix, welcome
         if monotonic() > deadline:
@@ -232,7 +243,11 @@ def _confirm_failure(line: StoreLine, identity: WorkerIdentity, prefix: str) -> 
     if identity.rank:
         line.ask(lambda store: store.set(f"{prefix}/heard/{identity.rank}", b""))
     elif identity.keeps_store:
-        _wait_for(line, [f"{prefix}/heard/{rank}" for rank in range(1, identity.size)], monotonic() + _PART_S)
+        _wait_for(
+            line,
+            [f"{prefix}/heard/{rank}" for rank in range(1, identity.size)],
+            monotonic() + _PART_S,
+        )
 
 
 def _wait_for(line: StoreLine, keys: Sequence[str], deadline: float) -> None:
@@ -267,7 +282,9 @@ def interface_of(address: str) -> str | None:
 def _interface_of_ipv4(packed: bytes) -> str | None:
     import fcntl
 
-    get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h; the answer is a struct ifreq with a sockaddr_in
+    get_address = (
+        0x8915  # SIOCGIFADDR, linux/sockios.h; the answer is a struct ifreq with a sockaddr_in
+    )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
         for _, name in socket.if_nameindex():
             request = os.fsencode(name)[:15].ljust(256, b"\0")

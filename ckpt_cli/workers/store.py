@@ -114,7 +114,9 @@ class StoreLine:
     def is_broken(self) -> bool:
         """Whether the store is gone or silent; ``check`` raises the error."""
         since = self._busy_since
-        return self._error is not None or (since is not None and monotonic() - since > self._timeout_s)
+        return self._error is not None or (
+            since is not None and monotonic() - since > self._timeout_s
+        )
 
     def check(self) -> None:
         """Raise if the store does not answer.
@@ -203,7 +205,9 @@ class ScopedStore:
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
         """Return entries, which must exist, by one request."""
-        values = [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
+        values = (
+            [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
+        )
         self.sent_bytes += sum(map(len, values))
         return values
 

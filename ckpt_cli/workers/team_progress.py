@@ -72,7 +72,9 @@ def state_of(now: Amounts, before: Amounts, seconds: float) -> TeamState:
         moved = [max(new[0] - old[0], 0) for new, old in zip(now, before, strict=True)]
         rate = sum(moved) / seconds
         unfinished = [
-            (n_total - n_done, n) for (n_done, n_total), n in zip(now, moved, strict=True) if n_done < n_total
+            (n_total - n_done, n)
+            for (n_done, n_total), n in zip(now, moved, strict=True)
+            if n_done < n_total
         ]
         if unfinished and all(n_moved for _, n_moved in unfinished):
             remaining_s = max(n_missing * seconds / n_moved for n_missing, n_moved in unfinished)
@@ -91,7 +93,10 @@ def text_of(state: TeamState, width: int) -> str:
     Args:
         width: columns that the words may take.
     """
-    parts = [f"{100 * state.done // max(state.total, 1):3d}%", f"{bytes_text(state.done)} of {bytes_text(state.total)}"]
+    parts = [
+        f"{100 * state.done // max(state.total, 1):3d}%",
+        f"{bytes_text(state.done)} of {bytes_text(state.total)}",
+    ]
     if state.rate:
         parts.append(f"{bytes_text(int(state.rate))}/s")
     if state.remaining_s is not None:
@@ -145,7 +150,9 @@ def _draw(progress: Callable[[], Amounts], screen: Screen, stop: Event) -> None:
 
     console = Console(file=sys.stderr, no_color=not screen.has_color, force_terminal=True)
     columns = BarColumn(bar_width=None), TextColumn("{task.fields[words]}", markup=False)
-    with Progress(*columns, console=console, auto_refresh=False, transient=True, expand=True) as display:
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, expand=True
+    ) as display:
         room = console.width - _LEAST_BAR
         task = display.add_task("", total=None, words="")
         while True:
@@ -155,6 +162,12 @@ def _draw(progress: Callable[[], Amounts], screen: Screen, stop: Event) -> None:
             while now - samples[0][0] > _WINDOW_S and len(samples) > 2:
                 samples.popleft()
             state = state_of(figures, samples[0][1], now - samples[0][0])
-            display.update(task, completed=state.done, total=state.total, words=text_of(state, room), refresh=True)
+            display.update(
+                task,
+                completed=state.done,
+                total=state.total,
+                words=text_of(state, room),
+                refresh=True,
+            )
             if stop.wait(_SECONDS_PER_FRAME):
                 return

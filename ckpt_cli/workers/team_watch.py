@@ -85,7 +85,11 @@ class TeamWatch:
 
         The result is complete only at the lead.
         """
-        return sum(_BEAT.unpack(value)[3] for value, _ in list(self._beats.values()) if len(value) == _BEAT.size)
+        return sum(
+            _BEAT.unpack(value)[3]
+            for value, _ in list(self._beats.values())
+            if len(value) == _BEAT.size
+        )
 
     def ended(self) -> list[int]:
         """Return the watched ranks that have finished regularly."""
@@ -95,7 +99,11 @@ class TeamWatch:
         """Return the other watched ranks that have not ended and whose beat changed recently."""
         earliest = monotonic() - 4 * self.interval_s - 1.0
         beats = list(self._beats.items())
-        return [rank for rank, (value, at) in beats if rank != self._rank and value != _ENDED and at > earliest]
+        return [
+            rank
+            for rank, (value, at) in beats
+            if rank != self._rank and value != _ENDED and at > earliest
+        ]
 
     def silent_for(self, seconds: float) -> tuple[int, float] | None:
         """Return (rank, seconds) of the watched rank that has been silent the longest, at least
@@ -107,7 +115,11 @@ class TeamWatch:
         if now - self._read_at > seconds / 2:
             return None
         beats = list(self._beats.items())
-        silences = [(now - at, rank) for rank, (value, at) in beats if rank != self._rank and value != _ENDED]
+        silences = [
+            (now - at, rank)
+            for rank, (value, at) in beats
+            if rank != self._rank and value != _ENDED
+        ]
         longest, rank = max(silences, default=(0.0, 0))
         return (rank, longest) if longest >= seconds else None
 
@@ -125,8 +137,13 @@ class TeamWatch:
         """Write this worker's beat to the store, read the others' and notice lost workers."""
         # Write the own beat; read the watched ones, the alarm and the error of a worker that left.
         self._counter += 1
-        store.set(f"beat/{self._rank}", _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes))
-        *beats, alarm, departure = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
+        store.set(
+            f"beat/{self._rank}",
+            _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes),
+        )
+        *beats, alarm, departure = store.multi_get(
+            [*(f"beat/{rank}" for rank in self._watched), "alarm", "left"]
+        )
         # Note when each beat changed last.
         now = monotonic()
         self._discount_pause(now)
@@ -176,7 +193,9 @@ class TeamWatch:
         missed_s = now - self._read_at
         self._read_at = now
         if missed_s > self._timeout_s / 4:  # beats are at most a fifth apart
-            self._beats = {rank: (value, since + missed_s) for rank, (value, since) in self._beats.items()}
+            self._beats = {
+                rank: (value, since + missed_s) for rank, (value, since) in self._beats.items()
+            }
 
     def _check_silence(self, store: ScopedStore, now: float) -> None:
         """Set the error if a watched worker has been silent for the time limit.

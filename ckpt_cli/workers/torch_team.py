@@ -139,7 +139,9 @@ class TorchTeam:
         Never raises.
         """
         with suppress(WorkerError):
-            self._line.ask(self._scoped(lambda store: self._watch.leave(store, error)), within_s=_FAREWELL_S)
+            self._line.ask(
+                self._scoped(lambda store: self._watch.leave(store, error)), within_s=_FAREWELL_S
+            )
 
     def end(self) -> None:
         """End the membership of a worker that has done its work; never raises.
@@ -163,11 +165,15 @@ class TorchTeam:
         # gloo shall use the interface that leads to the store, unless the user chose one.
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             is_loopback = meeting.address.startswith("127.") or meeting.address == "::1"
-            name = None if is_loopback and len(set(self.hosts)) > 1 else interface_of(meeting.address)
+            name = (
+                None if is_loopback and len(set(self.hosts)) > 1 else interface_of(meeting.address)
+            )
             if name is not None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
         self._run_watched(self._make_group)
-        self._meet(0)  # a worker may end right after it has connected, but not before all others have
+        self._meet(
+            0
+        )  # a worker may end right after it has connected, but not before all others have
 
     def _make_group(self) -> None:
         from datetime import timedelta
@@ -233,7 +239,9 @@ class TorchTeam:
         import torch
         import torch.distributed as dist
 
-        tensor = torch.frombuffer(bytearray(part.ljust(n_bytes, b"\0")), dtype=torch.uint8).to(self._data_device)
+        tensor = torch.frombuffer(bytearray(part.ljust(n_bytes, b"\0")), dtype=torch.uint8).to(
+            self._data_device
+        )
         dist.gather(tensor, None, dst=0)
         self._synchronize()
 
@@ -341,7 +349,9 @@ class TorchTeam:
         """
         pause_s = 0.002
         while True:
-            ended = self._watch.ended()  # before the entries: a worker writes its entries before it ends
+            ended = (
+                self._watch.ended()
+            )  # before the entries: a worker writes its entries before it ends
             if self._ask(lambda store: store.check(keys)):
                 return
             self._check()

@@ -82,7 +82,9 @@ class Box:
         """
         return all(
             o1 <= o2 and o2 + n2 <= o1 + n1
-            for o1, n1, o2, n2 in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            for o1, n1, o2, n2 in zip(
+                self.offset, self.shape, other.offset, other.shape, strict=True
+            )
         )
 
     def shift(self, delta: Iterable[int]) -> Box:
@@ -122,7 +124,9 @@ class Box:
         """
         sizes = list(sizes)
         if sum(sizes) != self.shape[axis]:
-            raise ValueError(f"sizes {sizes} do not add up to extent {self.shape[axis]} of axis {axis}")
+            raise ValueError(
+                f"sizes {sizes} do not add up to extent {self.shape[axis]} of axis {axis}"
+            )
         cuts = [self.offset[axis]]
         for size in sizes:
             cuts.append(cuts[-1] + size)
@@ -196,16 +200,23 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
     first, head = divmod(start, row_size)
     last, tail = divmod(stop, row_size)
     if first == last:
-        return [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, tail)]
+        return [
+            Box((first, *inner.offset), (1, *inner.shape))
+            for inner in boxes_of_flat_range(shape[1:], head, tail)
+        ]
     # A partial first row, the complete rows in one box, and a partial last row.
     boxes = []
     if head:
         boxes += [
-            Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row_size)
+            Box((first, *inner.offset), (1, *inner.shape))
+            for inner in boxes_of_flat_range(shape[1:], head, row_size)
         ]
         first += 1
     if last > first:
         boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
     if tail:
-        boxes += [Box((last, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], 0, tail)]
+        boxes += [
+            Box((last, *inner.offset), (1, *inner.shape))
+            for inner in boxes_of_flat_range(shape[1:], 0, tail)
+        ]
     return boxes

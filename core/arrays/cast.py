@@ -77,7 +77,9 @@ def cast_of(source: str, target: str) -> Cast:
 
     in_bytes, out_bytes = itemsize(source), itemsize(target)
     is_float = dtype_of(source).kind == "float"
-    if is_float and (in_bytes == 1 or (in_bytes == 2 and (source, target) != ("bfloat16", "float32"))):
+    if is_float and (
+        in_bytes == 1 or (in_bytes == 2 and (source, target) != ("bfloat16", "float32"))
+    ):
         # From at most 16 bits: look up every bit pattern in a table of all of them.
         # mode="wrap", because "raise" would copy the output once more.
         table = patterns_of(source, target)
@@ -102,7 +104,9 @@ def cast_of(source: str, target: str) -> Cast:
     def cast_all(data: memoryview, out: memoryview) -> None:
         for first in range(0, len(data) // in_bytes, _BATCH_SIZE):
             last = first + _BATCH_SIZE
-            cast_batch(data[first * in_bytes : last * in_bytes], out[first * out_bytes : last * out_bytes])
+            cast_batch(
+                data[first * in_bytes : last * in_bytes], out[first * out_bytes : last * out_bytes]
+            )
 
     return cast_all
 
@@ -114,7 +118,11 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
     values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
     with np.errstate(all="ignore"):
         # torch casts through float32 wherever one side is narrower than that.
-        if dtype_of(source).kind == "float" and source != "float32" and min(itemsize(source), itemsize(target)) <= 2:
+        if (
+            dtype_of(source).kind == "float"
+            and source != "float32"
+            and min(itemsize(source), itemsize(target)) <= 2
+        ):
             values = values.astype(np.float32)
         # torch saturates in float8_e4m3fn, ml_dtypes overflows to NaN.
         if target == "float8_e4m3fn":

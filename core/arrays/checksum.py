@@ -100,7 +100,10 @@ def _power(n_bytes: int) -> int:
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
     """Return the digest (16 bytes) of a byte string in memory."""
     view = memoryview(data)
-    blocks = (xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
+    blocks = (
+        xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES])
+        for at in range(0, len(view), BLOCK_BYTES)
+    )
     return xxhash.xxh3_128_digest(b"".join(blocks))
 
 
@@ -123,7 +126,16 @@ class RunSum:
         blocks: hashes of the blocks that lie entirely in the run, consecutive from ``first_block``.
     """
 
-    __slots__ = ("_array_bytes", "_hash", "_with_crc", "_with_digest", "blocks", "crc", "n_bytes", "offset")
+    __slots__ = (
+        "_array_bytes",
+        "_hash",
+        "_with_crc",
+        "_with_digest",
+        "blocks",
+        "crc",
+        "n_bytes",
+        "offset",
+    )
 
     def __init__(self, offset: int, array_bytes: int, *, crc: bool, digest: bool) -> None:
         self.offset = offset
@@ -202,7 +214,15 @@ class ArraySum:
     Not safe for threads: the caller holds a lock around ``add`` and ``add_unsummed``.
     """
 
-    __slots__ = ("_blocks", "_n_missing", "_n_unsummed", "_runs", "_with_crc", "_with_digest", "n_bytes")
+    __slots__ = (
+        "_blocks",
+        "_n_missing",
+        "_n_unsummed",
+        "_runs",
+        "_with_crc",
+        "_with_digest",
+        "n_bytes",
+    )
 
     def __init__(self, n_bytes: int, *, crc: bool, digest: bool) -> None:
         self.n_bytes = n_bytes

@@ -139,7 +139,9 @@ class _Node:
 
     __slots__ = ("axis", "children", "reaches", "starts")
 
-    def __init__(self, axis: int, starts: list[int], stops: list[int], children: Sequence[_Node | int]) -> None:
+    def __init__(
+        self, axis: int, starts: list[int], stops: list[int], children: Sequence[_Node | int]
+    ) -> None:
         self.axis = axis
         self.starts = starts
         self.reaches = list(accumulate(stops, max))
@@ -157,10 +159,15 @@ def _build_node(boxes: Sequence[Box], group: list[int], axes: tuple[int, ...]) -
                 axis,
                 [boxes[cluster[0]].offset[axis] for cluster in clusters],
                 [max(boxes[number].end[axis] for number in cluster) for cluster in clusters],
-                [cluster[0] if len(cluster) == 1 else _build_node(boxes, cluster, other_axes) for cluster in clusters],
+                [
+                    cluster[0] if len(cluster) == 1 else _build_node(boxes, cluster, other_axes)
+                    for cluster in clusters
+                ],
             )
     # No axis cuts the group: a list of boxes, sorted along the first axis.
     if group and boxes[group[0]].rank:
         group = sorted(group, key=lambda number: boxes[number].offset[0])
-        return _Node(0, [boxes[n].offset[0] for n in group], [boxes[n].end[0] for n in group], group)
+        return _Node(
+            0, [boxes[n].offset[0] for n in group], [boxes[n].end[0] for n in group], group
+        )
     return _Node(-1, [0] * len(group), [1] * len(group), group)

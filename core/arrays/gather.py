@@ -77,7 +77,13 @@ def list_addresses(shape: Shape, *layouts: StridedLayout) -> list[tuple[int, ...
 
 
 def copy_box(
-    data: memoryview, source: StridedLayout, out: memoryview, target: StridedLayout, *, shape: Shape, itemsize: int
+    data: memoryview,
+    source: StridedLayout,
+    out: memoryview,
+    target: StridedLayout,
+    *,
+    shape: Shape,
+    itemsize: int,
 ) -> None:
     """Copy the elements of a box from one buffer to another."""
     import numpy as np
@@ -164,7 +170,9 @@ def read_box(
         copy_box(raw, raw_layout, out, part_target, shape=part, itemsize=itemsize)
 
 
-def _plan_blocks(shape: Shape, strides: Shape, itemsize: int, raw_bytes: int) -> tuple[list[int], int | None, int]:
+def _plan_blocks(
+    shape: Shape, strides: Shape, itemsize: int, raw_bytes: int
+) -> tuple[list[int], int | None, int]:
     """Choose how ``read_box`` cuts a box into tiles that fit in the scratch space.
 
     Returns:

@@ -49,7 +49,9 @@ def _full_piece(shape: Shape) -> ShardPiece:
     return ShardPiece(Box(origin, shape), origin)
 
 
-def split_axis(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[ShardPiece]:
+def split_axis(
+    shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int
+) -> list[ShardPiece]:
     """Return the pieces of shard ``rank`` of ``n``, in their order in the shard.
 
     Args:
@@ -65,7 +67,9 @@ def split_axis(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: i
 
 
 @lru_cache(maxsize=1 << 14)
-def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[ShardPiece, ...]:
+def _split(
+    shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int
+) -> tuple[ShardPiece, ...]:
     """Do the work of ``split_axis``; cached, as tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
@@ -75,7 +79,9 @@ def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -
     for part in parts:
         extent = part // n
         offset = _with(origin, axis, part_start + rank * extent)
-        pieces.append(ShardPiece(Box(offset, _with(shape, axis, extent)), _with(origin, axis, local_start)))
+        pieces.append(
+            ShardPiece(Box(offset, _with(shape, axis, extent)), _with(origin, axis, local_start))
+        )
         part_start += part
         local_start += extent
     return tuple(pieces)

@@ -86,7 +86,9 @@ def choose_device(device: Device | None, works: Iterable[str], *, threads: int) 
     return replace(device, work=frozenset(done))
 
 
-def reserve_device_memory(device: Device | None, *, memory_bytes: int, threads: int) -> tuple[Device | None, int]:
+def reserve_device_memory(
+    device: Device | None, *, memory_bytes: int, threads: int
+) -> tuple[Device | None, int]:
     """Set aside the host memory that a device needs.
 
     Args:
@@ -138,7 +140,9 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
         if not device.is_auto:
             return Decision(work, True, "asked for")
         # ... and, with ``auto``, be faster with as many threads as will work.
-        cpu_speed, device_speed = (bytes_per_s(trial, place, threads=threads) for place in (None, able))
+        cpu_speed, device_speed = (
+            bytes_per_s(trial, place, threads=threads) for place in (None, able)
+        )
     except (CapacityError, WorkerError) as err:
         if not device.is_auto:
             raise
@@ -149,7 +153,12 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
 
 
 def bytes_per_s(
-    trial: Trial, device: Device | None, *, threads: int, sample_bytes: int = SAMPLE_BYTES, rounds: int = _ROUNDS
+    trial: Trial,
+    device: Device | None,
+    *,
+    threads: int,
+    sample_bytes: int = SAMPLE_BYTES,
+    rounds: int = _ROUNDS,
 ) -> int:
     """Measure how many source bytes per second threads treat, in the best of several rounds.
 

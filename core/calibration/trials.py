@@ -60,7 +60,9 @@ def trial_of(work: str) -> Trial:
     """
     if work.startswith(f"{CAST} "):
         source, _, target = work.removeprefix(f"{CAST} ").partition(" → ")
-        return Trial(partial(_is_cast_exact, source, target), partial(_typical_cast, source, target))
+        return Trial(
+            partial(_is_cast_exact, source, target), partial(_typical_cast, source, target)
+        )
     return _TRIALS[work]
 
 
@@ -83,7 +85,9 @@ def patterns(dtype: str) -> Array:
     half = np.uint64(1 << 28)  # half-way between two numbers of float32
     nan: Array = random.integers(0, 1 << 52, 4096, dtype="u8") | np.uint64(0x7FF << 52)
     any_bits: Array = random.integers(0, 1 << 64, 1 << 14, dtype="u8")
-    return np.concatenate([wide, wide + 1, wide - 1, wide | half, (wide | half) + 1, nan, nan | (1 << 63), any_bits])
+    return np.concatenate(
+        [wide, wide + 1, wide - 1, wide | half, (wide | half) + 1, nan, nan | (1 << 63), any_bits]
+    )
 
 
 def typical_numbers(dtype: str, n_bytes: int) -> Array:
@@ -109,7 +113,9 @@ def _is_cast_exact(source: str, target: str, device: Device) -> bool:
     data: Array = patterns(source).view("u1")
     n_bytes = len(data) // itemsize(source) * itemsize(target)
     outs = [bytearray(n_bytes) for _ in range(2)]
-    for cast, out in zip((cast_of(source, target), cast_on(device, source, target)), outs, strict=True):
+    for cast, out in zip(
+        (cast_of(source, target), cast_on(device, source, target)), outs, strict=True
+    ):
         cast(memoryview(data), memoryview(out))
     return outs[0] == outs[1]
 
@@ -127,7 +133,9 @@ def facts_of(device: Device | None, dtype: str, data: Array) -> ValueFacts:
     observer = ValueObserver(device)
     observer.sees(array)
     for start in range(0, len(data), _WINDOW_BYTES):
-        observer.feed(array, start // itemsize(dtype), memoryview(data)[start : start + _WINDOW_BYTES])
+        observer.feed(
+            array, start // itemsize(dtype), memoryview(data)[start : start + _WINDOW_BYTES]
+        )
     observer.finish(array)
     return observer.facts["sample"]
 
@@ -178,7 +186,9 @@ def _typical_fingerprint(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     def do() -> None:
         with fastest_products(len(data), device) as products:
             for start in range(0, len(data) // 8192 * 8192, _WINDOW_BYTES):
-                FormSum(form, products).add_run(start, memoryview(data)[start : start + _WINDOW_BYTES])
+                FormSum(form, products).add_run(
+                    start, memoryview(data)[start : start + _WINDOW_BYTES]
+                )
 
     return do, len(data)
 
@@ -191,7 +201,10 @@ def _is_comparison_exact(device: Device) -> bool:
         other = data.copy()
         other[list(changed)] ^= 0x80
         views = memoryview(data), memoryview(other)
-        if any(count_differing(device, *views, size) != count_differing(None, *views, size) for size in (1, 4, 8)):
+        if any(
+            count_differing(device, *views, size) != count_differing(None, *views, size)
+            for size in (1, 4, 8)
+        ):
             return False
     return True
 
@@ -211,12 +224,22 @@ def _typical_comparison(device: Device | None, n_bytes: int) -> tuple[Do, int]:
 def _tensor(name: str, dtype: str, shape: Shape) -> SourceTensor:
     """Return a tensor that fills the file of its name."""
     array = StoredArray(name, dtype, shape, Extent(name, 0))
-    return SourceTensor(name, dtype, shape, (Fragment(name, full_box(shape), array, (0,) * len(shape)),), bind_nothing)
+    return SourceTensor(
+        name,
+        dtype,
+        shape,
+        (Fragment(name, full_box(shape), array, (0,) * len(shape)),),
+        bind_nothing,
+    )
 
 
-def _decode_all(encoding: Quantized | Dequantized, files: dict[str, bytes], device: Device | None) -> bytes:
+def _decode_all(
+    encoding: Quantized | Dequantized, files: dict[str, bytes], device: Device | None
+) -> bytes:
     """Decode a whole array of an encoding, unit by unit, on a device or the CPU path."""
-    shape = encoding.weight.source.shape if isinstance(encoding, Quantized) else encoding.weight.shape
+    shape = (
+        encoding.weight.source.shape if isinstance(encoding, Quantized) else encoding.weight.shape
+    )
     dtype = encoding.dtype if isinstance(encoding, Dequantized) else "float8_e4m3fn"
     array = StoredArray("decoded", dtype, shape, Extent("decoded", 0, encoding=encoding))
     store = DecodedStore(MemoryStore(files), device=device)
@@ -237,7 +260,9 @@ def _is_quantization_exact(device: Device) -> bool:
     ):
         # Scales of many magnitudes, with zeros, a block of zeros, and a block of subnormal numbers.
         scale: Array = np.exp(8 * random.standard_normal(shape)).astype(np.float32)
-        numbers: Array = np.clip(random.standard_normal(shape, np.float32) * scale, -60000, 60000).astype(np.float32)
+        numbers: Array = np.clip(
+            random.standard_normal(shape, np.float32) * scale, -60000, 60000
+        ).astype(np.float32)
         numbers[random.random(shape) < 0.05] = 0
         numbers[:BLOCK, :BLOCK] = 0
         numbers[:BLOCK, BLOCK : 2 * BLOCK] *= np.float32(2.0**-130)
@@ -270,18 +295,25 @@ def _typical_quantization(device: Device | None, n_bytes: int) -> tuple[Do, int]
 def _is_dequantization_exact(device: Device) -> bool:
     import numpy as np
 
-    single = np.array([1, 0.37, -3, 1e-30, 1e30, 1e38, 2.0**-140, 0, np.inf, -np.inf, np.nan, 448], np.float32)
+    single = np.array(
+        [1, 0.37, -3, 1e-30, 1e30, 1e38, 2.0**-140, 0, np.inf, -np.inf, np.nan, 448], np.float32
+    )
     shape = (len(single), 512)
     for dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
         numbers: Array = np.tile(np.arange(256, dtype="u1"), len(single) * 2)
         files = {"w": numbers.tobytes(), "s": single.tobytes()}
         weight = _tensor("w", dtype, shape)
         for target in ("bfloat16", "float16", "float32", "float64"):
-            rows = Dequantized(weight, _tensor("s", "float32", (len(single), 1)), (1, shape[1]), target)
+            rows = Dequantized(
+                weight, _tensor("s", "float32", (len(single), 1)), (1, shape[1]), target
+            )
             if _decode_all(rows, files, None) != _decode_all(rows, files, device):
                 return False
     blocks = Dequantized(
-        _tensor("w", "float8_e4m3fn", (6, 1024)), _tensor("s", "float32", (3, 4)), (2, 256), "bfloat16"
+        _tensor("w", "float8_e4m3fn", (6, 1024)),
+        _tensor("s", "float32", (3, 4)),
+        (2, 256),
+        "bfloat16",
     )
     return _decode_all(blocks, files, None) == _decode_all(blocks, files, device)
 

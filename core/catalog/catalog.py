@@ -87,7 +87,9 @@ class Fragment(Generic[ArrayT_co]):
 
     def __post_init__(self) -> None:
         if self.array is not None and len(self.at) != len(self.array.shape):
-            raise ValueError(f"fragment of {self.key}: at {self.at} does not fit array shape {self.array.shape}")
+            raise ValueError(
+                f"fragment of {self.key}: at {self.at} does not fit array shape {self.array.shape}"
+            )
 
 
 TargetFragment: TypeAlias = Fragment[PlannedArray]
@@ -106,7 +108,9 @@ def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
 
 
-def held_boxes(shape: Shape, fragments: Iterable[Fragment[ArrayT]]) -> Iterator[tuple[ArrayT, Box | None]]:
+def held_boxes(
+    shape: Shape, fragments: Iterable[Fragment[ArrayT]]
+) -> Iterator[tuple[ArrayT, Box | None]]:
     """Yield every array of a tensor once, with the box of the tensor that it holds as a whole.
 
     The box is None for an array that holds none.
@@ -120,7 +124,9 @@ def held_boxes(shape: Shape, fragments: Iterable[Fragment[ArrayT]]) -> Iterator[
         array = fragment.array
         if array is None:
             continue
-        box = fragment.box if array.shape == fragment.box.shape else _held_box(shape, fragment, array)
+        box = (
+            fragment.box if array.shape == fragment.box.shape else _held_box(shape, fragment, array)
+        )
         if array.name not in box_of:
             box_of[array.name] = box
             yield array, box
@@ -134,7 +140,10 @@ def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | Non
     extents = (1,) * extra + array.shape[max(-extra, 0) :]
     at = (0,) * extra + fragment.at[max(-extra, 0) :]
     offset = tuple(start - inside for start, inside in zip(fragment.box.offset, at, strict=True))
-    fits = all(start >= 0 and start + n <= end for start, n, end in zip(offset, extents, shape, strict=True))
+    fits = all(
+        start >= 0 and start + n <= end
+        for start, n, end in zip(offset, extents, shape, strict=True)
+    )
     return Box(offset, extents) if fits else None
 
 
@@ -252,7 +261,9 @@ class Catalog(Generic[ArrayT_co]):
         """
         array = self.fragments_of(key)[0].array
         if array is None or array.shape != self.meta(key).shape:
-            raise UnsupportedError(f"{self.format} stores this tensor as one array, but it is cut into pieces", key=key)
+            raise UnsupportedError(
+                f"{self.format} stores this tensor as one array, but it is cut into pieces", key=key
+            )
         return array
 
     @property
@@ -275,9 +286,13 @@ class Catalog(Generic[ArrayT_co]):
 
     def without_facets(self, *kinds: type) -> Catalog[ArrayT_co]:
         """Return the catalog without the facets of these classes."""
-        return replace(self, facets={kind: facet for kind, facet in self.facets.items() if kind not in kinds})
+        return replace(
+            self, facets={kind: facet for kind, facet in self.facets.items() if kind not in kinds}
+        )
 
-    def as_target(self, format: str, fragments_of: Callable[[str], Sequence[TargetFragment]]) -> TargetCatalog:
+    def as_target(
+        self, format: str, fragments_of: Callable[[str], Sequence[TargetFragment]]
+    ) -> TargetCatalog:
         """Return the target catalog of a format for the same entries.
 
         Args:

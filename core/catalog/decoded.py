@@ -39,7 +39,11 @@ class DecodedStore:
     """
 
     def __init__(
-        self, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES, device: Device | None = None
+        self,
+        store: ReadStore,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        device: Device | None = None,
     ) -> None:
         self.device = device
         self._store = store
@@ -110,7 +114,9 @@ class DecodedStore:
             unit = self._unit(name, number)
             n = min(len(unit) - start, len(buffer) - done)
             if n <= 0:
-                raise CorruptError(f"the {encoding.name} data end at byte {offset + done} of the array", file=name)
+                raise CorruptError(
+                    f"the {encoding.name} data end at byte {offset + done} of the array", file=name
+                )
             buffer[done : done + n] = unit[start : start + n]
             done += n
 
@@ -172,7 +178,10 @@ class DecodedStore:
     def _make_room(self, *, keep: tuple[str, int]) -> None:
         """Drop units, oldest first, until the rest fits; the caller holds the lock."""
         while self._n_bytes > self._cache_bytes:
-            oldest = next((key for key, unit in self._units.items() if key != keep and unit.data is not None), None)
+            oldest = next(
+                (key for key, unit in self._units.items() if key != keep and unit.data is not None),
+                None,
+            )
             if oldest is None:
                 return
             data = self._units.pop(oldest).data
@@ -201,7 +210,9 @@ class _ArrayName(str):
     def __new__(cls, array: StoredArray) -> _ArrayName:
         extent = array.extent
         # Arrays of one name may lie in one file: replicas, and what is computed from an array of its own name.
-        name = super().__new__(cls, f"{extent.file}#{_encoding_of(array).name}@{extent.offset}#{array.name}")
+        name = super().__new__(
+            cls, f"{extent.file}#{_encoding_of(array).name}@{extent.offset}#{array.name}"
+        )
         name.array = array
         return name
 

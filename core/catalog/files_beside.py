@@ -15,7 +15,9 @@ def carried_of(catalog: AnyCatalog) -> dict[str, str]:
 
 def with_documents(catalog: Catalog, documents: Mapping[str, bytes]) -> Catalog:
     """Return the catalog with small new files; they replace carried files of the same path."""
-    return replace(without_carried(catalog, documents), documents={**catalog.documents, **documents})
+    return replace(
+        without_carried(catalog, documents), documents={**catalog.documents, **documents}
+    )
 
 
 def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:

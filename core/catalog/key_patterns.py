@@ -82,7 +82,9 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         match = expression.fullmatch(key)
         if match is None:
             return False
-        return all(int(text) in allowed for text, allowed in zip(match.groups(), numbers, strict=True))
+        return all(
+            int(text) in allowed for text, allowed in zip(match.groups(), numbers, strict=True)
+        )
 
     return matches
 
@@ -157,7 +159,8 @@ def folded(lines: Iterable[str], *, end: str) -> list[str]:
         for at in reversed(range(len(texts) - 1)):
             rows = _merged(rows, at)
         result += [
-            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest for row in rows
+            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest
+            for row in rows
         ]
     return result
 
@@ -171,6 +174,10 @@ def _merged(rows: Iterable[Sequence[str]], at: int) -> list[list[str]]:
     for row in rows:
         numbers.setdefault((*row[:at], *row[at + 1 :]), []).append(row[at])
     return [
-        [*rest[:at], texts[0] if len(set(texts)) == 1 else f"[{ranges(map(int, set(texts)))}]", *rest[at:]]
+        [
+            *rest[:at],
+            texts[0] if len(set(texts)) == 1 else f"[{ranges(map(int, set(texts)))}]",
+            *rest[at:],
+        ]
         for rest, texts in numbers.items()
     ]

@@ -83,11 +83,19 @@ def without_attributes(catalog: Catalog) -> Catalog:
     if not lost:
         return catalog
     paths = {attribute.path for attribute in lost}
-    skeleton = map_leaves(catalog.skeleton, lambda entry: entry.leaf)  # its inert containers are copies
+    skeleton = map_leaves(
+        catalog.skeleton, lambda entry: entry.leaf
+    )  # its inert containers are copies
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
             if any(name == _ARGUMENTS for name, _ in _attributes(node)):
-                node.how, node.fn, node.args, node.kwargs, node.items = "reduce", _DICT, (), None, []
+                node.how, node.fn, node.args, node.kwargs, node.items = (
+                    "reduce",
+                    _DICT,
+                    (),
+                    None,
+                    [],
+                )
             node.state = NO_STATE
     return without_tensors_of(replace(catalog, skeleton=skeleton), lost)
 
@@ -99,7 +107,9 @@ def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute])
     """
     removed = _tensors_in([attribute.value for attribute in attributes])
     removed -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
-    return replace(catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in removed})
+    return replace(
+        catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in removed}
+    )
 
 
 _ARGUMENTS = "arguments"
@@ -111,7 +121,9 @@ def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
     if as_mapping(node) is None:
         return
     if node.state is not NO_STATE:
-        parts = node.state if isinstance(node.state, tuple) else (node.state,)  # (attributes, those in slots)
+        parts = (
+            node.state if isinstance(node.state, tuple) else (node.state,)
+        )  # (attributes, those in slots)
         for part in parts:
             if isinstance(part, dict):
                 yield from ((str(name), value) for name, value in part.items())

@@ -41,7 +41,9 @@ MASTER = "fp32_param"
 """The state that is the parameter itself in fp32."""
 STEP = "optimizer.common_step"
 """Key of the hidden tensor that is the number of steps, where it is a tensor."""
-MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "sum"})
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "sum"}
+)
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
 """Names of moments and of fp32 masters in any checkpoint."""
 KINDS = ("fp32", "float16", "distributed")

@@ -24,9 +24,15 @@ class PlannedStore:
 
     label = "the destination"
 
-    def __init__(self, images: Iterable[FileImage], *, prefix: str = "", entry: str | None = None) -> None:
+    def __init__(
+        self, images: Iterable[FileImage], *, prefix: str = "", entry: str | None = None
+    ) -> None:
         self.entry = entry
-        self._images = {image.path.removeprefix(prefix): image for image in images if image.path.startswith(prefix)}
+        self._images = {
+            image.path.removeprefix(prefix): image
+            for image in images
+            if image.path.startswith(prefix)
+        }
         self._literals: dict[str, tuple[list[int], list[bytes]]] = {}
         self._files: dict[str, list[str]] = {}
         self._folders: dict[str, set[str]] = {}
@@ -98,5 +104,8 @@ class PlannedStore:
         columns = self._literals.get(name)
         if columns is None:
             literals = sorted(self._image(name).literals(lambda array: 0))
-            columns = self._literals[name] = ([start for start, _ in literals], [data for _, data in literals])
+            columns = self._literals[name] = (
+                [start for start, _ in literals],
+                [data for _, data in literals],
+            )
         return columns

@@ -227,10 +227,14 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
         )
     is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
     if extent.encoding is not None or not is_dense:
-        raise UnsupportedError("cannot read a part of a compressed or strided array", key=array.name)
+        raise UnsupportedError(
+            "cannot read a part of a compressed or strided array", key=array.name
+        )
     name = f"{array.name}[{start}:{stop}]"
     if extent.is_late:
         base, before = extent.part_of or (array.shape, 0)
-        return replace(array, name=name, shape=shape, extent=replace(extent, part_of=(base, before + start)))
+        return replace(
+            array, name=name, shape=shape, extent=replace(extent, part_of=(base, before + start))
+        )
     offset = extent.offset + start * itemsize(array.dtype)
     return StoredArray(name, array.dtype, shape, Extent(extent.file, offset), array.coords)

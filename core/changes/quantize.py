@@ -125,7 +125,8 @@ def dequantize(
     wanted = dtype_of(dtype)
     if wanted.kind != "float" or wanted.itemsize < 2:
         raise UsageError(
-            f"--dequantize: {dtype!r} is not a float type of 16 bits or more", hint="use bf16, fp16 or fp32"
+            f"--dequantize: {dtype!r} is not a float type of 16 bits or more",
+            hint="use bf16, fp16 or fp32",
         )
     integers = _integer_weights(catalog, config)
     float8_scales, bare = _float8_scales(catalog, block)
@@ -133,9 +134,14 @@ def dequantize(
     if not scales_of:
         raise UsageError(
             "--dequantize: no float8 or int8 tensor has scales",
-            hint="if the float8 numbers are the values, cast with --dtype" if bare else "leave --dequantize out",
+            hint="if the float8 numbers are the values, cast with --dtype"
+            if bare
+            else "leave --dequantize out",
         )
-    removed = {*scales_of.values(), *(key for weight in integers.values() for key in _row_format(weight))}
+    removed = {
+        *scales_of.values(),
+        *(key for weight in integers.values() for key in _row_format(weight)),
+    }
 
     @lru_cache(maxsize=_CACHED)
     def computed(key: str) -> Sequence[Fragment]:
@@ -156,7 +162,9 @@ def dequantize(
     # Remove the scales, and give their tensors the new dtype.
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf)
+        skeleton = map_leaves(
+            skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
+        )
     tensors = {
         key: replace(meta, dtype=wanted.name) if key in scales_of else meta
         for key, meta in catalog.tensors.items()
@@ -170,8 +178,12 @@ def dequantize(
         aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
     )
     notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
-    activations = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
-    notes += [f"{some_of(activations)}: scales of activations, left as they are"] if activations else []
+    activations = [
+        key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)
+    ]
+    notes += (
+        [f"{some_of(activations)}: scales of activations, left as they are"] if activations else []
+    )
     return QuantizedCatalog(result, tuple(scales_of), tuple(bare), tuple(notes))
 
 
@@ -202,7 +214,9 @@ def _float8_scales(catalog: Catalog, block: tuple[int, int]) -> tuple[dict[str, 
     return scales_of, bare
 
 
-def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> dict[str, QuantizedWeight]:
+def _integer_weights(
+    catalog: Catalog, config: Mapping[str, object] | None
+) -> dict[str, QuantizedWeight]:
     """Return the int8 weights with scales by key, and check that the scales fit.
 
     Raises:
@@ -223,7 +237,12 @@ def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> d
         rows = meta.shape[0] if len(meta.shape) == 2 else None
         fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
         kind = dtype_of(scales.dtype)
-        if scheme.dequantize == _INT8 and rows is not None and scales.shape[:1] == (rows,) and scales.shape not in fits:
+        if (
+            scheme.dequantize == _INT8
+            and rows is not None
+            and scales.shape[:1] == (rows,)
+            and scales.shape not in fits
+        ):
             raise refused_scheme(weight)  # scales of groups
         if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
             raise CorruptError(
@@ -240,7 +259,9 @@ def _row_format(weight: QuantizedWeight) -> tuple[str, ...]:
     return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
 
 
-def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> tuple[int, int] | None:
+def _block_of(
+    meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]
+) -> tuple[int, int] | None:
     """Return rows and columns of a block, or None where one scale is for the whole tensor.
 
     Raises:
@@ -248,7 +269,9 @@ def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> t
     """
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
-        raise CorruptError(f"scales of {meta.key!r} are {scales.dtype}, which scales cannot be", key=scales.key)
+        raise CorruptError(
+            f"scales of {meta.key!r} are {scales.dtype}, which scales cannot be", key=scales.key
+        )
     shape = meta.shape
     if scales.n_elements == 1:
         return None
@@ -274,7 +297,9 @@ def _aliases_with_equal_scales(
     def first(key: str | None) -> str | None:
         return None if key is None else first_of.get(key, key)
 
-    equal = {a: b for a, b in first_of.items() if first(scales_of.get(a)) == first(scales_of.get(b))}
+    equal = {
+        a: b for a, b in first_of.items() if first(scales_of.get(a)) == first(scales_of.get(b))
+    }
     return aliases_among(equal, tensors)
 
 
@@ -293,11 +318,16 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     matrices = [
         key
         for key, meta in catalog.tensors.items()
-        if len(meta.shape) >= 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) >= 2
+        if len(meta.shape) >= 2
+        and dtype_of(meta.dtype).kind == "float"
+        and itemsize(meta.dtype) >= 2
     ]
     kinds = _chosen_kinds(catalog, matrices, rules)
     scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}
-    taken = next((new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects), None)
+    taken = next(
+        (new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects),
+        None,
+    )
     if taken is not None:
         raise UsageError("--quantize: scales exist already", key=taken)
 
@@ -308,7 +338,11 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
         if key in kinds:
             new = scales_of[key]
             shape = meta.shape
-            blocks = (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kinds[key] == "block" else ()
+            blocks = (
+                (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
+                if kinds[key] == "block"
+                else ()
+            )
             tensors[new] = TensorMeta(new, "float32", blocks)
     weight_of_scales = {new: key for key, new in scales_of.items()}
 
@@ -337,7 +371,9 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     return QuantizedCatalog(result, tuple(kinds), tuple(remaining), ())
 
 
-def _chosen_kinds(catalog: Catalog, matrices: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
+def _chosen_kinds(
+    catalog: Catalog, matrices: Sequence[str], rules: Sequence[Rule]
+) -> dict[str, str]:
     """Return the kind of scales of each matrix that the rules choose, in the order of ``matrices``.
 
     Raises:
@@ -379,6 +415,10 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
         new = scales_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
         if new is not None:
             name = entry.path[-1]
-            path = (new,) if isinstance(name, ListIndex) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
+            path = (
+                (new,)
+                if isinstance(name, ListIndex)
+                else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
+            )
             leaves[path] = TensorLeaf(new)
     return nest_again(leaves)

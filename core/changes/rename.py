@@ -80,7 +80,9 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
             try:
                 substituted = expression.sub(replacement, new)
             except (re.error, IndexError) as err:
-                raise UsageError(f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}") from err
+                raise UsageError(
+                    f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}"
+                ) from err
             used[number] |= substituted != new
             new = substituted
         new_of[key] = new
@@ -104,14 +106,22 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
         prefixed = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not prefixed:
             inner = next((new for new in new_of.values() if prefix and f".{prefix}" in new), None)
-            hint = LIST_THEM if inner is None else f"{inner!r} contains it: use --rename '{re.escape(prefix)}='"
+            hint = (
+                LIST_THEM
+                if inner is None
+                else f"{inner!r} contains it: use --rename '{re.escape(prefix)}='"
+            )
             raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=hint)
         dotted = next((key for key in prefixed if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
             raise UsageError(
-                f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"use {prefix}. with the dot"
+                f"--strip-prefix: {prefix!r} leaves a dot in front",
+                key=dotted,
+                hint=f"use {prefix}. with the dot",
             )
-        new_of = {key: new[len(prefix) :] if key in prefixed else new for key, new in new_of.items()}
+        new_of = {
+            key: new[len(prefix) :] if key in prefixed else new for key, new in new_of.items()
+        }
     return _under(catalog, _with_states(catalog, new_of), option="--strip-prefix")
 
 
@@ -131,8 +141,14 @@ def add_prefix(catalog: Catalog, prefix: str) -> RenamedCatalog:
         raise UsageError("--add-prefix: the prefix is empty")
     model = {key for key in catalog.tensors if not is_optimizer_key(key)}
     modules = {key.partition(".")[0] for key in model if "." in key}
-    model |= {key for key in catalog.objects if key.partition(".")[0] in modules and not is_optimizer_key(key)}
-    new_of = {key: prefix + key if key in model else key for key in (*catalog.tensors, *catalog.objects)}
+    model |= {
+        key
+        for key in catalog.objects
+        if key.partition(".")[0] in modules and not is_optimizer_key(key)
+    }
+    new_of = {
+        key: prefix + key if key in model else key for key in (*catalog.tensors, *catalog.objects)
+    }
     return _under(catalog, _with_states(catalog, new_of), option="--add-prefix")
 
 
@@ -171,20 +187,30 @@ def owned_entries(catalog: Catalog) -> dict[str, OwnedEntry]:
     Parameter names that are not keys are looked up below the first names of the model's keys;
     either all or none of them must be there.
     """
-    matches = {key: match for key in (*catalog.tensors, *catalog.objects) if (match := _of_parameter(key)) is not None}
+    matches = {
+        key: match
+        for key in (*catalog.tensors, *catalog.objects)
+        if (match := _of_parameter(key)) is not None
+    }
     names = {match["parameter"] for match in matches.values() if not match["parameter"].isdecimal()}
     tensor_of = {name: name for name in names if name in catalog.tensors}
     rest = names - tensor_of.keys()
     if rest:
         # Find the container, such as ``model.``, in which all the other names are keys.
         first = min(rest)
-        tensors = [key for key in catalog.tensors if key.endswith(f".{first}") and not is_optimizer_key(key)]
+        tensors = [
+            key
+            for key in catalog.tensors
+            if key.endswith(f".{first}") and not is_optimizer_key(key)
+        ]
         for container in sorted((key[: -len(first)] for key in tensors), key=len):
             if all(container + name in catalog.tensors for name in rest):
                 tensor_of |= {name: container + name for name in rest}
                 break
     return {
-        key: OwnedEntry(match["before"], match["parameter"], match["after"], tensor_of[match["parameter"]])
+        key: OwnedEntry(
+            match["before"], match["parameter"], match["after"], tensor_of[match["parameter"]]
+        )
         for key, match in matches.items()
         if match["parameter"] in tensor_of
     }
@@ -237,11 +263,17 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
         old, matches = _of_parameter(key), [_of_parameter(new) for new in new_keys]
         if old is not None:
             names[old["parameter"]] = [
-                new["parameter"] for new in matches if new is not None and new["before"] == old["before"]
+                new["parameter"]
+                for new in matches
+                if new is not None and new["before"] == old["before"]
             ] or ([old["parameter"]] if new_keys else [])
 
     def with_new_names(params: Iterable[object]) -> list[object]:
-        result = [new for name in params for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))]
+        result = [
+            new
+            for name in params
+            for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))
+        ]
         return list(dict.fromkeys(result))
 
     # Rename in the groups that are objects, and in those of Megatron's optimizer.
@@ -254,7 +286,9 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
     optimizer = catalog.optimizer
     if optimizer is not None:
         groups = tuple(
-            group if group.params is None else replace(group, params=tuple(map(str, with_new_names(group.params))))
+            group
+            if group.params is None
+            else replace(group, params=tuple(map(str, with_new_names(group.params))))
             for group in optimizer.groups
         )
         catalog = replace(catalog, optimizer=replace(optimizer, groups=groups))
@@ -274,14 +308,20 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
 
     model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
     if model is not None and model.order is not None:
-        catalog = catalog.with_facet(replace(model, order=tuple(new_of.get(key, key) for key in model.order)))
+        catalog = catalog.with_facet(
+            replace(model, order=tuple(new_of.get(key, key) for key in model.order))
+        )
     if torch_dist is not None and torch_dist.mcore_data is not None:
         mcore_data = {new_of.get(key, key): facts for key, facts in torch_dist.mcore_data.items()}
         catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
     return replace(
         catalog,
-        tensors={new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()},
-        objects={new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()},
+        tensors={
+            new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()
+        },
+        objects={
+            new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()
+        },
         fragments_of=fragments_of,
         skeleton=None if catalog.skeleton is None else move_leaves(catalog.skeleton, new_of),
         aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},

@@ -35,7 +35,9 @@ LAYERS = ("layers", "layer", "h", "blocks", "block")
 """Names that come before the number of a model's layer."""
 
 _NAMES = "|".join(LAYERS)
-_ONE = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<number>0|[1-9]\d{{0,8}})\.(?P<tail>.+)", re.DOTALL)
+_ONE = re.compile(
+    rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<number>0|[1-9]\d{{0,8}})\.(?P<tail>.+)", re.DOTALL
+)
 _ALL = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<tail>(?!\d+\.).+)", re.DOTALL)
 _USUAL = re.compile(rf"(?:.*?\.)??{LAYERS[0]}\.(?!\d+\.).+", re.DOTALL)
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[^.]+$")
@@ -79,7 +81,8 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
             n_layers[match["head"]] = max(n_layers.get(match["head"], 0), number + 1)
     if not groups:
         raise UsageError(
-            "--stack-layers: no key has a layer number", hint=f"it must follow one of the names {', '.join(LAYERS)}"
+            "--stack-layers: no key has a layer number",
+            hint=f"it must follow one of the names {', '.join(LAYERS)}",
         )
 
     # Stack the groups that have the same tensor in every layer, and say why the others cannot be stacked.
@@ -94,15 +97,21 @@ def stack_layers(catalog: Catalog) -> RestackedCatalog:
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
         raise UsageError("--stack-layers: an entry with this name exists already", key=taken)
-    notes = [f"{some_of(keys)} stay one tensor per layer: {reason}" for reason, keys in unstacked.items()]
-    return RestackedCatalog(_with_stacked(catalog, parts), len(parts), (*notes, *_numbered_state_notes(catalog)))
+    notes = [
+        f"{some_of(keys)} stay one tensor per layer: {reason}" for reason, keys in unstacked.items()
+    ]
+    return RestackedCatalog(
+        _with_stacked(catalog, parts), len(parts), (*notes, *_numbered_state_notes(catalog))
+    )
 
 
 def _numbered_state_notes(catalog: Catalog) -> list[str]:
     """Return a note if the optimizer counts the parameters, whose number has changed."""
     if not any(_NUMBERED.search(key) and is_optimizer_key(key) for key in catalog.tensors):
         return []
-    return ["the optimizer state refers to parameters by number and is unchanged, so it no longer matches the model"]
+    return [
+        "the optimizer state refers to parameters by number and is unchanged, so it no longer matches the model"
+    ]
 
 
 def _reason_against_stacking(members: Mapping[int, TensorMeta], n_layers: int) -> str | None:
@@ -179,7 +188,9 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
     parts: dict[str, list[str]] = {}
     for key, (head, tail) in halves.items():
         parts[key] = [f"{head}.{number}.{tail}" for number in range(catalog.tensors[key].shape[0])]
-        taken = next((new for new in parts[key] if new in catalog.tensors or new in catalog.objects), None)
+        taken = next(
+            (new for new in parts[key] if new in catalog.tensors or new in catalog.objects), None
+        )
         if taken is not None:
             raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
     result = _with_unstacked(catalog, parts, {key: head for key, (head, _) in halves.items()})
@@ -209,7 +220,9 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
         matches = matcher(pattern)
         hits = [key for key in candidates if matches(key)]
         if not hits:
-            raise UsageError(f"--unstack-layers: no stacked tensor matches {pattern!r}", hint=LIST_THEM)
+            raise UsageError(
+                f"--unstack-layers: no stacked tensor matches {pattern!r}", hint=LIST_THEM
+            )
         chosen.update(hits)
     return [key for key in candidates if key in chosen]
 
@@ -223,7 +236,11 @@ def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
     first = metas[0]
     for meta in metas:
         if not meta.shape or meta.shape[0] > MAX_LAYERS:
-            reason = f"{meta.shape[0]} layers are too many" if meta.shape else "a scalar has no layer axis"
+            reason = (
+                f"{meta.shape[0]} layers are too many"
+                if meta.shape
+                else "a scalar has no layer axis"
+            )
             raise UsageError(f"--unstack-layers: {reason}", key=meta.key, hint=_CHOOSE_TENSORS)
         if meta.shape[0] != first.shape[0]:
             raise UsageError(
@@ -236,7 +253,9 @@ def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
 _CHOOSE_TENSORS = "choose the stacked tensors with a glob: --unstack-layers GLOB"
 
 
-def _with_unstacked(catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Mapping[str, str]) -> Catalog:
+def _with_unstacked(
+    catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Mapping[str, str]
+) -> Catalog:
     """Return the catalog with stacked tensors taken apart.
 
     Args:
@@ -264,7 +283,9 @@ def _with_unstacked(catalog: Catalog, parts: Mapping[str, Sequence[str]], head_o
                 layers[number].append(_layer(fragment, parts[key][number], number))
         return layers
 
-    stack_of = {new: (key, number) for key, new_keys in parts.items() for number, new in enumerate(new_keys)}
+    stack_of = {
+        new: (key, number) for key, new_keys in parts.items() for number, new in enumerate(new_keys)
+    }
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in stack_of:
@@ -300,7 +321,9 @@ def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object
         for new in parts[entry.key]:
             match = _ONE.fullmatch(new)
             assert match is not None, "the key was made with a number"
-            leaves[_layer_path(entry.path, match["head"], match["number"])] = replace(entry.leaf, key=new)
+            leaves[_layer_path(entry.path, match["head"], match["number"])] = replace(
+                entry.leaf, key=new
+            )
     return nest_again(leaves)
 
 
@@ -325,8 +348,13 @@ def _without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> 
         order = tuple(dict.fromkeys(new for key in model.order for new in new_of.get(key, (key,))))
         catalog = catalog.with_facet(replace(model, order=order))
     if torch_dist is not None and torch_dist.mcore_data is not None:
-        mcore_data = {key: facts for key, facts in torch_dist.mcore_data.items() if key not in new_of}
+        mcore_data = {
+            key: facts for key, facts in torch_dist.mcore_data.items() if key not in new_of
+        }
         catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
     return replace(
-        catalog, aliases=aliases_among(catalog.aliases, [key for key in catalog.tensors if key not in new_of])
+        catalog,
+        aliases=aliases_among(
+            catalog.aliases, [key for key in catalog.tensors if key not in new_of]
+        ),
     )

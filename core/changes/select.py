@@ -45,7 +45,9 @@ class Selection:
     left_out: tuple[str, ...]
 
 
-def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
+def select(
+    catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Selection:
     """Keep the entries that match an ``include`` glob, if any is given, and no ``exclude`` glob.
 
     Where ``exclude`` takes out a parameter, the optimizer's entries for it go too.
@@ -69,7 +71,11 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     excluded = {key for key in keys if any(matches(key) for matches in unwanted)}
     parameters = {key for key in excluded if key in catalog.tensors and not is_optimizer_key(key)}
     if parameters:
-        owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor in parameters}
+        owned = {
+            key: entry
+            for key, entry in owned_entries(catalog).items()
+            if entry.tensor in parameters
+        }
         excluded |= owned.keys()
         names = parameters | {entry.parameter for entry in owned.values()}
         catalog = with_parameters(catalog, dict.fromkeys(names, ()))
@@ -109,7 +115,9 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     )
     hidden_keys = _referenced_tensors(remaining)
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
-    return Selection(replace(remaining, hidden=hidden), tuple(key for key in keys if not is_kept(key)))
+    return Selection(
+        replace(remaining, hidden=hidden), tuple(key for key in keys if not is_kept(key))
+    )
 
 
 def _referenced_tensors(catalog: Catalog) -> set[str]:
@@ -132,7 +140,9 @@ def without_optimizer(catalog: Catalog) -> Selection:
     left_out = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
     common = catalog.common
     if common is not None and "optimizer" in common:
-        catalog = replace(catalog, common={name: item for name, item in common.items() if name != "optimizer"})
+        catalog = replace(
+            catalog, common={name: item for name, item in common.items() if name != "optimizer"}
+        )
     keys = set(left_out)
     return keep_entries(catalog, lambda key: key not in keys)
 
@@ -143,7 +153,9 @@ _KEPT_PRECISION = re.compile(
 )
 
 
-_NAMES_STATES = re.compile(rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMENTS | MASTERS - {'param', 'fp32'}))}")
+_NAMES_STATES = re.compile(
+    rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMENTS | MASTERS - {'param', 'fp32'}))}"
+)
 
 
 def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
@@ -165,7 +177,10 @@ def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
 
 
 def cast_of(
-    rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None, *, quantized: Container[str] = ()
+    rules: Sequence[tuple[str | None, str]],
+    keys: Iterable[str] | None = None,
+    *,
+    quantized: Container[str] = (),
 ) -> Callable[[TensorMeta], str]:
     """Return a function that gives the dtype each tensor is to have.
 
@@ -188,7 +203,10 @@ def cast_of(
     for glob, _ in rules:
         if glob is not None and present is not None and not any(map(_casts(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
-    parsed = [(None if glob is None else _casts(glob, quantized), dtype_of(name).name) for glob, name in rules]
+    parsed = [
+        (None if glob is None else _casts(glob, quantized), dtype_of(name).name)
+        for glob, name in rules
+    ]
     if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
             "--dtype: casting a whole model to 8 bits needs scales",
@@ -211,7 +229,11 @@ def cast_of(
                     hint="apply the scales with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
                 )
             is_weight = facts.kind == "float" and facts.itemsize >= 2 and meta.key not in quantized
-            if is_weight and not is_optimizer_key(meta.key) and not _KEPT_PRECISION.search(meta.key):
+            if (
+                is_weight
+                and not is_optimizer_key(meta.key)
+                and not _KEPT_PRECISION.search(meta.key)
+            ):
                 chosen = dtype
         scales = companion(meta, present) if present is not None and chosen != meta.dtype else None
         if scales is not None:

@@ -52,7 +52,10 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
     first, second = (_required_tensor(catalog, key, option="--tie") for key in (alias, original))
     if alias == original:
         raise UsageError("--tie: a tensor cannot be tied to itself", key=alias)
-    for attribute, a, b in (("shape", first.shape, second.shape), ("dtype", first.dtype, second.dtype)):
+    for attribute, a, b in (
+        ("shape", first.shape, second.shape),
+        ("dtype", first.dtype, second.dtype),
+    ):
         if a != b:
             raise UsageError(
                 f"--tie: {alias!r} has {attribute} {a}, but {original!r} has {b}",
@@ -69,10 +72,14 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
     # Leave out the tensor, with what the optimizer has for it.
     owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == alias}
     removed = {alias, *owned}
-    followed = with_parameters(catalog, dict.fromkeys([alias, *(entry.parameter for entry in owned.values())], ()))
+    followed = with_parameters(
+        catalog, dict.fromkeys([alias, *(entry.parameter for entry in owned.values())], ())
+    )
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf)
+        skeleton = map_leaves(
+            skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
+        )
     return replace(
         followed,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in removed},
@@ -111,21 +118,37 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
         return replace(catalog, aliases=_aliases_without(catalog, added))
 
     # The optimizer's entries of the original are copied too.
-    owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == original}
+    owned = {
+        key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == original
+    }
     old_of = {added: original, **{entry.of(added): key for key, entry in owned.items()}}
     taken = next((new for new in old_of if new in catalog.tensors or new in catalog.objects), None)
     if taken is not None:
-        raise UsageError("--untie: the optimizer already has this entry", key=taken, hint="leave --untie out")
+        raise UsageError(
+            "--untie: the optimizer already has this entry", key=taken, hint="leave --untie out"
+        )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         old = old_of.get(key)
-        return catalog.fragments(key) if old is None else [replace(piece, key=key) for piece in catalog.fragments(old)]
+        return (
+            catalog.fragments(key)
+            if old is None
+            else [replace(piece, key=key) for piece in catalog.fragments(old)]
+        )
 
     names = {original: (original, added)}
     names |= {entry.parameter: (entry.parameter, entry.name_of(added)) for entry in owned.values()}
     followed = with_parameters(catalog, names)
-    tensors = {new: replace(catalog.tensors[old], key=new) for new, old in old_of.items() if old in catalog.tensors}
-    objects = {new: replace(catalog.objects[old], key=new) for new, old in old_of.items() if old in catalog.objects}
+    tensors = {
+        new: replace(catalog.tensors[old], key=new)
+        for new, old in old_of.items()
+        if old in catalog.tensors
+    }
+    objects = {
+        new: replace(catalog.objects[old], key=new)
+        for new, old in old_of.items()
+        if old in catalog.objects
+    }
     return replace(
         followed,
         tensors={**catalog.tensors, **tensors},
@@ -178,7 +201,11 @@ def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) 
     if config is None:
         return replace(catalog, aliases=aliases)
     is_tied = config.get("tie_word_embeddings") is True
-    ties = {key: first for key, first in aliases.items() if is_tied and OUTPUT.search(key) and INPUT.search(first)}
+    ties = {
+        key: first
+        for key, first in aliases.items()
+        if is_tied and OUTPUT.search(key) and INPUT.search(first)
+    }
     separate = [f"{key} ({first})" for key, first in aliases.items() if key not in ties]
     note = f"tied tensors are written separately, because transformers loads each by name: {', '.join(separate)}"
     return replace(catalog, aliases=ties).noted([note] if separate else [])
@@ -189,9 +216,16 @@ def find_recorded_ties(target: TargetCatalog, images: Iterable[FileImage]) -> di
     placed = {place.array.name for image in images for place in image.arrays}
 
     def is_placed(key: str) -> bool:
-        return any(piece.array is not None and piece.array.name in placed for piece in target.fragments(key))
+        return any(
+            piece.array is not None and piece.array.name in placed
+            for piece in target.fragments(key)
+        )
 
-    return {key: first for key, first in target.aliases.items() if key in target.tensors and not is_placed(key)}
+    return {
+        key: first
+        for key, first in target.aliases.items()
+        if key in target.tensors and not is_placed(key)
+    }
 
 
 def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:

@@ -64,7 +64,12 @@ def read_reference(
     if reference is not None:
         return reference
     result = fingerprints_of_directory(
-        path, rules=rules, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes, team=team, device=device
+        path,
+        rules=rules,
+        threads=threads or _DEFAULT_THREADS,
+        memory_bytes=memory_bytes,
+        team=team,
+        device=device,
     )
     return ReferenceFingerprints(str(path), result.fingerprints, result.figures)
 
@@ -98,7 +103,11 @@ def _holds_schema(path: Path) -> bool:
 def _checked(manifest: Manifest, label: str) -> ReferenceFingerprints:
     """Return the fingerprints of a manifest; raise UsageError if it has none of this scheme."""
     if manifest.scheme != SCHEME:
-        content = "no fingerprints" if manifest.scheme is None else f"fingerprints {manifest.scheme}, not {SCHEME}"
+        content = (
+            "no fingerprints"
+            if manifest.scheme is None
+            else f"fingerprints {manifest.scheme}, not {SCHEME}"
+        )
         raise UsageError(
             f"--against: the manifest has {content}",
             file=label,

@@ -54,7 +54,14 @@ class Finding:
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key: the worst finding first, then by code and place."""
-        return (-self.severity, self.code, self.file or "", self.span or (0, 0), self.rank or "", self.key or "")
+        return (
+            -self.severity,
+            self.code,
+            self.file or "",
+            self.span or (0, 0),
+            self.rank or "",
+            self.key or "",
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -65,7 +72,11 @@ class Finding:
 
     def as_dict(self) -> dict[str, object]:
         """Return the finding as a JSON object without absent fields."""
-        fields: dict[str, object] = {"code": self.code, "severity": self.severity.label, "message": self.message}
+        fields: dict[str, object] = {
+            "code": self.code,
+            "severity": self.severity.label,
+            "message": self.message,
+        }
         for name in ("file", "key", "rank", "expected", "found", "hint"):
             value = getattr(self, name)
             if value is not None:

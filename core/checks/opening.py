@@ -52,7 +52,9 @@ def is_covered_by_finding(subject: Subject, err: CheckpointingException) -> bool
     if err.file is None or Path(err.file) in (subject.path, subject.root, subject.store.root):
         return bool(errors)
     file = _absolute(subject, err.file)
-    return any(finding.file is not None and _absolute(subject, finding.file) == file for finding in errors)
+    return any(
+        finding.file is not None and _absolute(subject, finding.file) == file for finding in errors
+    )
 
 
 def _absolute(subject: Subject, file: str) -> str:

@@ -50,7 +50,9 @@ def parse_plan_request(
     for part in text.split(","):
         name, equals, value = (word.strip().lower() for word in part.partition("="))
         if not equals or name in sizes or (name == "format" and to is not None):
-            raise UsageError(f"--plan-for: {part!r} is not NAME=VALUE, or repeats a name", hint=_EXAMPLE)
+            raise UsageError(
+                f"--plan-for: {part!r} is not NAME=VALUE, or repeats a name", hint=_EXAMPLE
+            )
         if name == "format":
             to = _require_format(value)
         elif name in SIZES and value.isascii() and value.isdigit() and 1 <= int(value[:10]) < 2**31:
@@ -58,7 +60,9 @@ def parse_plan_request(
         else:
             allowed = ", ".join((*SIZES, "format"))
             problem = (
-                f"invalid size {value!r}" if name in SIZES else f"unknown name {name!r}, expected one of: {allowed}"
+                f"invalid size {value!r}"
+                if name in SIZES
+                else f"unknown name {name!r}, expected one of: {allowed}"
             )
             raise UsageError(f"--plan-for: {problem}", hint=_EXAMPLE)
     return PlanRequest(sizes, to, rules, memory_bytes)

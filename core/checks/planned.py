@@ -30,7 +30,9 @@ IMPOSSIBLE = Code(
     "cannot be loaded or resharded as requested",
     "request other sizes; ckpt inspect shows what is possible",
 )
-POSSIBLE = Code("CK902", Severity.NOTE, "how to load or reshard as requested", "run the command shown")
+POSSIBLE = Code(
+    "CK902", Severity.NOTE, "how to load or reshard as requested", "run the command shown"
+)
 PARTLY = Code(
     "CK903",
     Severity.NOTE,
@@ -82,7 +84,9 @@ def answer_request(subject: Subject, request: PlanRequest) -> Iterator[Finding]:
             with prepare(replace(job, optim=optim)) as prepared:
                 if optim_error is not None:
                     yield _refused(optim_error, request, code_is_error=False)
-                yield from _possible(subject, request, prepared, without_optim=optim_error is not None)
+                yield from _possible(
+                    subject, request, prepared, without_optim=optim_error is not None
+                )
                 return
         except CheckpointingException as err:
             if optim_error is not None or isinstance(err, CapacityError):
@@ -100,14 +104,20 @@ def _topology(request: PlanRequest) -> TopologyChange | None:
 def _usual_target(format: Format) -> str:
     """Return the format to plan for by default: the source's own if it has a layout."""
     return (
-        format.name if format.lay_out is not None and (format.partition == "ranks" or format.is_mcore) else "megatron"
+        format.name
+        if format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
+        else "megatron"
     )
 
 
 def _refused(err: CheckpointingException, request: PlanRequest, *, code_is_error: bool) -> Finding:
     """Return the finding for a request that fails, or that works only without the optimizer."""
     code = IMPOSSIBLE if code_is_error else PARTLY
-    lead = f"{request} is not possible" if code_is_error else f"{request} is possible only without the optimizer"
+    lead = (
+        f"{request} is not possible"
+        if code_is_error
+        else f"{request} is possible only without the optimizer"
+    )
     return code.finding(
         f"{lead}: {err.message}",
         file=err.file,
@@ -118,7 +128,9 @@ def _refused(err: CheckpointingException, request: PlanRequest, *, code_is_error
     )
 
 
-def _possible(subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool) -> Iterator[Finding]:
+def _possible(
+    subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool
+) -> Iterator[Finding]:
     """Report how the request is carried out, and what is lost on the way."""
     as_it_is = _loads_as_it_is(prepared, request)
     if as_it_is is not None and not without_optim:
@@ -142,11 +154,15 @@ def _loads_as_it_is(prepared: Prepared, request: PlanRequest) -> str | None:
     if source.format.name != target.name:
         return None
     sizes = _sizes_of(prepared)
-    if sizes is not None and all(sizes.get(name, 1) == size for name, size in request.sizes.items()):
+    if sizes is not None and all(
+        sizes.get(name, 1) == size for name, size in request.sizes.items()
+    ):
         return "the checkpoint was saved with these sizes"
     if not source.format.is_mcore or source.format.partition == "ranks":
         return None
-    kind = optim_format_of(dict.fromkeys(source.catalog.tensors), dict.fromkeys(source.catalog.objects))
+    kind = optim_format_of(
+        dict.fromkeys(source.catalog.tensors), dict.fromkeys(source.catalog.objects)
+    )
     return None if kind in _TIED else f"Megatron loads {source.format.name} at these sizes as it is"
 
 
@@ -168,7 +184,9 @@ def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
     return {**sizes, "ep": topology.ep, "etp": topology.expert_tp}
 
 
-def _command(subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool) -> str:
+def _command(
+    subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool
+) -> str:
     """Return the ``ckpt reshard`` command line for the request."""
     is_same = prepared.source.format.name == prepared.target_format.name
     words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]

@@ -105,7 +105,9 @@ def finding_of(
     )
 
 
-def findings_of(problems: Sequence[CheckpointingException], *, default: Code, file: str) -> Iterator[Finding]:
+def findings_of(
+    problems: Sequence[CheckpointingException], *, default: Code, file: str
+) -> Iterator[Finding]:
     """Yield findings about one file; report only once that the file is truncated."""
     truncations = [err for err in problems if isinstance(err, TruncatedError) and err.rule is None]
     for err in problems:

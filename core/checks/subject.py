@@ -147,7 +147,11 @@ class Subject:
         """
         manifest = None if self.recorded is None else self.recorded.manifest
         recorded_paths = [] if manifest is None else [f"{file.path}/" for file in manifest.files]
-        nested = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
+        nested = {
+            path
+            for path in self.below
+            if not any(name.startswith(f"{path}/") for name in recorded_paths)
+        }
         depth = 0 if not self.has_folders else 1 if self.format is None else None
         return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=nested)
 
@@ -165,7 +169,10 @@ class Subject:
             if size and not is_checkpoint_file(name) and name not in self.hollow
         }
         if self.catalog is not None:
-            pickles |= {(file, key): tensor for file, key, tensor in pickled_tensors(self.catalog, self.store)}
+            pickles |= {
+                (file, key): tensor
+                for file, key, tensor in pickled_tensors(self.catalog, self.store)
+            }
         return {place: item for place, item in pickles.items() if item.uses or item.unread}
 
     @cached_property
@@ -200,7 +207,11 @@ class Subject:
     @property
     def _torch_files(self) -> Set[str]:
         """Names of the files that ``torch.save`` may have written."""
-        return {name for name in self.files if name == self.store.entry or name.endswith((*SUFFIXES, ".pkl"))}
+        return {
+            name
+            for name in self.files
+            if name == self.store.entry or name.endswith((*SUFFIXES, ".pkl"))
+        }
 
     def read_pickles(self, file: str) -> Sequence[ReadPickle]:
         """Return the pickles of a file that were read for the metadata.
@@ -216,7 +227,11 @@ class Subject:
         That can be known for a checkpoint of one file only: in a directory, objects may also come
         from files that are not pickles, or from one file that stands for similar ones.
         """
-        return self.store.entry is not None and self.catalog is not None and self._read.are_all_of(files)
+        return (
+            self.store.entry is not None
+            and self.catalog is not None
+            and self._read.are_all_of(files)
+        )
 
     @cached_property
     def salvaged(self) -> Salvaged:
@@ -248,7 +263,11 @@ class Subject:
         """
         for finding in self.findings:
             if finding.severity == Severity.ERROR and finding.file == file:
-                if span is None or finding.span is None or (finding.span[0] < span[1] and span[0] < finding.span[1]):
+                if (
+                    span is None
+                    or finding.span is None
+                    or (finding.span[0] < span[1] and span[0] < finding.span[1])
+                ):
                     return True
         return False
 
@@ -295,7 +314,9 @@ def run_byte_scan(subject: Subject) -> ByteScan:
             threads=subject.threads or len(os.sched_getaffinity(0)),
         )
     # Every rank asks the modules what they need, and all ranks must agree on it.
-    watches = require_agreement(team, lambda: _watches(subject), lambda names: [*names], subject=str(subject.path))
+    watches = require_agreement(
+        team, lambda: _watches(subject), lambda names: [*names], subject=str(subject.path)
+    )
     # Read the arrays of the catalog and those that modules add, each once.
     catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
@@ -306,17 +327,25 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         subject.store,
         [observer for watch in watches.values() for observer in watch.observers],
         files={name: size for name, size in subject.files.items() if name not in subject.hollow},
-        file_observers=[observer for watch in watches.values() for observer in watch.file_observers],
+        file_observers=[
+            observer for watch in watches.values() for observer in watch.file_observers
+        ],
         wanted=WantedSums(
             array_digests=digests,
             file_digests=digests,
-            digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
+            digests_of=frozenset(
+                chain.from_iterable(watch.digests_of for watch in watches.values())
+            ),
         ),
-        stated_in=StatedCrcReader(subject.store, None if subject.format is None else subject.format.name),
+        stated_in=StatedCrcReader(
+            subject.store, None if subject.format is None else subject.format.name
+        ),
         arrays=(
             array
             for array in chain(stored, extra)
-            if array is not None and array.extent.file not in subject.hollow and fill_of(array) is None
+            if array is not None
+            and array.extent.file not in subject.hollow
+            and fill_of(array) is None
         ),
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,

@@ -39,7 +39,9 @@ class TensorNames:
 
     def __init__(self, stored: Catalog | None, store: LocalStore, rules: Rules) -> None:
         self._store = store
-        self._indexes = [_ByteIndex(_arrays(catalog)) for catalog in _catalogs(stored, store, rules)]
+        self._indexes = [
+            _ByteIndex(_arrays(catalog)) for catalog in _catalogs(stored, store, rules)
+        ]
 
     def at(self, file: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
@@ -63,7 +65,9 @@ def _catalogs(stored: Catalog | None, store: LocalStore, rules: Rules) -> Iterat
         return
     with suppress(CheckpointingException):
         if stored.is_rank_local:
-            yield unshard(loaded(stored, store, load_object), rules=rules, optim="carry", store=None)
+            yield unshard(
+                loaded(stored, store, load_object), rules=rules, optim="carry", store=None
+            )
     yield stored
 
 

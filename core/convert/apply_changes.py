@@ -92,7 +92,9 @@ class _ChangeStep:
     edits: Mapping[str, object] = field(default_factory=dict)
 
 
-def apply_changes(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None = None) -> ChangedCatalog:
+def apply_changes(
+    catalog: Catalog, job: Job, *, config: Mapping[str, object] | None = None
+) -> ChangedCatalog:
     """Apply all changes that the job asks for, in the module's order.
 
     Args:
@@ -135,8 +137,12 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
     if job.dequantize is None:
         return _ChangeStep(catalog)
     result = dequantize(catalog, job.dequantize, block=_block_of(config), config=config)
-    counts = Counter("float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in result.keys)
-    notes = [f"{n} {kind} tensors become {dtype_of(job.dequantize).name}" for kind, n in counts.items()]
+    counts = Counter(
+        "float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in result.keys
+    )
+    notes = [
+        f"{n} {kind} tensors become {dtype_of(job.dequantize).name}" for kind, n in counts.items()
+    ]
     edits: dict[str, object] = {} if result.remaining else {"quantization_config": None}
     return _ChangeStep(result.catalog, [*notes, *result.notes], edits=edits)
 
@@ -157,7 +163,9 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
                 f"--include or --exclude keeps {weight.key!r}, a {weight.scheme.name} weight, but drops its "
                 f"scales {missing!r}",
                 key=weight.key,
-                hint="apply the scales with --dequantize bf16" if can_be_wide else "keep both, or drop both",
+                hint="apply the scales with --dequantize bf16"
+                if can_be_wide
+                else "keep both, or drop both",
             )
     n_dropped = len(chosen.left_out)
     notes = [f"{n_dropped} entries left out by --include/--exclude"] if n_dropped else []
@@ -191,13 +199,23 @@ def _tie(catalog: Catalog, job: Job) -> _ChangeStep:
         catalog = untie(catalog, job.untie)
         notes += [f"{added} is written as a copy of {original}" for added, original in job.untie]
         n_states = len(catalog.tensors) - n_before - len(job.untie)
-        notes += [f"{n_states} optimizer tensors of tied weights are written as copies too"] if n_states > 0 else []
+        notes += (
+            [f"{n_states} optimizer tensors of tied weights are written as copies too"]
+            if n_states > 0
+            else []
+        )
         n_before = len(catalog.tensors)
     if job.tie:
         catalog = tie(catalog, job.tie)
-        notes += [f"{alias} is left out: it is identical to {original}" for alias, original in job.tie]
+        notes += [
+            f"{alias} is left out: it is identical to {original}" for alias, original in job.tie
+        ]
         n_states = n_before - len(catalog.tensors) - len(job.tie)
-        notes += [f"{n_states} optimizer tensors of tied weights are left out too"] if n_states > 0 else []
+        notes += (
+            [f"{n_states} optimizer tensors of tied weights are left out too"]
+            if n_states > 0
+            else []
+        )
     # The configuration records only ties between the input and the output embedding.
     for is_tied, pairs in ((False, job.untie), (True, job.tie)):
         if any(OUTPUT.search(first) and INPUT.search(second) for first, second in pairs):
@@ -212,10 +230,14 @@ def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
         UsageError: the job asks for both.
     """
     if job.stack_layers and job.unstack_layers is not None:
-        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="use only one of them")
+        raise UsageError(
+            "--stack-layers and --unstack-layers contradict each other", hint="use only one of them"
+        )
     if job.stack_layers:
         result = stack_layers(catalog)
-        return _ChangeStep(result.catalog, [f"layers stacked into {result.n_groups} tensors", *result.notes])
+        return _ChangeStep(
+            result.catalog, [f"layers stacked into {result.n_groups} tensors", *result.notes]
+        )
     if job.unstack_layers is not None:
         result = unstack_layers(catalog, job.unstack_layers)
         note = f"{result.n_groups} stacked tensors split into one per layer"
@@ -224,7 +246,10 @@ def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
 
 
 def _cast(
-    catalog: Catalog, job: Job, config: Mapping[str, object] | None, scheme_config: Mapping[str, object] | None
+    catalog: Catalog,
+    job: Job,
+    config: Mapping[str, object] | None,
+    scheme_config: Mapping[str, object] | None,
 ) -> _ChangeStep:
     """Give tensors other dtypes; the parts of quantized weights keep theirs.
 
@@ -243,7 +268,10 @@ def _cast(
         check_scheme(scheme_config, doing="--dtype")
     parts = {key for weight in weights for key in weight.keys}
     result = retyped(catalog, cast_of(job.dtype, catalog.tensors, quantized=parts))
-    notes = [*_uncast_float8_notes(job, catalog, result), *_uncast_scale_notes(job, weights, catalog, result)]
+    notes = [
+        *_uncast_float8_notes(job, catalog, result),
+        *_uncast_scale_notes(job, weights, catalog, result),
+    ]
     # A cast of the whole model changes the dtype that the configuration has for it.
     dtype = next((dtype_of(name).name for glob, name in reversed(job.dtype) if glob is None), None)
     edits: dict[str, object] = {}
@@ -275,7 +303,9 @@ def _without_lost_attributes(catalog: Catalog, before: Sequence[MappingAttribute
     return _ChangeStep(without_tensors_of(catalog, lost), [attributes_note(lost)])
 
 
-def config_beside(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
+def config_beside(
+    catalog: Catalog, config: Mapping[str, object] | None
+) -> Mapping[str, object] | None:
     """Return the ``config.json`` that the destination will have, or None."""
     document = catalog.documents.get(CONFIG)
     if document is not None:
@@ -295,7 +325,9 @@ def _block_of(config: Mapping[str, object] | None) -> tuple[int, int]:
         return BLOCK, BLOCK
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
-    raise CorruptError(f"quantization_config.weight_block_size is {block!r}, not two positive numbers", file=CONFIG)
+    raise CorruptError(
+        f"quantization_config.weight_block_size is {block!r}, not two positive numbers", file=CONFIG
+    )
 
 
 def _uncast_float8_notes(job: Job, before: Catalog, after: Catalog) -> list[str]:
@@ -303,11 +335,19 @@ def _uncast_float8_notes(job: Job, before: Catalog, after: Catalog) -> list[str]
     if all(glob is not None for glob, _ in job.dtype):
         return []
     metas = before.tensors.values()
-    n_float8 = sum(is_float8(meta.dtype) and after.tensors[meta.key].dtype == meta.dtype for meta in metas)
-    return [f"{n_float8} float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them"] if n_float8 else []
+    n_float8 = sum(
+        is_float8(meta.dtype) and after.tensors[meta.key].dtype == meta.dtype for meta in metas
+    )
+    return (
+        [f"{n_float8} float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them"]
+        if n_float8
+        else []
+    )
 
 
-def _uncast_scale_notes(job: Job, weights: Sequence[QuantizedWeight], before: Catalog, after: Catalog) -> list[str]:
+def _uncast_scale_notes(
+    job: Job, weights: Sequence[QuantizedWeight], before: Catalog, after: Catalog
+) -> list[str]:
     """Return notes, by scheme, on the float tensors of quantized weights that are not cast."""
     uncast: dict[str, list[str]] = {}
     wanted = {dtype_of(name).name for _, name in job.dtype}
@@ -327,7 +367,11 @@ def _uncast_scale_notes(job: Job, weights: Sequence[QuantizedWeight], before: Ca
 def _quantization_config(result: QuantizedCatalog, catalog: Catalog) -> dict[str, object]:
     """Return ``quantization_config`` for float8 weights with scales, as DeepSeek-V3 has it."""
     per_block = [bool(catalog.tensors[f"{key}_scale_inv"].shape) for key in result.keys]
-    config: dict[str, object] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    config: dict[str, object] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+    }
     config["weight_block_size"] = [BLOCK, BLOCK] if any(per_block) else None
     modules = [key.removesuffix(".weight") for key in result.remaining if key.endswith(".weight")]
     if modules:
@@ -347,12 +391,18 @@ def _with_config(
     if config is None:
         stale = f"{CONFIG} is unchanged, although {', '.join(edits)} changed"
         return catalog, (stale,) if CONFIG in carried_of(catalog) else ()
-    edited = {name: value for name, value in config.items() if name not in edits or edits[name] is not None}
+    edited = {
+        name: value
+        for name, value in config.items()
+        if name not in edits or edits[name] is not None
+    }
     edited |= {name: value for name, value in edits.items() if value is not None}
     if edited == config:
         return catalog, ()
     data = json.dumps(edited, indent=2, ensure_ascii=False) + "\n"
-    note = f"{CONFIG}: {', '.join(_edit_text(config, name, value) for name, value in edits.items())}"
+    note = (
+        f"{CONFIG}: {', '.join(_edit_text(config, name, value) for name, value in edits.items())}"
+    )
     return with_documents(catalog, {CONFIG: data.encode()}), (note,)
 
 

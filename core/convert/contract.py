@@ -47,7 +47,10 @@ _METADATA_BYTES = 1 << 20
 
 def _sample_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return key → (dtype, shape) with every dtype in an odd shape, and every kind of shape."""
-    dtypes = {f"dtypes.{name}": (name, (3, 6) if name == "float4_e2m1fn_x2" else (3, 5)) for name in DTYPES}
+    dtypes = {
+        f"dtypes.{name}": (name, (3, 6) if name == "float4_e2m1fn_x2" else (3, 5))
+        for name in DTYPES
+    }
     return {
         **dtypes,
         "model.large.weight": ("bfloat16", (1024, 1025)),
@@ -84,17 +87,25 @@ SAMPLE = Sample()
 def check_facts(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     """Check a format's names and partition, and that it recognises no directory of notes."""
     for name in (format.name, *format.aliases):
-        assert name == name.lower() and name.replace("_", "a").isalnum(), f"{name!r} is not a plain name"
+        assert name == name.lower() and name.replace("_", "a").isalnum(), (
+            f"{name!r} is not a plain name"
+        )
     assert format.title.strip(), "the title is empty"
-    assert format.partition in PARTITIONS, f"partition {format.partition!r} is not one of {PARTITIONS}"
-    assert not format.suffixes or format.is_single_file, "only a destination that is one file has suffixes"
+    assert format.partition in PARTITIONS, (
+        f"partition {format.partition!r} is not one of {PARTITIONS}"
+    )
+    assert not format.suffixes or format.is_single_file, (
+        "only a destination that is one file has suffixes"
+    )
     empty = folder / "empty"
     empty.mkdir()
     assert not format.sniff(LocalStore(empty)), "an empty directory is sniffed as this format"
     (empty / "notes.txt").write_text("no checkpoint")
     (empty / "deeper").mkdir()
     assert not format.sniff(LocalStore(empty)), "a directory of notes is sniffed as this format"
-    assert not format.sniff(LocalStore(empty, entry="notes.txt")), "a text file is sniffed as this format"
+    assert not format.sniff(LocalStore(empty, entry="notes.txt")), (
+        "a text file is sniffed as this format"
+    )
 
 
 def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
@@ -103,15 +114,23 @@ def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
         return
     source, target, _ = _source_and_target(format, sample)
     images, again = list(format.lay_out(target)), list(format.lay_out(target))
-    assert [(i.path, i.size, i.is_metadata) for i in images] == [(i.path, i.size, i.is_metadata) for i in again]
+    assert [(i.path, i.size, i.is_metadata) for i in images] == [
+        (i.path, i.size, i.is_metadata) for i in again
+    ]
     assert images, "lay_out returned no files"
     assert len({image.path for image in images}) == len(images), "two files have the same name"
     for image, repeated in zip(images, again, strict=True):
         check_name(image.path)
         literals = sorted(image.literals(lambda name: 5))
-        assert literals == sorted(repeated.literals(lambda name: 5)), f"{image.path}: literals differ between two calls"
-        ranges = [(placed.offset, placed.array.n_bytes, placed.array.name) for placed in image.arrays]
-        assert ranges == sorted(ranges, key=lambda item: item[0]), f"{image.path}: arrays are not in order of offset"
+        assert literals == sorted(repeated.literals(lambda name: 5)), (
+            f"{image.path}: literals differ between two calls"
+        )
+        ranges = [
+            (placed.offset, placed.array.n_bytes, placed.array.name) for placed in image.arrays
+        ]
+        assert ranges == sorted(ranges, key=lambda item: item[0]), (
+            f"{image.path}: arrays are not in order of offset"
+        )
         ranges += [(offset, len(data), "a literal") for offset, data in literals]
         _check_disjoint(image, ranges)
     make_plan(source, target, images)
@@ -120,8 +139,12 @@ def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
 def _check_disjoint(image: FileImage, ranges: Sequence[tuple[int, int, str]]) -> None:
     """Check that the (offset, bytes, name) ranges of a file do not overlap and end within it."""
     end, last = 0, "the start"
-    for offset, n_bytes, name in sorted((item for item in ranges if item[1]), key=lambda item: item[0]):
-        assert offset >= end, f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
+    for offset, n_bytes, name in sorted(
+        (item for item in ranges if item[1]), key=lambda item: item[0]
+    ):
+        assert offset >= end, (
+            f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
+        )
         end, last = offset + n_bytes, name
     assert end <= image.size, f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
 
@@ -141,7 +164,9 @@ def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> N
     catalog = format.read(read_store)
     large = max(prod(shape) * itemsize(dtype) for dtype, shape in specs.values())
     if large > _METADATA_BYTES:
-        assert read_store.n_bytes < _METADATA_BYTES, f"read fetched {read_store.n_bytes} bytes: data, not metadata"
+        assert read_store.n_bytes < _METADATA_BYTES, (
+            f"read fetched {read_store.n_bytes} bytes: data, not metadata"
+        )
 
     # Every key, dtype, shape, byte and object comes back, and nothing else.
     _check_tensors(catalog, specs)
@@ -159,8 +184,12 @@ def _check_tensors(catalog: Catalog, specs: Mapping[str, tuple[str, tuple[int, .
     """Check that a catalog has exactly the tensors of ``specs``, with their dtypes and shapes."""
     for key, (dtype, shape) in specs.items():
         meta = catalog.tensors.get(key)
-        assert meta is not None, f"tensor {key} was not read back; the catalog has {list(catalog.tensors)[:8]} …"
-        assert (meta.dtype, meta.shape) == (dtype, shape), f"{key} came back as {meta.dtype} {meta.shape}"
+        assert meta is not None, (
+            f"tensor {key} was not read back; the catalog has {list(catalog.tensors)[:8]} …"
+        )
+        assert (meta.dtype, meta.shape) == (dtype, shape), (
+            f"{key} came back as {meta.dtype} {meta.shape}"
+        )
     extra = set(catalog.tensors) - set(specs)
     assert not extra, f"unexpected tensors: {sorted(extra)[:4]}"
 
@@ -172,7 +201,9 @@ def check_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     for key, (dtype, shape) in sample.tensors.items():
         refusal = _refusal(format, Sample({"fine": ("float32", (2,)), key: (dtype, shape)}, {}))
         if refusal is not None:
-            assert refusal.key == key, f"the refusal of {dtype} does not name the tensor: {refusal.message}"
+            assert refusal.key == key, (
+                f"the refusal of {dtype} does not name the tensor: {refusal.message}"
+            )
             assert refusal.hint, f"the refusal of {dtype} offers nothing: {refusal.message}"
 
 
@@ -180,7 +211,9 @@ def check_damage(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     """Check that truncated, missing or changed files lead only to the project's own errors."""
     if format.lay_out is None:
         return
-    _write_sample(format, folder / "sample", Sample(dict(list(sample.tensors.items())[-6:]), sample.objects))
+    _write_sample(
+        format, folder / "sample", Sample(dict(list(sample.tensors.items())[-6:]), sample.objects)
+    )
     check_reading(format, folder / "sample", folder / "damage")
 
 
@@ -233,7 +266,11 @@ def _check_damaged(format: Format, store: LocalStore) -> None:
         if format.sniff(store):
             catalog = format.read(store)
             if not catalog.is_rank_local:
-                _contents(catalog, store, {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()})
+                _contents(
+                    catalog,
+                    store,
+                    {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()},
+                )
 
 
 def _flip_byte(data: bytes, *, at: float) -> bytes:
@@ -244,7 +281,13 @@ def _flip_byte(data: bytes, *, at: float) -> bytes:
     return bytes(flipped)
 
 
-CHECKS: tuple[Callable[..., None], ...] = (check_facts, check_images, check_round_trip, check_dtypes, check_damage)
+CHECKS: tuple[Callable[..., None], ...] = (
+    check_facts,
+    check_images,
+    check_round_trip,
+    check_dtypes,
+    check_damage,
+)
 """All checks; each takes a format, a new directory, and optionally a ``Sample``."""
 
 
@@ -300,7 +343,8 @@ def _source(sample: Sample) -> tuple[Catalog, MemoryStore]:
         for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
     }
     files: dict[str, bytes | bytearray] = {
-        f"t{number}": _content(key, dtype, shape) for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
+        f"t{number}": _content(key, dtype, shape)
+        for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
     }
     objects = {key: StoredObject(key, value=value) for key, value in sample.objects.items()}
     return catalog_of_arrays(format="memory", arrays=arrays, objects=objects), MemoryStore(files)
@@ -318,7 +362,9 @@ def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
     return None
 
 
-def _source_and_target(format: Format, sample: Sample) -> tuple[Catalog, TargetCatalog, MemoryStore]:
+def _source_and_target(
+    format: Format, sample: Sample
+) -> tuple[Catalog, TargetCatalog, MemoryStore]:
     """Return source, target and files for those parts of a sample that the format can hold."""
     supported = {
         key: spec
@@ -355,7 +401,8 @@ def _contents(
     arrays = {key: PlannedArray(key, dtype, shape) for key, (dtype, shape) in specs.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     images = [
-        FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
+        FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),))
+        for number, array in enumerate(arrays.values())
     ]
     output = MemoryStore()
     execute(make_plan(catalog, target, images), store, output)
@@ -364,7 +411,9 @@ def _contents(
 
 def _check_fragments(catalog: Catalog) -> None:
     """Check that the fragments of every tensor tile it and lie in their arrays."""
-    arrays = {key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+    arrays = {
+        key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()
+    }
     target = catalog_of_arrays(format="memory", arrays=arrays)
     for key in catalog.tensors:
         match(catalog, target, key)
@@ -410,5 +459,7 @@ def _plain(value: object) -> object:
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }

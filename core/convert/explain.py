@@ -63,7 +63,9 @@ class LayoutLine:
         }
 
 
-def explain_layout(catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size: int | None) -> list[LayoutLine]:
+def explain_layout(
+    catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size: int | None
+) -> list[LayoutLine]:
     """Return the lines of all tensors of the global per-layer form, in its order.
 
     Args:
@@ -87,8 +89,13 @@ def explain_layout(catalog: Catalog, topology: Topology, rules: Rules, *, vocab_
     for key, cut in cuts.items():
         if state_of(key) is None:
             template = _NUMBER.sub("#", key)
-            groups.setdefault((template, rules.rule_of(key), cut, tuple(states.get(key, ()))), []).append(key)
-    return [_line(keys, rules.rule_of(keys[0]), cuts[keys[0]], states.get(keys[0], [])) for keys in groups.values()]
+            groups.setdefault(
+                (template, rules.rule_of(key), cut, tuple(states.get(key, ()))), []
+            ).append(key)
+    return [
+        _line(keys, rules.rule_of(keys[0]), cuts[keys[0]], states.get(keys[0], []))
+        for keys in groups.values()
+    ]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -112,7 +119,9 @@ def _line(keys: list[str], rule: Rule, cut: Cut, states: list[str]) -> LayoutLin
 def _folded_name(keys: list[str]) -> str:
     """Return one name for all keys, which differ only in numbers."""
     columns = [set(map(int, column)) for column in zip(*map(_NUMBER.findall, keys), strict=True)]
-    texts = iter([str(*numbers) if len(numbers) == 1 else f"[{ranges(numbers)}]" for numbers in columns])
+    texts = iter(
+        [str(*numbers) if len(numbers) == 1 else f"[{ranges(numbers)}]" for numbers in columns]
+    )
     return _NUMBER.sub(lambda _: next(texts), keys[0])
 
 
@@ -121,5 +130,9 @@ def _cut_text(cut: Cut) -> str:
     if cut.axis is None:
         return "every rank holds all of it"
     group = cut.group.upper()
-    parts = f", in {len(cut.parts)} parts of {' + '.join(map(str, cut.parts))}" if len(cut.parts) > 1 else ""
+    parts = (
+        f", in {len(cut.parts)} parts of {' + '.join(map(str, cut.parts))}"
+        if len(cut.parts) > 1
+        else ""
+    )
     return f"axis {cut.axis} over {group} {cut.n}{parts}"

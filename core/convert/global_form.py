@@ -143,7 +143,9 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     from core.hf import is_hf
 
     # Read the objects, the layout rules and the configuration that describes the model.
-    catalog = with_documents(loaded(source.catalog, source.store, load_object), documents_above(source))
+    catalog = with_documents(
+        loaded(source.catalog, source.store, load_object), documents_above(source)
+    )
     rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _wanted_names(job)
     check_source_sizes(job, catalog)
@@ -168,7 +170,11 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         form = _form_as_megatron(request, catalog)
     else:
         step = _unshard_if_needed(request, catalog, source)
-        form = _form_as_hf(request, step) if request.becomes_hf else _form_with_own_names(request, step)
+        form = (
+            _form_as_hf(request, step)
+            if request.becomes_hf
+            else _form_with_own_names(request, step)
+        )
     return replace(form, dropped=(listed_files(unread), *form.dropped)) if unread else form
 
 
@@ -182,7 +188,13 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
     job, format, rules = request.job, request.format, request.rules
     if job.config is not None and not request.comes_from_hf:
         _refuse_config(job.config, request.config, catalog, rules)
-    check_names(job, request.names, request.model_type, format, request.config if request.comes_from_hf else None)
+    check_names(
+        job,
+        request.names,
+        request.model_type,
+        format,
+        request.config if request.comes_from_hf else None,
+    )
     is_named = request.comes_from_hf or is_megatron(catalog, rules)
     check_target(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
@@ -192,7 +204,10 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
             hint="point at the model's config.json with --config FILE",
         )
     if request.comes_from_hf and job.rng is not None:
-        raise UsageError("--rng has no effect: Hugging Face checkpoints have no random states", hint="leave it out")
+        raise UsageError(
+            "--rng has no effect: Hugging Face checkpoints have no random states",
+            hint="leave it out",
+        )
     if job.vocab_divisor is not None and not request.becomes_megatron:
         raise UsageError(
             "--make-vocab-size-divisible-by has no effect: it is for converting Hugging Face weights to Megatron",
@@ -228,7 +243,9 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         store=source.store,
     )
     step = _with_run_facts(request, catalog, source)
-    catalog = with_rng(step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks")
+    catalog = with_rng(
+        step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks"
+    )
     if job.transformer_impl is not None:
         if not is_cut(format):
             raise UsageError(
@@ -254,7 +271,9 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
         assert request.config is not None
         config = _config_after(result.catalog, request.config)
         with _blaming_options(result, "Hugging Face"):
-            notes += check_model(result.catalog, config, files=carried_of(before), is_strict=job.config is not None)
+            notes += check_model(
+                result.catalog, config, files=carried_of(before), is_strict=job.config is not None
+            )
     if format.carries_files:
         notes += result.config_notes
     if is_cut(format):
@@ -282,7 +301,12 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     refuse_quantizing(job, request.format)
     step = _without_optimizer(job, catalog)
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
+    late = Job(
+        src=job.src,
+        stack_layers=job.stack_layers,
+        unstack_layers=job.unstack_layers,
+        quantize=job.quantize,
+    )
     first = _apply_checked(step.catalog, early, request.config)
     config = _config_after(first.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
@@ -290,9 +314,14 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
         if config.get("model_type") in model_types():
             check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
         catalog = to_megatron(
-            first.catalog, config, make_vocab_size_divisible_by=divisor, transformer_impl=job.transformer_impl
+            first.catalog,
+            config,
+            make_vocab_size_divisible_by=divisor,
+            transformer_impl=job.transformer_impl,
         )
-    padding = f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
+    padding = (
+        f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
+    )
     second = _apply_checked(catalog, late)
     notes = (*first.notes, padding, *second.notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
@@ -311,7 +340,9 @@ def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
     job = request.job
     first = _apply_checked(step.catalog, replace(job, quantize=()))
     with _blaming_options(first, "Megatron"):
-        catalog = to_hf(first.catalog, model_type=request.model_type, has_config=request.format.carries_files)
+        catalog = to_hf(
+            first.catalog, model_type=request.model_type, has_config=request.format.carries_files
+        )
     second = _apply_checked(catalog, Job(src=job.src, quantize=job.quantize))
     notes = (*step.notes, *first.notes, *second.notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
@@ -352,7 +383,9 @@ def _blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
         ) from err
 
 
-def _refuse_config(path: Path, config: Mapping[str, object] | None, catalog: Catalog, rules: Rules) -> NoReturn:
+def _refuse_config(
+    path: Path, config: Mapping[str, object] | None, catalog: Catalog, rules: Rules
+) -> NoReturn:
     """Raise because ``--config`` was given for a source that is not a Hugging Face model.
 
     Raises:
@@ -368,7 +401,8 @@ def _refuse_config(path: Path, config: Mapping[str, object] | None, catalog: Cat
     if not catalog.is_rank_local and not is_megatron(catalog, rules):
         _refuse_without_arguments(catalog, rules)
     raise UsageError(
-        "--config has no effect: this is a Megatron checkpoint with its own training arguments", hint="leave it out"
+        "--config has no effect: this is a Megatron checkpoint with its own training arguments",
+        hint="leave it out",
     )
 
 
@@ -393,7 +427,11 @@ def _refuse_names(catalog: Catalog, format: Format, *, becomes_hf: bool) -> NoRe
         UnsupportedError: always.
     """
     first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
-    goal = "renamed to Hugging Face's names" if becomes_hf else f"written as {format.name} with a parallel layout"
+    goal = (
+        "renamed to Hugging Face's names"
+        if becomes_hf
+        else f"written as {format.name} with a parallel layout"
+    )
     formats = "safetensors" if becomes_hf else "torch_dist, dcp or torch"
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and training arguments nor "
@@ -402,7 +440,9 @@ def _refuse_names(catalog: Catalog, format: Format, *, becomes_hf: bool) -> NoRe
     )
 
 
-def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalog, Mapping[str, object] | None]:
+def _with_config(
+    job: Job, catalog: Catalog, source: Checkpoint
+) -> tuple[Catalog, Mapping[str, object] | None]:
     """Return the catalog, and the parsed ``config.json`` of the model or None.
 
     The file comes from ``--config``, or lies with the weights or in a directory above them.
@@ -448,7 +488,9 @@ VOCAB_DIVISOR = 128
 """Megatron's default for ``--make-vocab-size-divisible-by``."""
 
 
-def _apply_checked(catalog: Catalog, job: Job, config: Mapping[str, object] | None = None) -> ChangedCatalog:
+def _apply_checked(
+    catalog: Catalog, job: Job, config: Mapping[str, object] | None = None
+) -> ChangedCatalog:
     """Apply the user's changes, and raise if they leave an entry that cannot be copied."""
     result = apply_changes(catalog, job, config=config)
     refuse_unsupported(result.catalog)
@@ -466,7 +508,9 @@ def _is_laid_out(request: _FormRequest, catalog: Catalog) -> bool:
         return True
     # A distributed optimizer has a form of its own in each of Megatron's formats.
     has_other_optimizer = format.name != catalog.format and sharding_of(catalog) is not None
-    return format.is_mcore and (not is_mcore(catalog) or (job.optim == "carry" and has_other_optimizer))
+    return format.is_mcore and (
+        not is_mcore(catalog) or (job.optim == "carry" and has_other_optimizer)
+    )
 
 
 def _unchanged_optimizer_notes(catalog: Catalog, format: Format) -> tuple[str, ...]:
@@ -486,7 +530,9 @@ def _with_run_facts(request: _FormRequest, catalog: Catalog, source: Checkpoint)
     job = request.job
     notes = []
     if catalog.iteration is None and source.iteration is not None:
-        notes.append(f"the files do not record their iteration; using {source.iteration} from the directory name")
+        notes.append(
+            f"the files do not record their iteration; using {source.iteration} from the directory name"
+        )
         catalog = replace(catalog, iteration=source.iteration)
     model = catalog.facet(MegatronModel)
     n_rows = None if model is None else model.vocab_size

@@ -81,7 +81,9 @@ def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
     _check_options(job, format)
     if format == "torch_dist":
         _check_optimizer(job, catalog)
-        note = "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
+        note = (
+            "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
+        )
         return LinkedCheckpoint(catalog, tuple(_files(source)), (), (note,))
     dropped = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
     result = apply_changes(dropped, job)
@@ -90,9 +92,17 @@ def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
             f"--metadata-only links {META} unchanged, but the options drop or rename entries in it",
             hint="leave --metadata-only out, or choose other entries",
         )
-    used = {piece.array.extent.file for piece in result.catalog.all_fragments() if piece.array is not None}
-    names = [name for name in _files(source) if name in used or not name.endswith((METADATA, ".distcp"))]
-    return LinkedCheckpoint(result.catalog, tuple(names), (linked_metadata(result.catalog),), result.notes)
+    used = {
+        piece.array.extent.file
+        for piece in result.catalog.all_fragments()
+        if piece.array is not None
+    }
+    names = [
+        name for name in _files(source) if name in used or not name.endswith((METADATA, ".distcp"))
+    ]
+    return LinkedCheckpoint(
+        result.catalog, tuple(names), (linked_metadata(result.catalog),), result.notes
+    )
 
 
 def _files(source: Checkpoint) -> Iterator[str]:

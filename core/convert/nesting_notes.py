@@ -17,7 +17,11 @@ from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
 from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.catalog.mapping_attributes import MappingAttribute, attributes_beside_tensors, attributes_of
+from core.catalog.mapping_attributes import (
+    MappingAttribute,
+    attributes_beside_tensors,
+    attributes_of,
+)
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
@@ -59,14 +63,24 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     Args:
         has_common: entries that are not tensors keep their nesting, in a dict of their own.
     """
-    paths = [entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
-    nested = [path for path in paths if len(path) > 1 or any(isinstance(part, ListIndex) for part in path)]
-    odd = [_path_text(path) for path in paths if any(not isinstance(part, (str, ListIndex)) for part in path)]
+    paths = [
+        entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)
+    ]
+    nested = [
+        path for path in paths if len(path) > 1 or any(isinstance(part, ListIndex) for part in path)
+    ]
+    odd = [
+        _path_text(path)
+        for path in paths
+        if any(not isinstance(part, (str, ListIndex)) for part in path)
+    ]
     notes = []
     if odd:
         notes.append(f"{_STRING_KEYS}: {listed_keys(odd)}")
     if nested:
-        notes.append(f"nested tensors are stored under dotted names, such as {_path_text(nested[0])}")
+        notes.append(
+            f"nested tensors are stored under dotted names, such as {_path_text(nested[0])}"
+        )
     root = catalog.skeleton
     if isinstance(root, Inert) and as_mapping(root) is not None:
         notes.append(f"{_class(root)} becomes dict: the root")
@@ -85,8 +99,13 @@ def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
 
 def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
     """Return a line for each attribute of a mapping that is left out with a tensor."""
-    names = [attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor]
-    return [f"{name} (a tensor in an attribute of a mapping; only torch files store those)" for name in names]
+    names = [
+        attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor
+    ]
+    return [
+        f"{name} (a tensor in an attribute of a mapping; only torch files store those)"
+        for name in names
+    ]
 
 
 def n_leaves(skeleton: object) -> int:
@@ -97,7 +116,11 @@ def n_leaves(skeleton: object) -> int:
 def root_notes(catalog: Catalog) -> list[str]:
     """Return a note if the root is not a mapping, which the format needs."""
     is_mapping = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
-    return [] if is_mapping else ["the root is not a dict; it is stored in one, under the name 'value'"]
+    return (
+        []
+        if is_mapping
+        else ["the root is not a dict; it is stored in one, under the name 'value'"]
+    )
 
 
 def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
@@ -113,7 +136,9 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
         notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
     views = [f"{view} ({base})" for view, base in _views(catalog)]
     if views:
-        notes.append(f"views of other tensors' memory become separate tensors: {listed_keys(views)}")
+        notes.append(
+            f"views of other tensors' memory become separate tensors: {listed_keys(views)}"
+        )
     torch_file = catalog.facet(TorchFileFacts)
     shared = _pairs(
         {} if torch_file is None else torch_file.shared,
@@ -135,7 +160,9 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     key, first = next(iter(recorded.items()))
     untie = f"--untie {key}={first}{' …' if len(recorded) > 1 else ''}"
     names = listed_keys(f"{key} ({first})" for key, first in recorded.items())
-    return [f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"]
+    return [
+        f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
+    ]
 
 
 def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
@@ -146,19 +173,30 @@ def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
 
 def _tensor_notes(catalog: Catalog) -> list[str]:
     """Return notes on tensors that lose their wrapper, or whose keys are not their paths."""
-    leaves = [(entry, entry.leaf) for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
+    leaves = [
+        (entry, entry.leaf)
+        for entry in entries(catalog.skeleton)
+        if isinstance(entry.leaf, TensorLeaf)
+    ]
     notes = []
-    parameters = [_path_text(entry.path) for entry, leaf in leaves if leaf.wrapper is not None or leaf.requires_grad]
+    parameters = [
+        _path_text(entry.path)
+        for entry, leaf in leaves
+        if leaf.wrapper is not None or leaf.requires_grad
+    ]
     if parameters:
         notes.append(f"Parameter and requires_grad become plain tensors: {listed_keys(parameters)}")
     # Where several paths join to one key, all but the first get a number or an escaped dot.
     collisions = [
         entry.key
         for entry, _ in leaves
-        if ("\\." in entry.key or re.search(r"~\d+$", entry.key)) and entry.key != _path_text(entry.path)
+        if ("\\." in entry.key or re.search(r"~\d+$", entry.key))
+        and entry.key != _path_text(entry.path)
     ]
     if collisions:
-        notes.append(f"tensors whose dotted paths collide get distinct keys: {listed_keys(collisions)}")
+        notes.append(
+            f"tensors whose dotted paths collide get distinct keys: {listed_keys(collisions)}"
+        )
     return notes
 
 
@@ -171,7 +209,12 @@ def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
     arrays: dict[str, list[StoredArray]] = {}
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
-        if key not in aliases and array is not None and array.n_bytes and array.extent.encoding is None:
+        if (
+            key not in aliases
+            and array is not None
+            and array.n_bytes
+            and array.extent.encoding is None
+        ):
             arrays.setdefault(array.extent.file, []).append(replace(array, name=key))
     # In order of their first byte, an array overlaps an earlier one if it begins before that one's end.
     for file_arrays in arrays.values():

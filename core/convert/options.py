@@ -39,9 +39,15 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
             f"{format.name} checkpoints have no parallel layout that {_layout_options(job)} could change",
             hint="leave the sizes out, or write --to megatron or --to torch_dist",
         )
-    is_one_file = format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
+    is_one_file = (
+        format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
+    )
     if job.max_file_bytes is not None and (not format.splits_files or is_one_file):
-        reason = "DST is one file" if is_one_file else f"{format.name} decides itself how to divide tensors into files"
+        reason = (
+            "DST is one file"
+            if is_one_file
+            else f"{format.name} decides itself how to divide tensors into files"
+        )
         raise UsageError(
             f"--max-shard-size has no effect: {reason}",
             hint="leave it out, or write a directory: --to safetensors",
@@ -70,7 +76,8 @@ def _check_without_rank_files(job: Job, format: Format) -> None:
     """Raise if an option applies to rank files only, or would unstack some layers only."""
     if job.megatron_version is not None:
         raise UsageError(
-            f"{OPTION} is for rank files; {format.name} does not depend on the version", hint=f"leave {OPTION} out"
+            f"{OPTION} is for rank files; {format.name} does not depend on the version",
+            hint=f"leave {OPTION} out",
         )
     if job.moe_experts is not None:
         raise UsageError(
@@ -85,7 +92,11 @@ def _check_without_rank_files(job: Job, format: Format) -> None:
 
 
 def check_names(
-    job: Job, names: str | None, model_type: str | None, format: Format, config: Mapping[str, object] | None
+    job: Job,
+    names: str | None,
+    model_type: str | None,
+    format: Format,
+    config: Mapping[str, object] | None,
 ) -> None:
     """Raise if the names to write contradict the destination, or the names that the source has.
 
@@ -122,7 +133,9 @@ def check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
         UsageError: such an option is given.
     """
     if job.keep_padded_vocab:
-        raise UsageError("--keep-padded-vocab: Hugging Face weights have no padding rows", hint="leave it out")
+        raise UsageError(
+            "--keep-padded-vocab: Hugging Face weights have no padding rows", hint="leave it out"
+        )
     if job.vocab_size is not None and job.vocab_size != config.get("vocab_size"):
         raise UsageError(
             f"--vocab-size {job.vocab_size} does not match {CONFIG}, which has {config.get('vocab_size')} rows",
@@ -174,7 +187,8 @@ def refuse_layout_options(job: Job) -> None:
     for name, is_given in given.items():
         if is_given:
             raise UsageError(
-                f"{name} has no effect: this conversion does not change the parallel layout", hint="leave it out"
+                f"{name} has no effect: this conversion does not change the parallel layout",
+                hint="leave it out",
             )
 
 
@@ -203,7 +217,11 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
             )
         # A master copy must round to its weight, so casting the weight alone breaks the pair.
         dtype = after.tensors[parameter].dtype
-        if name == MASTER and key in after.tensors and dtype not in (before.tensors[parameter].dtype, meta.dtype):
+        if (
+            name == MASTER
+            and key in after.tensors
+            and dtype not in (before.tensors[parameter].dtype, meta.dtype)
+        ):
             raise UsageError(
                 f"--dtype: the weight would become {dtype}, but the optimizer's {meta.dtype} master copy belongs to "
                 "the weight before the cast",

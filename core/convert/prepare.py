@@ -93,7 +93,10 @@ class Prepared:
     @property
     def files(self) -> list[tuple[str, int]]:
         """Return the output files and their sizes in bytes."""
-        return [*((path, size) for path, _, size in self.links), *((image.path, image.size) for image in self.images)]
+        return [
+            *((path, size) for path, _, size in self.links),
+            *((image.path, image.size) for image in self.images),
+        ]
 
     def files_for_rank(self, rank: int) -> list[str]:
         """Return the source files that one rank of the destination needs.
@@ -111,7 +114,9 @@ class Prepared:
         for image in self.images:
             if image.arrays:
                 folder = image.path.rpartition("/")[0] if is_ranks else image.path
-                arrays.setdefault(folder, set()).update(placed.array.name for placed in image.arrays)
+                arrays.setdefault(folder, set()).update(
+                    placed.array.name for placed in image.arrays
+                )
         if not 0 <= rank < len(arrays):
             unit = "rank directories" if is_ranks else "files with tensors"
             raise UsageError(
@@ -142,7 +147,10 @@ class Prepared:
             )
         topology = target_topology(self.job, self.form, self.target_format)
         return explain_layout(
-            self.form, topology, load_rules(self.job.rules, unknown=self.job.unknown), vocab_size=self.job.vocab_size
+            self.form,
+            topology,
+            load_rules(self.job.rules, unknown=self.job.unknown),
+            vocab_size=self.job.vocab_size,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -220,7 +228,9 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     form = safe_form(job, source, format)
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = is_file_of(format, dst)
-    catalog, target = cut_form(job, _with_recordable_ties(form.catalog, source, format, is_file=is_file), format)
+    catalog, target = cut_form(
+        job, _with_recordable_ties(form.catalog, source, format, is_file=is_file), format
+    )
     lost = _nesting_lost(form.catalog, format, is_file=is_file)
     notes = [*source.notes, *form.notes, *lost]
     notes += [note for note in target.notes if note not in notes]
@@ -231,7 +241,12 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     # Lay out the output files.
     if is_file and not format.nests:
         target = tensors_only(target)
-    write = replace(target.write, max_file_bytes=job.max_file_bytes, is_file=is_file, is_release=source.is_release)
+    write = replace(
+        target.write,
+        max_file_bytes=job.max_file_bytes,
+        is_file=is_file,
+        is_release=source.is_release,
+    )
     target = replace(target, write=write)
     images = tuple(format.lay_out(target))
     if format.is_mcore:
@@ -252,7 +267,9 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         compares=job.replicas == "error",
     )
     if plan.n_ignored:
-        notes.append(f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first copy is used")
+        notes.append(
+            f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first copy is used"
+        )
     if job.verify:
         check_memory(plan, job.memory_bytes)
     return Prepared(
@@ -279,11 +296,15 @@ def _writable_format(job: Job, source: Checkpoint) -> Format:
     format = source.format if job.to is None else format_called(job.to)
     if format.lay_out is None:
         names = ", ".join(writable.name for writable in formats() if writable.lay_out is not None)
-        raise UnsupportedError(f"{format.name} is read-only", hint=f"choose a format to write with --to: {names}")
+        raise UnsupportedError(
+            f"{format.name} is read-only", hint=f"choose a format to write with --to: {names}"
+        )
     return format
 
 
-def _with_recordable_ties(catalog: Catalog, source: Checkpoint, format: Format, *, is_file: bool) -> Catalog:
+def _with_recordable_ties(
+    catalog: Catalog, source: Checkpoint, format: Format, *, is_file: bool
+) -> Catalog:
     """Return the catalog with only those ties that the destination's format records."""
     if not format.records_ties or not catalog.aliases:
         return catalog
@@ -297,7 +318,9 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     linked = link_data_files(job, source)
     if job.topology is not None:
         _check_loads_at(job, source, format)
-    check_safety(loaded(linked.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False)
+    check_safety(
+        loaded(linked.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False
+    )
     images = linked.images
     paths = {name: name for name in linked.files}
     if format.is_mcore:
@@ -322,7 +345,11 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             memory_bytes=job.memory_bytes,
         ),
         renamed=(),
-        notes=(*source.notes, *linked.notes, f"{len(links)} files are hard links to the source's; no data was copied"),
+        notes=(
+            *source.notes,
+            *linked.notes,
+            f"{len(links)} files are hard links to the source's; no data was copied",
+        ),
         dropped=(listed_files(unread),) if unread else (),
         form=linked.catalog,
         n_tensors=len(linked.catalog.tensors),
@@ -421,7 +448,9 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         topology = target_topology(job, source.catalog, format)
         name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
         name += "".join(
-            f"-{size}{n}" for size in ("vpp", "ep", "etp") if (n := getattr(job.topology, size)) is not None
+            f"-{size}{n}"
+            for size in ("vpp", "ep", "etp")
+            if (n := getattr(job.topology, size)) is not None
         )
         path = src.parent / (name if job.to is None else f"{name}.{format.name}")
     else:

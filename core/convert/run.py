@@ -98,7 +98,9 @@ def run(
 
             def report() -> Report:
                 seconds = time.monotonic() - begun
-                return report_of(prepared, stage, result, fingerprints, n_verified=n_verified, seconds=seconds)
+                return report_of(
+                    prepared, stage, result, fingerprints, n_verified=n_verified, seconds=seconds
+                )
 
             if publishing is not None:
                 publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
@@ -116,7 +118,9 @@ def within_memory(job: Job) -> Job:
         return job
     from core.calibration.choice import reserve_device_memory
 
-    device, memory_bytes = reserve_device_memory(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
+    device, memory_bytes = reserve_device_memory(
+        job.device, memory_bytes=job.memory_bytes, threads=job.threads
+    )
     return replace(job, device=device, memory_bytes=memory_bytes)
 
 

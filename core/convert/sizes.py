@@ -63,7 +63,9 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
     sizes = {} if job.topology is None else job.topology.sizes
     pipeline = None if job.topology is None else job.topology.pipeline
     if format.partition != "ranks" and sizes.get("pp", base.pp) != base.pp:
-        base = replace(base, vpp=1)  # global tensors know no model chunks, only which stage's rank writes what
+        base = replace(
+            base, vpp=1
+        )  # global tensors know no model chunks, only which stage's rank writes what
     topology = replace(base, **sizes, pipeline=pipeline)
     if pipeline is None or pipeline.layout is None:
         return topology

@@ -80,7 +80,11 @@ def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[Fi
 
 
 def finish_manifest(
-    prepared: Prepared, stage: Stage, result: CopyResult, files: list[FileSum], fingerprints: WrittenFingerprints
+    prepared: Prepared,
+    stage: Stage,
+    result: CopyResult,
+    files: list[FileSum],
+    fingerprints: WrittenFingerprints,
 ) -> None:
     """Write the manifest, the last of all files.
 

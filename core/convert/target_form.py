@@ -74,9 +74,13 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     _check_text(form.catalog)
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
-    checked = check_safety(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
+    checked = check_safety(
+        form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
+    )
     weights_only = job.weights_only or not _has_live_objects(source)
-    catalog = replace(checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only))
+    catalog = replace(
+        checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only)
+    )
     return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
 
 

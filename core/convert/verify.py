@@ -84,7 +84,9 @@ def verify(
 
 
 @contextmanager
-def plan_comparison(plan: Plan, written: Path, *, rules: Rules, memory_bytes: int) -> Iterator[tuple[Plan, LocalStore]]:
+def plan_comparison(
+    plan: Plan, written: Path, *, rules: Rules, memory_bytes: int
+) -> Iterator[tuple[Plan, LocalStore]]:
     """Plan the source against a destination that exists.
 
     Args:
@@ -135,7 +137,10 @@ def _with_keys_of_plan(checkpoint: Checkpoint, plan: Plan, rules: Rules) -> Cata
         return catalog
     topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
     assert topology is not None and ranks is not None, "a target of rank files has both"
-    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=checkpoint.store), ranks.transposed)
+    return transposed(
+        unshard(catalog, rules=rules, target_tp=topology.tp, store=checkpoint.store),
+        ranks.transposed,
+    )
 
 
 def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog:
@@ -154,7 +159,8 @@ def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> C
         if actual is None or (actual.dtype, actual.shape) != (meta.dtype, meta.shape):
             state = "is missing" if actual is None else f"is {actual.dtype} of shape {actual.shape}"
             raise CorruptError(
-                f"the tensor was written as {meta.dtype} of shape {meta.shape}, but {state} when read back", key=key
+                f"the tensor was written as {meta.dtype} of shape {meta.shape}, but {state} when read back",
+                key=key,
             )
     arrays: dict[str, StoredArray] = {}
 
@@ -165,17 +171,27 @@ def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> C
             extent = bound.extent
             if extent.encoding or extent.strides not in (None, c_strides(bound.shape)):
                 raise UnsupportedError(
-                    "--verify compares dense arrays, but this array is compressed or strided", key=array.name
+                    "--verify compares dense arrays, but this array is compressed or strided",
+                    key=array.name,
                 )
         return bound
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         pieces = catalog.fragments(key)
-        return tuple(piece if piece.array is None else replace(piece, array=bind(piece.array)) for piece in pieces)
+        return tuple(
+            piece if piece.array is None else replace(piece, array=bind(piece.array))
+            for piece in pieces
+        )
 
     tensors = {key: wanted.tensors[key] for key in wanted.tensors if key not in aliases}
     return replace(
-        catalog, tensors=tensors, hidden={}, fragments_of=fragments_of, bind=bind_nothing, aliases={}, zeros={}
+        catalog,
+        tensors=tensors,
+        hidden={},
+        fragments_of=fragments_of,
+        bind=bind_nothing,
+        aliases={},
+        zeros={},
     )
 
 
@@ -185,9 +201,15 @@ def _images(catalog: Catalog, store: ReadStore) -> list[FileImage]:
     for fragment in catalog.all_fragments():
         array = fragment.array
         if array is not None:
-            placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(array.extent.offset, _planned(array))
+            placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(
+                array.extent.offset, _planned(array)
+            )
     return [
-        FileImage(file, store.size(file), sorted(arrays.values(), key=lambda item: (item.offset, item.array.n_bytes)))
+        FileImage(
+            file,
+            store.size(file),
+            sorted(arrays.values(), key=lambda item: (item.offset, item.array.n_bytes)),
+        )
         for file, arrays in placed.items()
     ]
 
@@ -232,7 +254,9 @@ def _as_target(catalog: Catalog) -> TargetCatalog:
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         return tuple(
-            Fragment(key, piece.box, None if piece.array is None else _planned(piece.array), piece.at)
+            Fragment(
+                key, piece.box, None if piece.array is None else _planned(piece.array), piece.at
+            )
             for piece in catalog.fragments(key)
         )
 

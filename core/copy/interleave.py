@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Protocol
 from core.arrays.box import Box, Shape
 from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import StridedLayout, byte_span, copy_box, dense_layout, inner_run, list_addresses, read_box
+from core.arrays.gather import (
+    StridedLayout,
+    byte_span,
+    copy_box,
+    dense_layout,
+    inner_run,
+    list_addresses,
+    read_box,
+)
 from core.plan.addresses import RecordCrc
 from core.plan.items import Interleave, Link
 
@@ -46,7 +54,9 @@ class BandTarget(Protocol):
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
         """Do as ``put``, for pieces that do not follow each other."""
 
-    def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
+    def check(
+        self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
+    ) -> None:
         """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
 
 
@@ -139,7 +149,9 @@ class Interleaver:
         self._scratch = scratch
         self._raw = raw
 
-    def interleave(self, item: Interleave, out: BandTarget, *, is_stopped: Callable[[], bool]) -> int:
+    def interleave(
+        self, item: Interleave, out: BandTarget, *, is_stopped: Callable[[], bool]
+    ) -> int:
         """Copy one item, or part of it if the copy is stopped; return the bytes read."""
         size = itemsize(item.dtypes[0])
         index = BoxIndex([link.box for link in item.links]) if len(item.links) > 8 else None
@@ -163,9 +175,13 @@ class Interleaver:
         parts = []
         for link, common in overlaps:
             delta = [a - b for a, b in zip(common.offset, link.box.offset, strict=True)]
-            parts.append(_BandPart(link, common.shape, link.source.at(delta), link.destination.at(delta)))
+            parts.append(
+                _BandPart(link, common.shape, link.source.at(delta), link.destination.at(delta))
+            )
         recipe = _Recipe(band)
-        recipe.read_bytes = sum(prod(part.shape) * size for part in parts if part.link.source.file is not None)
+        recipe.read_bytes = sum(
+            prod(part.shape) * size for part in parts if part.link.source.file is not None
+        )
         self._place_in_scratch(recipe, parts, size)
         self._plan_reads(recipe, parts, size)
         return recipe
@@ -190,9 +206,13 @@ class Interleaver:
                 if n_elements == n_span:
                     for part in cluster:
                         strides = tuple(step * size for step in part.link.destination.strides)
-                        part.scratch = StridedLayout(free + (part.index - first.index) * size, strides)
+                        part.scratch = StridedLayout(
+                            free + (part.index - first.index) * size, strides
+                        )
                     strides = first.link.destination.strides
-                    recipe.runs.append(_TargetRun(array, first.index, strides, free, n_elements * size))
+                    recipe.runs.append(
+                        _TargetRun(array, first.index, strides, free, n_elements * size)
+                    )
                     free += n_elements * size
                 else:
                     for part in cluster:
@@ -232,7 +252,9 @@ class Interleaver:
             n_axes, length = inner_run(part.shape, size, source, part.scratch)
             if length < MIN_VECTOR_BYTES:
                 return None
-            pieces += [(a, b, length) for a, b in list_addresses(part.shape[:n_axes], source, part.scratch)]
+            pieces += [
+                (a, b, length) for a, b in list_addresses(part.shape[:n_axes], source, part.scratch)
+            ]
         # In the order of the source's bytes, pieces that follow each other in scratch become one.
         pieces.sort()
         buffers = []
@@ -291,7 +313,11 @@ class Interleaver:
     def _write(self, recipe: _Recipe, delta: Sequence[int], size: int, out: BandTarget) -> None:
         """Write a band from the scratch buffer; ``delta`` is its offset from the recipe's band."""
         for run in recipe.runs:
-            out.put(run.array, run.index + _dot(delta, run.strides), self._scratch[run.start : run.start + run.n_bytes])
+            out.put(
+                run.array,
+                run.index + _dot(delta, run.strides),
+                self._scratch[run.start : run.start + run.n_bytes],
+            )
         for part in recipe.loose:
             destination = part.link.destination
             index = part.index + _dot(delta, destination.strides)
@@ -304,7 +330,9 @@ class Interleaver:
                 scratch_start += n_elements * size
 
 
-def _overlaps(links: Sequence[Link], index: BoxIndex | None, band: Box) -> Iterator[tuple[Link, Box]]:
+def _overlaps(
+    links: Sequence[Link], index: BoxIndex | None, band: Box
+) -> Iterator[tuple[Link, Box]]:
     """Yield the links that meet a band, with the common boxes; ``index`` is for long lists."""
     if index is not None:
         for number, common in index.meeting(band):

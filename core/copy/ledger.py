@@ -162,7 +162,9 @@ class Ledger:
     def _array(self, number: int) -> ArraySum:
         array = self._open.get(number)
         if array is None:
-            array = self._open[number] = ArraySum(self._places.bytes_of(number), crc=self._crc, digest=self._digest)
+            array = self._open[number] = ArraySum(
+                self._places.bytes_of(number), crc=self._crc, digest=self._digest
+            )
         return array
 
     def _close_if_complete(self, number: int, array: ArraySum) -> None:
@@ -185,7 +187,11 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """Return the checksums of this worker, once all its items are done."""
-        digests = b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed) if self._digest else b""
+        digests = (
+            b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed)
+            if self._digest
+            else b""
+        )
         return LedgerState(
             self._closed,
             columns("I", (self.crcs[n] for n in self._closed)),
@@ -207,7 +213,9 @@ class Ledger:
             self._closed.append(number)
             self.crcs[number] = state.crcs[row]
             if self._digest:
-                self.digests[16 * number : 16 * number + 16] = state.digests[16 * row : 16 * row + 16]
+                self.digests[16 * number : 16 * number + 16] = state.digests[
+                    16 * row : 16 * row + 16
+                ]
         # Arrays that several workers write: they are complete once the last part is added.
         for number, part in state.open.items():
             with self._lock:

@@ -75,7 +75,9 @@ class Output:
         """Write elements of the source's type at a flat element index of an array."""
         self.put_all(((array, index),), 0, data)
 
-    def put_all(self, destinations: Sequence[tuple[int, int]], delta: int, data: memoryview) -> None:
+    def put_all(
+        self, destinations: Sequence[tuple[int, int]], delta: int, data: memoryview
+    ) -> None:
         """Write elements of the source's type to several arrays.
 
         Args:
@@ -86,7 +88,9 @@ class Output:
         for skip, piece in self._casted(data):
             places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
             self._feed(places, piece)
-            if self._options.watch is not None:  # before it is written, while the bytes are in the processor's cache
+            if (
+                self._options.watch is not None
+            ):  # before it is written, while the bytes are in the processor's cache
                 for array, offset in places:
                     self._options.watch.feed(array, offset, piece)
             for array, offset in places:
@@ -95,7 +99,9 @@ class Output:
                 self._settle(array, file, offset + len(piece))
             self._report(len(piece) * len(places))
 
-    def put_zeros(self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview) -> None:
+    def put_zeros(
+        self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview
+    ) -> None:
         """Account for zero elements of the target; the new files are zero already."""
         places = [(array, (index + delta) * self._size) for array, index in destinations]
         self._feed(places, zeros)
@@ -115,7 +121,9 @@ class Output:
                 self._options.watch.feed(array, (index + skip) * self._size, piece)
             self._report(len(piece))
 
-    def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
+    def check(
+        self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
+    ) -> None:
         """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
         if not self._options.crc:
             return
@@ -147,7 +155,9 @@ class Output:
         files = {self._places.file_of(array) for array, _ in self._closed}
         if not self._is_recordable:
             return None, files
-        written = tuple(WrittenRun(array, run.offset, run.n_bytes, run.crc) for array, run in self._closed)
+        written = tuple(
+            WrittenRun(array, run.offset, run.n_bytes, run.crc) for array, run in self._closed
+        )
         return ItemRecord(written, checked), files
 
     def _casted(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -181,7 +191,9 @@ class Output:
                 size = self._places.bytes_of(array)
                 run = new.get((offset, size))
                 if run is None:
-                    run = new[offset, size] = RunSum(offset, size, crc=self._options.crc, digest=self._options.digest)
+                    run = new[offset, size] = RunSum(
+                        offset, size, crc=self._options.crc, digest=self._options.digest
+                    )
                 self._open[array] = run
                 self._settled[array] = offset
             runs[id(run)] = run

@@ -113,7 +113,10 @@ class CopyResult:
 
 
 def execute(
-    plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions | None = None
+    plan: Work,
+    source_store: ReadStore,
+    stage_store: TargetStore,
+    options: CopyOptions | None = None,
 ) -> CopyResult:
     """Create the files of a plan and fill their arrays.
 
@@ -151,11 +154,15 @@ def _quantizing_device(device: Device | None, threads: int) -> Device | None:
 class CopyRun:
     """The state that the threads of one copy share."""
 
-    def __init__(self, plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions) -> None:
+    def __init__(
+        self, plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions
+    ) -> None:
         self._plan = plan
         self._options = options
         quantizing = _quantizing_device(options.device, plan.threads) if plan.cache_bytes else None
-        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes, device=quantizing)
+        self._source_store = DecodedStore(
+            source_store, cache_bytes=plan.cache_bytes, device=quantizing
+        )
         self._stage_store = stage_store
         self._band_bytes = band_bytes_of(options.buffer_bytes or plan.buffer_bytes)
         self._ledger = Ledger(plan.places, stage_store, crc=options.crc, digest=options.digest)
@@ -222,7 +229,9 @@ class CopyRun:
         places = self._plan.places
         sums = []
         for run in record.written:
-            run_sum = RunSum(run.offset, places.bytes_of(run.array), crc=True, digest=self._options.digest)
+            run_sum = RunSum(
+                run.offset, places.bytes_of(run.array), crc=True, digest=self._options.digest
+            )
             file, base = places.file_of(run.array), places.offset_of(run.array) + run.offset
             for start in range(0, run.n_bytes, BLOCK_BYTES):
                 piece = buffer[: min(BLOCK_BYTES, run.n_bytes - start)]

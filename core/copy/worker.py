@@ -77,13 +77,19 @@ class CopyWorker:
         if isinstance(item, Comparison):
             self._compare(item)
             return None, set()
-        device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        device = (
+            None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        )
         # Pinned buffers are allocated only once a device has work.
         if device is not None and not self._is_pinned:
             self._make_buffers(device)
         out = self._begin(item.dtypes, spare=self._extra, device=device)
         if isinstance(item, Move):
-            self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, self._band_bytes))
+            self._move(
+                item,
+                out,
+                min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, self._band_bytes),
+            )
         else:
             self._interleave(item, out)
         self.written_bytes += out.written_bytes
@@ -158,7 +164,9 @@ class CopyWorker:
         device = choose_device(self._device, [work], threads=self._threads)
         return device if does(device, work) else None
 
-    def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
+    def _read_dense(
+        self, source: Source, delta: list[int], band: Box, size: int, out: memoryview
+    ) -> None:
         """Read the elements of a band in C order."""
         self.read_bytes += len(out)
         address = source.at(delta)
@@ -187,9 +195,13 @@ def band_bytes_of(buffer_bytes: int) -> int:
     return buffer_bytes // 3 & ~63
 
 
-def _mismatch(item: Comparison, copy: Source, band: Box, first: bytes, other: bytes) -> ReplicaMismatchError:
+def _mismatch(
+    item: Comparison, copy: Source, band: Box, first: bytes, other: bytes
+) -> ReplicaMismatchError:
     """Return the error for two copies that differ; it names the first differing element."""
-    flat = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(item.dtype)
+    flat = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(
+        item.dtype
+    )
     index = []
     for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
         index.append(offset + flat % extent)

@@ -92,7 +92,9 @@ def _to_float64(bits: Tensor) -> Tensor:
 
     wide = bits.to(torch.int64)
     nan = (wide & -0x8000_0000) << 32 | 0x7FF8 << 48 | (wide & 0x3F_FFFF) << 29
-    return torch.where(is_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64))
+    return torch.where(
+        is_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64)
+    )
 
 
 def _to_float16(bits: Tensor) -> Tensor:
@@ -140,5 +142,6 @@ def _from_integers(data: Tensor, source: str, target: str) -> Tensor:
 def _table(lane: Lane, source: str, target: str) -> Any:
     """Return the cast of every pattern of the source type, as a table on the device."""
     return lane.load_table(
-        cast_work(source, target), lambda: patterns_of(source, target).view(_SIGNED[itemsize(target)])
+        cast_work(source, target),
+        lambda: patterns_of(source, target).view(_SIGNED[itemsize(target)]),
     )

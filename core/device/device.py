@@ -85,7 +85,8 @@ def device_named(name: str, local_rank: int = 0) -> Device | None:
         return Device(f"cuda:{local_rank}", is_auto=True) if local_rank < n_devices else None
     if not n_devices:
         raise UsageError(
-            "--device cuda: torch finds no CUDA device here", hint=f"use --device cpu or auto; {_why_no_cuda()}"
+            "--device cuda: torch finds no CUDA device here",
+            hint=f"use --device cpu or auto; {_why_no_cuda()}",
         )
     index = int(number) if number else local_rank
     if index >= n_devices:

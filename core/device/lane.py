@@ -86,7 +86,9 @@ class Lane:
             self._slots = [_Slot(self.torch_device) for _ in range(2)]
         self._tables: dict[str, Tensor] = {}
 
-    def map(self, data: memoryview, out: memoryview, kernel: Kernel, *, sizes: tuple[int, int]) -> None:
+    def map(
+        self, data: memoryview, out: memoryview, kernel: Kernel, *, sizes: tuple[int, int]
+    ) -> None:
         """Apply a kernel to each element and write the results to ``out``.
 
         Args:
@@ -112,7 +114,9 @@ class Lane:
                 self._abandon()
                 raise
 
-    def map_pieces(self, data: Sequence[memoryview], kernel: Kernel, *, size: int) -> Iterator[Array]:
+    def map_pieces(
+        self, data: Sequence[memoryview], kernel: Kernel, *, size: int
+    ) -> Iterator[Array]:
         """Apply a kernel to each piece of some buffers and yield the results, in order, as bytes.
 
         Args:
@@ -191,7 +195,9 @@ class Lane:
 
             table = self._tables[name] = torch.from_numpy(make()).to(self.torch_device)
             if self.device.is_cuda:
-                torch.cuda.synchronize(self.torch_device)  # the slots' streams do not wait for this one
+                torch.cuda.synchronize(
+                    self.torch_device
+                )  # the slots' streams do not wait for this one
         return table
 
     def _abandon(self) -> None:
@@ -243,7 +249,12 @@ class _Slot:
         """
         window = self._window
         start = -1 if window is None else source.data_ptr() - window.data_ptr()
-        if window is None or start < 0 or start + source.numel() > window.numel() or start % _ALIGNMENT:
+        if (
+            window is None
+            or start < 0
+            or start + source.numel() > window.numel()
+            or start % _ALIGNMENT
+        ):
             return self._send_alone(source, number)
         if self._window_on_device is None:
             self._window_on_device = self._send_alone(window, _WINDOW)
@@ -280,18 +291,26 @@ class _Slot:
         import torch
 
         with self.stream_context():
-            result = kernel(*(self.send(as_tensor(source), number) for number, source in enumerate(sources)))
+            result = kernel(
+                *(self.send(as_tensor(source), number) for number, source in enumerate(sources))
+            )
             result = result.contiguous().view(-1).view(torch.uint8)
             n = result.numel()
             self._is_busy = True
-            wanted = torch.empty(n, dtype=torch.uint8, pin_memory=self._is_cuda) if out is None else as_tensor(out)
+            wanted = (
+                torch.empty(n, dtype=torch.uint8, pin_memory=self._is_cuda)
+                if out is None
+                else as_tensor(out)
+            )
             assert wanted.numel() == n
 
             # The device writes to pinned memory only; ``finish`` copies from there to other memory.
             target = wanted
             if self._is_cuda and not wanted.is_pinned():
                 if self._pinned_output is None or self._pinned_output.numel() < n:
-                    self._pinned_output = torch.empty(max(n, 1 << 20), dtype=torch.uint8, pin_memory=True)
+                    self._pinned_output = torch.empty(
+                        max(n, 1 << 20), dtype=torch.uint8, pin_memory=True
+                    )
                 target = self._pinned_output[:n]
                 self._copy_back = (wanted, target)
             target.copy_(result, non_blocking=True)
@@ -329,7 +348,12 @@ class _WritableView:
     def __init__(self, data: Array) -> None:
         self._kept = data  # the memory must live as long as this view
         address = data.__array_interface__["data"][0]
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": data.shape, "data": (address, False)}
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": data.shape,
+            "data": (address, False),
+        }
 
 
 def as_tensor(data: Any) -> Tensor:

@@ -33,7 +33,9 @@ class DevicePart:
         block: columns of a block.
     """
 
-    def __init__(self, lane: Lane, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> None:
+    def __init__(
+        self, lane: Lane, data: Any, *, source: str, dtype: str, shape: Shape, block: int
+    ) -> None:
         import torch
 
         self._lane = lane
@@ -42,7 +44,9 @@ class DevicePart:
         with lane.on_stream():
             bits = _float32_bits(lane, lane.send(data), source)
             if itemsize(dtype) < 4 and dtype != source:
-                rounded = kernel_of(lane, "float32", dtype)(bits.view(torch.uint8)).view(torch.uint8)
+                rounded = kernel_of(lane, "float32", dtype)(bits.view(torch.uint8)).view(
+                    torch.uint8
+                )
                 bits = _float32_bits(lane, rounded, dtype)
             self._values = bits.view(torch.float32).view(shape)
 

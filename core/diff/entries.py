@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CapacityError
-from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, as_mapping
+from core.pickle.inert import (
+    NO_STATE,
+    Global,
+    Inert,
+    ObjectLeaf,
+    Persistent,
+    TensorLeaf,
+    as_mapping,
+)
 from core.pickle.key_text import text_of
 
 MAX_PAIRS = 5_000_000
@@ -100,14 +108,18 @@ def entry_diffs(
             visited.add((id(first), id(second)))
             stack.append(_below(path, parts))
     if stack:
-        diffs.append(EntryDiff("…", "changed", f"more than {MAX_FOUND:,} entries", "comparison stopped here"))
+        diffs.append(
+            EntryDiff("…", "changed", f"more than {MAX_FOUND:,} entries", "comparison stopped here")
+        )
     return diffs, n_leaves
 
 
 def _entry(path: str, a: object, b: object, same_tensors: SameTensors) -> EntryDiff | None:
     """Return how two values without parts differ, or None if they do not."""
     if a is _ABSENT or b is _ABSENT:
-        return EntryDiff(path, "only_b" if a is _ABSENT else "only_a", _value_text(a), _value_text(b))
+        return EntryDiff(
+            path, "only_b" if a is _ABSENT else "only_a", _value_text(a), _value_text(b)
+        )
     difference = _difference(a, b, same_tensors)
     return None if difference is None else EntryDiff(path, "changed", *difference)
 
@@ -146,7 +158,9 @@ def _of_sequences(
         yield str(at), a[at] if at < len(a) else _ABSENT, b[at] if at < len(b) else _ABSENT
 
 
-def _of_fields(a: dict[object, object], b: dict[object, object]) -> Iterator[tuple[str, object, object]]:
+def _of_fields(
+    a: dict[object, object], b: dict[object, object]
+) -> Iterator[tuple[str, object, object]]:
     """Yield (name, field of A, field of B) of two mappings or objects."""
     a, b = _by_text(a), _by_text(b)
     for name in a:
@@ -179,7 +193,9 @@ def _fields(value: object) -> dict[object, object] | None:
         return mapping
     if not isinstance(value, Inert):
         return None
-    fields: dict[object, object] = {f"[{at}]": part for at, part in enumerate((*value.args, *value.items))}
+    fields: dict[object, object] = {
+        f"[{at}]": part for at, part in enumerate((*value.args, *value.items))
+    }
     fields.update(value.kwargs or {})
     if isinstance(value.state, dict):
         fields.update(value.state)
@@ -190,12 +206,20 @@ def _fields(value: object) -> dict[object, object] | None:
 
 def _is_object(key: object) -> bool:
     """Return whether a key of a mapping is an object, or a tuple with one."""
-    return isinstance(key, Inert) or (isinstance(key, tuple) and any(isinstance(part, Inert) for part in key))
+    return isinstance(key, Inert) or (
+        isinstance(key, tuple) and any(isinstance(part, Inert) for part in key)
+    )
 
 
 def _class_of(value: object) -> str:
     """Return the class that two values must share to be compared part by part."""
-    return "dict" if as_mapping(value) is not None else value.class_name if isinstance(value, Inert) else ""
+    return (
+        "dict"
+        if as_mapping(value) is not None
+        else value.class_name
+        if isinstance(value, Inert)
+        else ""
+    )
 
 
 def _name(key: object) -> str:
@@ -229,7 +253,9 @@ def _equal(a: object, b: object) -> bool:
         return a == b or (a != a and b != b)
     if type(a) is not type(b):
         return False
-    if isinstance(a, (str, bytes, bytearray, bool, Global, ObjectLeaf, set, frozenset, type(None), complex)):
+    if isinstance(
+        a, (str, bytes, bytearray, bool, Global, ObjectLeaf, set, frozenset, type(None), complex)
+    ):
         return bool(a == b)
     if isinstance(a, Persistent) and isinstance(b, Persistent):
         return a is b or _equal(a.value, b.value)
@@ -256,15 +282,25 @@ def _value_text(value: object) -> str | None:
     if value is _ABSENT:
         return None
     if isinstance(value, str):
-        return repr(value) if len(value) <= _TEXT else f"{value[: _TEXT - 20]!r}… ({len(value)} characters)"
+        return (
+            repr(value)
+            if len(value) <= _TEXT
+            else f"{value[: _TEXT - 20]!r}… ({len(value)} characters)"
+        )
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"
+        return (
+            str(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"
+        )
     if value is None or isinstance(value, (bool, float, complex, Global)):
         return str(value)
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     if isinstance(value, (list, tuple, dict, set, frozenset)):
-        if len(value) <= 8 and not isinstance(value, dict) and all(_is_number(part) for part in value):
+        if (
+            len(value) <= 8
+            and not isinstance(value, dict)
+            and all(_is_number(part) for part in value)
+        ):
             return f"[{', '.join(str(_value_text(part)) for part in value)}]"
         return f"{type(value).__name__} of {len(value)}"
     return _kind(value)

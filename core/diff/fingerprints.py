@@ -55,19 +55,30 @@ def recorded_as_equal(a: Side, b: Side) -> RecordedEquality:
         manifests.append(manifest)
     first, second = manifests
     if first.scheme != second.scheme:
-        return RecordedEquality(notes=(f"the fingerprints have different schemes, {first.scheme} and {second.scheme}",))
-    equal = {key for key in first.fingerprints if _is_equal(key, a, b, first.fingerprints, second.fingerprints)}
+        return RecordedEquality(
+            notes=(f"the fingerprints have different schemes, {first.scheme} and {second.scheme}",)
+        )
+    equal = {
+        key
+        for key in first.fingerprints
+        if _is_equal(key, a, b, first.fingerprints, second.fingerprints)
+    }
     return RecordedEquality(frozenset(equal))
 
 
 def _is_equal(
-    key: str, a: Side, b: Side, prints_a: Mapping[str, Fingerprint], prints_b: Mapping[str, Fingerprint]
+    key: str,
+    a: Side,
+    b: Side,
+    prints_a: Mapping[str, Fingerprint],
+    prints_b: Mapping[str, Fingerprint],
 ) -> bool:
     """Return whether the fingerprints belong to these two tensors, and are equal."""
     fingerprint = prints_a[key]
     metas = a.catalog.tensors.get(key), b.catalog.tensors.get(key)
     return prints_b.get(key) == fingerprint and all(
-        meta is not None and (meta.dtype, meta.shape) == (fingerprint.dtype, fingerprint.shape) for meta in metas
+        meta is not None and (meta.dtype, meta.shape) == (fingerprint.dtype, fingerprint.shape)
+        for meta in metas
     )
 
 

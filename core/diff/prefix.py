@@ -25,7 +25,10 @@ def without_prefixes(a: Side, b: Side, prefixes: Sequence[str]) -> tuple[Side, S
             raise UsageError(f"--strip-prefix: no key of either checkpoint begins with {prefix!r}")
         short_a, short_b = stripped[0] or a, stripped[1] or b
         candidates = ((short_a, short_b), (short_a, b), (a, short_b))
-        a, b = max(candidates, key=lambda pair: len(pair[0].catalog.tensors.keys() & pair[1].catalog.tensors.keys()))
+        a, b = max(
+            candidates,
+            key=lambda pair: len(pair[0].catalog.tensors.keys() & pair[1].catalog.tensors.keys()),
+        )
     return a, b
 
 
@@ -38,7 +41,9 @@ def _strip(side: Side, prefix: str) -> Side | None:
     if not prefix or not any(key.startswith(prefix) for key in side.catalog.tensors):
         return None
     keys = (*side.catalog.tensors, *side.catalog.objects)
-    new_of = {key: key[len(prefix) :] if key.startswith(prefix) and key != prefix else key for key in keys}
+    new_of = {
+        key: key[len(prefix) :] if key.startswith(prefix) and key != prefix else key for key in keys
+    }
     duplicate = next((key for key, n in Counter(new_of.values()).items() if n > 1), None)
     if duplicate is not None:
         raise UsageError(f"--strip-prefix: without {prefix!r} two keys become {duplicate!r}")

@@ -77,7 +77,13 @@ class TensorDiff:
         relative = values.relative if values is not None else None
         n_nan = values.n_nan if values is not None else 0
         share = values.share if values is not None else 0.0
-        return (KINDS.index(self.kind), n_nan == 0, _ROLES.index(self.role), -(relative or 0.0), -share)
+        return (
+            KINDS.index(self.kind),
+            n_nan == 0,
+            _ROLES.index(self.role),
+            -(relative or 0.0),
+            -share,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,11 @@ class Diff:
     @property
     def is_same(self) -> bool:
         """Return whether everything was compared and is equal."""
-        return not self.entries and not self.left_out and all(tensor.is_same for tensor in self.tensors)
+        return (
+            not self.entries
+            and not self.left_out
+            and all(tensor.is_same for tensor in self.tensors)
+        )
 
     @property
     def n_by_fingerprint(self) -> int:

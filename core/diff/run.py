@@ -123,17 +123,23 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
             sides = sides_of(first, second, rules=load_rules(job.rules))
             return _Comparison(job, *without_prefixes(*sides, job.strip_prefix), progress, team)
 
-        comparison = require_agreement(team, prepare, _Comparison.observed_state, subject=f"{job.a} and {job.b}")
+        comparison = require_agreement(
+            team, prepare, _Comparison.observed_state, subject=f"{job.a} and {job.b}"
+        )
         comparison.compare()
         result = comparison.result(begun)
         gather_results(team, lambda: _verify_unchanged(first, second))
         return result
 
 
-def _open(stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team) -> Checkpoint:
+def _open(
+    stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team
+) -> Checkpoint:
     """Open one of the checkpoints, the same on all ranks; the stack closes it."""
     with in_checkpoint(str(path)):
-        checkpoint = open_on_all_ranks(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
+        checkpoint = open_on_all_ranks(
+            path, iteration=iteration, missing_chunks=missing_chunks, team=team
+        )
     stack.callback(checkpoint.store.close)
     return checkpoint
 
@@ -147,7 +153,9 @@ def _verify_unchanged(first: Checkpoint, second: Checkpoint) -> None:
 class _Comparison:
     """A comparison of two sides by one rank."""
 
-    def __init__(self, job: DiffJob, a: Side, b: Side, progress: Progress | None, team: Team) -> None:
+    def __init__(
+        self, job: DiffJob, a: Side, b: Side, progress: Progress | None, team: Team
+    ) -> None:
         self._job = job
         self._a, self._b = a, b
         self._progress = progress
@@ -155,8 +163,14 @@ class _Comparison:
         self._is_wanted = _selector(job, a, b)
         # Equal bytes are equal values, unless NaN counts as different from itself.
         is_sure = job.rule is None or job.rule.equal_nan
-        self._recorded = recorded_as_equal(a, b) if job.reads and job.believes and is_sure else RecordedEquality()
-        memory = _cache_bytes(job, a.catalog, b.catalog, runtime_bytes=RUNTIME_BYTES + team.runtime_bytes)
+        self._recorded = (
+            recorded_as_equal(a, b)
+            if job.reads and job.believes and is_sure
+            else RecordedEquality()
+        )
+        memory = _cache_bytes(
+            job, a.catalog, b.catalog, runtime_bytes=RUNTIME_BYTES + team.runtime_bytes
+        )
         self._reader_a = BoxReader(a.catalog, a.source.store, cache_bytes=memory)
         self._reader_b = BoxReader(b.catalog, b.source.store, cache_bytes=memory)
         self._tensors = self._by_name()
@@ -164,7 +178,10 @@ class _Comparison:
 
     def observed_state(self) -> object:
         """Return what all ranks must see alike, so that their shares fit together."""
-        return [(diff.key, diff.kind, diff.a, diff.b, diff.is_by_fingerprint) for diff in self._tensors.values()]
+        return [
+            (diff.key, diff.kind, diff.a, diff.b, diff.is_by_fingerprint)
+            for diff in self._tensors.values()
+        ]
 
     def result(self, begun: float) -> Diff:
         """Return the whole comparison on the lead; on other ranks only whether anything differs."""
@@ -176,18 +193,32 @@ class _Comparison:
             return tuple(differing[:1]), diffs[0].entries[:1], diffs[0].left_out[:1]
 
         tensors, entries, left_out = broadcast_result(self._team, judge)
-        return diffs[0] if diffs else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
+        return (
+            diffs[0]
+            if diffs
+            else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
+        )
 
     def _whole_diff(self, begun: float) -> Diff:
         """Return the whole comparison; runs on the lead."""
         tensors = list(self._tensors.values())
-        read_bytes = sum(self._n_bytes(tensor.key) for tensor in tensors if tensor.a and tensor.b and _is_read(tensor))
+        read_bytes = sum(
+            self._n_bytes(tensor.key)
+            for tensor in tensors
+            if tensor.a and tensor.b and _is_read(tensor)
+        )
         entries, of_layout, n_entries = self._entries()
 
         # A tensor that only one side has is no difference if it shares the bytes of one that both have.
-        aliases = {tensor.key for tensor in tensors if tensor.kind in ("only_a", "only_b") and self._is_alias(tensor)}
+        aliases = {
+            tensor.key
+            for tensor in tensors
+            if tensor.kind in ("only_a", "only_b") and self._is_alias(tensor)
+        }
         sides = (("A", self._a), ("B", self._b))
-        notes = [f"{name}: {note}" for name, side in sides for note in (*side.source.notes, *side.notes)]
+        notes = [
+            f"{name}: {note}" for name, side in sides for note in (*side.source.notes, *side.notes)
+        ]
         notes += [
             f"{tensor.key} is only in {'A' if tensor.a else 'B'}, where it shares another tensor's bytes"
             for tensor in tensors
@@ -197,10 +228,19 @@ class _Comparison:
         hint = prefix_hint(self._a.catalog.tensors, self._b.catalog.tensors)
         if hint is not None:
             notes.append(hint)
-        left_out = [f"{name}: {text}" for name, side in sides for text in side.left_out if self._job.with_optimizer]
+        left_out = [
+            f"{name}: {text}"
+            for name, side in sides
+            for text in side.left_out
+            if self._job.with_optimizer
+        ]
         return self._diff(
             begun,
-            tensors=tuple(sorted((t for t in tensors if t.key not in aliases), key=lambda tensor: tensor.order)),
+            tensors=tuple(
+                sorted(
+                    (t for t in tensors if t.key not in aliases), key=lambda tensor: tensor.order
+                )
+            ),
             entries=tuple(entries),
             of_layout=tuple(of_layout),
             n_entries=n_entries,
@@ -240,8 +280,12 @@ class _Comparison:
 
     def _by_name(self) -> dict[str, TensorDiff]:
         """Return every tensor of either side, judged by name, shape, type and fingerprint."""
-        tensors_a = {key: meta for key, meta in self._a.catalog.tensors.items() if self._is_wanted(key)}
-        tensors_b = {key: meta for key, meta in self._b.catalog.tensors.items() if self._is_wanted(key)}
+        tensors_a = {
+            key: meta for key, meta in self._a.catalog.tensors.items() if self._is_wanted(key)
+        }
+        tensors_b = {
+            key: meta for key, meta in self._b.catalog.tensors.items() if self._is_wanted(key)
+        }
         diffs: dict[str, TensorDiff] = {}
         for key, a in tensors_a.items():
             b = tensors_b.get(key)
@@ -302,10 +346,14 @@ class _Comparison:
         results, self._figures = work.compare()
         return results
 
-    def _work(self, keys: list[str], *, advance: Advance, share: RankShare | None = None) -> TensorWork:
+    def _work(
+        self, keys: list[str], *, advance: Advance, share: RankShare | None = None
+    ) -> TensorWork:
         """Return the work of comparing tensors, or a rank's share of it."""
         pairs = ((key, key) for key in keys)
-        return TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share)
+        return TensorWork(
+            self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share
+        )
 
     def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int]:
         """Return entries that differ, those that differ by layout only, and the number compared."""
@@ -338,7 +386,9 @@ class _Comparison:
 
 def _is_read(diff: TensorDiff) -> bool:
     """Return whether the values of a tensor were read."""
-    return not diff.is_by_fingerprint and (diff.kind in ("values", "close", "equal") or diff.values is not None)
+    return not diff.is_by_fingerprint and (
+        diff.kind in ("values", "close", "equal") or diff.values is not None
+    )
 
 
 def _judged(before: TensorDiff, result: ComparedTensor) -> TensorDiff:
@@ -351,7 +401,13 @@ def _judged(before: TensorDiff, result: ComparedTensor) -> TensorDiff:
     else:
         kind = "values" if values.n_differing else "close"
     return TensorDiff(
-        key=before.key, kind=kind, a=before.a, b=before.b, values=values, is_cast=result.is_cast, first=result.first
+        key=before.key,
+        kind=kind,
+        a=before.a,
+        b=before.b,
+        values=values,
+        is_cast=result.is_cast,
+        first=result.first,
     )
 
 
@@ -407,7 +463,12 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     unit_bytes = 0
     if job.reads:
         unit_bytes = max(
-            (decoding_bytes(catalog.fragments(key)) for catalog in catalogs for key in catalog.tensors), default=0
+            (
+                decoding_bytes(catalog.fragments(key))
+                for catalog in catalogs
+                for key in catalog.tensors
+            ),
+            default=0,
         )
     fixed = runtime_bytes + (DECODER_BYTES if unit_bytes else 0)
     fixed += job.threads * (_THREAD_BYTES + 2 * unit_bytes)

@@ -50,7 +50,12 @@ class SharedComparison:
     """
 
     def __init__(
-        self, team: Team, share: RankShare, work: Callable[[RankShare, Advance], TensorWork], *, threads: int
+        self,
+        team: Team,
+        share: RankShare,
+        work: Callable[[RankShare, Advance], TensorWork],
+        *,
+        threads: int,
     ) -> None:
         self._team = team
         self._share = share
@@ -70,7 +75,9 @@ class SharedComparison:
         # Every rank compares its bands, and the lead learns which tensors differ.
         first = gather_results(self._team, self._compare_bands)
         tallies = _joined({}, first or [])
-        differing = broadcast_result(self._team, lambda: {key for key, (_, tally) in tallies.items() if tally.differs})
+        differing = broadcast_result(
+            self._team, lambda: {key for key, (_, tally) in tallies.items() if tally.differs}
+        )
         # Sums over those tensors need their equal bands as well.
         second = gather_results(self._team, lambda: self._sum_up_bands(differing))
         if first is None or second is None:
@@ -88,9 +95,13 @@ class SharedComparison:
 
     def _sum_up_bands(self, differing: Set[str]) -> _RankTallies:
         """Sum up the equal bands of tensors that differ somewhere."""
-        return self._timed(self._work.equal_bytes(differing), lambda: self._work.sum_up(differing, self._threads))
+        return self._timed(
+            self._work.equal_bytes(differing), lambda: self._work.sum_up(differing, self._threads)
+        )
 
-    def _timed(self, n_bytes: int, work: Callable[[], dict[str, tuple[tuple[str, str], Tally]]]) -> _RankTallies:
+    def _timed(
+        self, n_bytes: int, work: Callable[[], dict[str, tuple[tuple[str, str], Tally]]]
+    ) -> _RankTallies:
         """Run a part of the work, and return its tallies with bytes and time."""
         begun = time.monotonic()
         self._meter = Meter(self._team, n_bytes)

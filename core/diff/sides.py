@@ -86,7 +86,11 @@ def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]
         return _rank_by_rank((a, b), forms)
     if forms[0].has_layout and forms[1].has_layout:
         sides = _of_one_implementation((a, b), forms, rules)
-        return sides if not any(side.left_out for side in sides) else (_model_of(sides[0]), _model_of(sides[1]))
+        return (
+            sides
+            if not any(side.left_out for side in sides)
+            else (_model_of(sides[0]), _model_of(sides[1]))
+        )
     if forms[0].has_layout:
         return _with_hf(a, forms[0], b, forms[1])
     if forms[1].has_layout:
@@ -101,11 +105,17 @@ def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -
     left_out: tuple[str, ...] = ()
     if form.failure is not None and form.has_layout:
         left_out = (f"cannot interpret the optimizer state: {form.failure}",)
-    notes = () if form.failure is None or form.has_layout else (f"cannot interpret the layout: {form.failure}",)
+    notes = (
+        ()
+        if form.failure is None or form.has_layout
+        else (f"cannot interpret the layout: {form.failure}",)
+    )
     return Side(source, catalog, _entries(catalog, source.store), left_out, notes)
 
 
-def _rank_by_rank(sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical]) -> tuple[Side, Side]:
+def _rank_by_rank(
+    sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical]
+) -> tuple[Side, Side]:
     """Return both sides rank by rank.
 
     Raises:
@@ -157,7 +167,9 @@ def _is_local(catalog: Catalog, rules: Rules) -> bool:
     return facts_of(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
-def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Canonical) -> tuple[Side, Side]:
+def _with_hf(
+    megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Canonical
+) -> tuple[Side, Side]:
     """Return a Megatron checkpoint and another, under Megatron's names if it has Hugging Face's."""
     from core.hf import is_hf, to_megatron
 
@@ -173,11 +185,17 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
     model = {key: meta for key, meta in form.catalog.tensors.items() if role_of(key) == "model"}
     n_more = len(form.catalog.tensors) - len(model)
-    notes = [f"{n_more} optimizer tensors not compared: Hugging Face checkpoints have none"] if n_more else []
+    notes = (
+        [f"{n_more} optimizer tensors not compared: Hugging Face checkpoints have none"]
+        if n_more
+        else []
+    )
     first = Side(megatron, replace(form.catalog, tensors=model), {}, (), tuple(notes))
     model = {key: meta for key, meta in mapped.tensors.items() if role_of(key) == "model"}
     note = f"compared under Megatron's names ({config.get('model_type')})"
-    return first, Side(other, replace(mapped.without_facets(Topology), tensors=model), {}, (), (note,))
+    return first, Side(
+        other, replace(mapped.without_facets(Topology), tensors=model), {}, (), (note,)
+    )
 
 
 def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
@@ -193,7 +211,11 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     if optimizer is not None:
         step = _number(catalog, store, optimizer.step)
         groups = [dict(group.settings) for group in optimizer.groups]
-        result[OPTIMIZER] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
+        result[OPTIMIZER] = {
+            **({} if step is None else {"step": step}),
+            "param_groups": groups,
+            **optimizer.entries,
+        }
     for path, key in carried_of(catalog).items():
         result[path] = _document(store, path, key)
     return result

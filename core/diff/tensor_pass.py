@@ -20,7 +20,14 @@ from core.arrays.box import Box, Shape, flat_offset
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
-from core.numbers.difference import Tolerance, ValueDifference, compare_elements, element_value, has_nan, sum_squares
+from core.numbers.difference import (
+    Tolerance,
+    ValueDifference,
+    compare_elements,
+    element_value,
+    has_nan,
+    sum_squares,
+)
 from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.scan.share import RankShare
@@ -92,7 +99,9 @@ def compared_of(key: str, dtypes: tuple[str, str], tally: Tally) -> ComparedTens
     is_same = not tally.differs and dtypes[0] == dtypes[1]
     first = tally.first[1] if tally.first is not None and tally.values.n_differing else None
     tally.sums.write_to(tally.values)
-    return ComparedTensor(key, is_same, tally.values if tally.differs else None, tally.is_cast, first)
+    return ComparedTensor(
+        key, is_same, tally.values if tally.differs else None, tally.is_cast, first
+    )
 
 
 class TensorWork:
@@ -163,7 +172,9 @@ class TensorWork:
         for job in jobs:
             job.tally = Tally()
         self._items = (
-            (job, job.equal[at : at + _GROUP], True) for job in jobs for at in range(0, len(job.equal), _GROUP)
+            (job, job.equal[at : at + _GROUP], True)
+            for job in jobs
+            for at in range(0, len(job.equal), _GROUP)
         )
         self._crew.run(self._work, threads)
         return {job.key: (job.dtypes, job.tally) for job in jobs}
@@ -254,7 +265,10 @@ class _BandComparer:
     def compare(self, job: _TensorJob, box: Box, *, lock: threading.Lock) -> int:
         """Compare a band, and return the number of bytes read."""
         n = prod(box.shape)
-        a, b = self._a.first(n * itemsize(job.dtypes[0])), self._b.first(n * itemsize(job.dtypes[1]))
+        a, b = (
+            self._a.first(n * itemsize(job.dtypes[0])),
+            self._b.first(n * itemsize(job.dtypes[1])),
+        )
         job.a.read(box, a, self._raw.view)
         job.b.read(box, b, self._raw.view)
         if self._is_equal(a, job):
@@ -309,7 +323,9 @@ class _BandComparer:
         except UnsupportedError:
             return None
         cast_of(wide_type, narrow_type)(wide, self._raw.first(len(narrow)))
-        return bytearray(self._raw.first(len(narrow))) == narrow  # two memoryviews are compared item by item
+        return (
+            bytearray(self._raw.first(len(narrow))) == narrow
+        )  # two memoryviews are compared item by item
 
 
 class _Buffer:

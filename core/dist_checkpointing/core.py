@@ -70,10 +70,20 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
         return None
     with closing(LocalStore(Path(checkpoint_dir))) as store:
         entries = config_of(store)
-    types = {entry.name: int if entry.name.endswith("_version") else str for entry in fields(CheckpointingConfig)}
-    wrong = [name for name, value in entries.items() if name not in types or type(value) is not types[name]]
+    types = {
+        entry.name: int if entry.name.endswith("_version") else str
+        for entry in fields(CheckpointingConfig)
+    }
+    wrong = [
+        name
+        for name, value in entries.items()
+        if name not in types or type(value) is not types[name]
+    ]
     if wrong:
-        raise CorruptError(f"unexpected key {wrong[0]!r}, or unexpected value {entries[wrong[0]]!r}", file=CONFIG_FNAME)
+        raise CorruptError(
+            f"unexpected key {wrong[0]!r}, or unexpected value {entries[wrong[0]]!r}",
+            file=CONFIG_FNAME,
+        )
     if "sharded_backend" not in entries:
         raise CorruptError("the key 'sharded_backend' is missing", file=CONFIG_FNAME)
     return CheckpointingConfig(**entries)  # type: ignore[arg-type]

@@ -25,7 +25,9 @@ _MAX_SHOWN = 30
 
 
 def extract_matching_values(
-    x: dict[Any, Any] | list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+    x: dict[Any, Any] | list[Any],
+    predicate: Callable[[Any], bool],
+    return_lists_as_dicts: bool = False,
 ) -> tuple[Tree, Tree]:
     """Split a tree into the leaves that match and those that do not, both in the same nesting.
 
@@ -90,7 +92,9 @@ def _is_sequence(x: Any) -> bool:
     return isinstance(x, list | tuple) or (isinstance(x, np.ndarray) and x.ndim > 0)
 
 
-def _diff_items(x1: dict[Any, Any], x2: dict[Any, Any], prefix: Path) -> tuple[list[Any], list[Any], list[Any]]:
+def _diff_items(
+    x1: dict[Any, Any], x2: dict[Any, Any], prefix: Path
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two containers, given as dicts by key or index, like ``diff``."""
     only_left = [(*prefix, key) for key in x1 if key not in x2]
     only_right = [(*prefix, key) for key in x2 if key not in x1]
@@ -108,7 +112,11 @@ def _diff_leaves(x1: Any, x2: Any, prefix: Path) -> list[Any]:
     if not (isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)):
         try:
             is_unequal = bool(x1 != x2)
-        except (RuntimeError, TypeError, ValueError):  # values that cannot be compared count as unequal
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # values that cannot be compared count as unequal
             is_unequal = True
         return [kinds] if is_unequal else []
     try:
@@ -116,7 +124,11 @@ def _diff_leaves(x1: Any, x2: Any, prefix: Path) -> list[Any]:
         if not bool(unequal.any()):
             return []
         return [(*kinds, unequal.sum(), unequal.shape, unequal.nonzero().tolist())]
-    except (RuntimeError, TypeError, ValueError):  # shapes that do not broadcast, dtypes without a comparison
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # shapes that do not broadcast, dtypes without a comparison
         return [(*kinds, x1.shape, x2.shape)]
 
 
@@ -151,7 +163,9 @@ def _describe_leaf(x: Any) -> str:
         text = str(x)
     except Exception:  # whatever somebody's __str__ raises
         text = "<no string repr>"
-    return f"[{type(x)}]: {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '... (truncated)'}"
+    return (
+        f"[{type(x)}]: {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '... (truncated)'}"
+    )
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
@@ -231,10 +245,17 @@ def merge(x1: Tree, x2: Tree, key: Path = ()) -> Tree:
         return x1
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
-            raise ValueError(f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}")
-        x1[:] = [merge(v1, v2, key=(*key, index)) for index, (v1, v2) in enumerate(zip(x1, x2, strict=True))]
+            raise ValueError(
+                f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}"
+            )
+        x1[:] = [
+            merge(v1, v2, key=(*key, index))
+            for index, (v1, v2) in enumerate(zip(x1, x2, strict=True))
+        ]
         return x1
-    raise ValueError(f"cannot merge {x1!r} and {x2!r} at {key}: they are not both dicts or both lists")
+    raise ValueError(
+        f"cannot merge {x1!r} and {x2!r} at {key}: they are not both dicts or both lists"
+    )
 
 
 def map_reduce(

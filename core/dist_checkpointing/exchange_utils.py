@@ -31,7 +31,14 @@ import torch
 
 from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.parcels import Parcel, bytes_in_place, make_parcels, pack, row_bytes, unpack
+from core.dist_checkpointing._ranks.parcels import (
+    Parcel,
+    bytes_in_place,
+    make_parcels,
+    pack,
+    row_bytes,
+    unpack,
+)
 from core.dist_checkpointing._ranks.shard_bytes import (
     allocate_bytes,
     copy_bytes,
@@ -145,7 +152,9 @@ def exchange_loaded_tensors_gather_object(
     return comm.together(fill_unloaded, parallelization_group)
 
 
-def exchange_loaded_objects_gather_object(loaded_objects: dict[_ShardId, Any]) -> dict[_ShardId, Any]:
+def exchange_loaded_objects_gather_object(
+    loaded_objects: dict[_ShardId, Any],
+) -> dict[_ShardId, Any]:
     """Return the objects that any rank of the world loaded, on every rank; collective.
 
     This rank's own objects are returned as they are, the others' as unpickled copies.
@@ -201,7 +210,9 @@ def exchange_loaded_tensors_broadcast(
     def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
         distribution = _require_distribution(shard_distribution)
         tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
-        staged = [parcel.n_bytes for parcel in parcels if bytes_in_place(parcel, tensors, device) is None]
+        staged = [
+            parcel.n_bytes for parcel in parcels if bytes_in_place(parcel, tensors, device) is None
+        ]
         return tensors, allocate_bytes(max(staged, default=0), device)
 
     # Check and allocate everything before the first exchange, so that no rank fails in between.
@@ -297,7 +308,9 @@ def _prepare_tensors(
             if shard not in tensors:
                 raise _missing_error([shard])
             _check_loaded(tensors[shard], distribution.shard_to_metadata[shard])
-    missing = [shard for shard in unloaded if rank not in distribution.all_ranks_for_shard.get(shard, ())]
+    missing = [
+        shard for shard in unloaded if rank not in distribution.all_ranks_for_shard.get(shard, ())
+    ]
     if missing:
         raise _missing_error(missing)
     for shard_id, tensor in unloaded.items():
@@ -309,10 +322,13 @@ def _prepare_tensors(
 def _check_loaded(tensor: torch.Tensor, expected: ShardedTensor) -> None:
     if tensor.numel() != n_elements(expected):
         raise CorruptError(
-            f"a shard was loaded with {tensor.numel()} elements, expected {n_elements(expected)}", key=expected.key
+            f"a shard was loaded with {tensor.numel()} elements, expected {n_elements(expected)}",
+            key=expected.key,
         )
     if tensor.dtype != expected.dtype:
-        raise CorruptError(f"a shard was loaded as {tensor.dtype}, expected {expected.dtype}", key=expected.key)
+        raise CorruptError(
+            f"a shard was loaded as {tensor.dtype}, expected {expected.dtype}", key=expected.key
+        )
 
 
 def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
@@ -321,4 +337,6 @@ def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
 
 def _format_shards(shards: Iterable[_ShardId]) -> str:
     names = sorted({f"{key} at offset {offset}" for key, offset, _ in shards})
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (
+        f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    )

@@ -122,9 +122,13 @@ class ShardedTensor(ShardedBase):
                 f"{self.local_shape} with {self.prepend_axis_num} axes prepended differ in their number of axes"
             )
         if self.has_regular_grid:
-            for offset, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True):
+            for offset, extent in zip(
+                self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True
+            ):
                 if extent and offset % extent:
-                    raise self._error(f"the global offset {offset} is not a multiple of the local extent {extent}")
+                    raise self._error(
+                        f"the global offset {offset} is not a multiple of the local extent {extent}"
+                    )
         if self.flattened_range is not None:
             self._check_flattened_range(self.flattened_range)
         if self.data is not None:
@@ -135,13 +139,17 @@ class ShardedTensor(ShardedBase):
             raise self._error(f"the flattened range {flat} has a step")
         is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
         if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
-            raise self._error(f"the flattened range {flat} does not lie in the local shape {self.local_shape}")
+            raise self._error(
+                f"the flattened range {flat} does not lie in the local shape {self.local_shape}"
+            )
 
     def _check_data(self, data: torch.Tensor) -> None:
         if data.dtype != self.dtype:
             raise self._error(f"the data has dtype {data.dtype}, but {self.dtype} is declared")
         if tuple(data.shape) != self.data_shape:
-            raise self._error(f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared")
+            raise self._error(
+                f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared"
+            )
 
     def _error(self, message: str) -> CheckpointingException:
         return CheckpointingException(message, key=self.key)
@@ -179,8 +187,13 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: the tensor is not flattened.
         """
         local = self.local_coordinates()
-        first: list[np.ndarray] = [np.zeros(self.data_shape, dtype=np.int64)] * self.prepend_axis_num
-        return tuple(index + offset for index, offset in zip((*first, *local), self.global_offset, strict=True))
+        first: list[np.ndarray] = [
+            np.zeros(self.data_shape, dtype=np.int64)
+        ] * self.prepend_axis_num
+        return tuple(
+            index + offset
+            for index, offset in zip((*first, *local), self.global_offset, strict=True)
+        )
 
     def local_coordinates(self) -> tuple[np.ndarray, ...]:
         """Return the local indices of a flattened tensor's elements, in the order of ``data``.
@@ -192,7 +205,9 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: the tensor is not flattened.
         """
         if self.flattened_range is None:
-            raise self._error("only flattened tensors have coordinates, and this tensor has no flattened range")
+            raise self._error(
+                "only flattened tensors have coordinates, and this tensor has no flattened range"
+            )
         elements = np.arange(self.flattened_range.start, self.flattened_range.stop)
         if not self.local_shape:
             return ()
@@ -206,9 +221,13 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: an offset is not a multiple of the local extent.
         """
         chunk = list(self.global_offset[: self.prepend_axis_num])
-        for offset, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True):
+        for offset, extent in zip(
+            self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True
+        ):
             if offset % extent if extent else offset:
-                raise self._error(f"the global offset {offset} is not a multiple of the local extent {extent}")
+                raise self._error(
+                    f"the global offset {offset} is not a multiple of the local extent {extent}"
+                )
             chunk.append(offset // extent if extent else 0)
         return tuple(chunk)
 
@@ -220,14 +239,21 @@ class ShardedTensor(ShardedBase):
                 global shape. Where a shape mismatch is allowed it need not: the remainder then lies
                 in no chunk.
         """
-        if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(self.global_shape):
+        if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(
+            self.global_shape
+        ):
             raise self._error(
                 f"the fragmentations {self.axis_fragmentations} do not fit the global shape {self.global_shape}"
             )
         for extent, n_shards in zip(self.global_shape, self.axis_fragmentations, strict=True):
             if not self.allow_shape_mismatch and extent % n_shards:
-                raise self._error(f"a global extent of {extent} cannot be divided into {n_shards} shards")
-        return tuple(extent // n for extent, n in zip(self.global_shape, self.axis_fragmentations, strict=True))
+                raise self._error(
+                    f"a global extent of {extent} cannot be divided into {n_shards} shards"
+                )
+        return tuple(
+            extent // n
+            for extent, n in zip(self.global_shape, self.axis_fragmentations, strict=True)
+        )
 
     @override
     def without_data(self) -> ShardedTensor:
@@ -262,7 +288,9 @@ class ShardedTensor(ShardedBase):
                 shards.
         """
         if flattened_range is not None:
-            raise ValueError("from_rank_offsets takes no flattened_range; use from_rank_offsets_flat")
+            raise ValueError(
+                "from_rank_offsets takes no flattened_range; use from_rank_offsets_flat"
+            )
         extents = (1,) * prepend_axis_num + tuple(data.shape)
         shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
         # Every cut axis is as many times longer in the global tensor as it has shards.
@@ -318,7 +346,9 @@ class ShardedTensor(ShardedBase):
         shard = cls.from_rank_offsets(key, placeholder, *args, **kwargs)
         return replace(shard, data=data, flattened_range=flattened_range)
 
-    def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+    def init_data(
+        self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
         """Create the local tensor if ``data`` is None.
 
         Args:
@@ -360,12 +390,21 @@ class ShardedTensor(ShardedBase):
             self,
             data=None,
             local_shape=_replace_at(self.local_shape, dim, length),
-            global_shape=_replace_at(self.global_shape, axis, self.global_shape[axis] // extent * length),
-            global_offset=_replace_at(self.global_offset, axis, self.global_offset[axis] // extent * length),
+            global_shape=_replace_at(
+                self.global_shape, axis, self.global_shape[axis] // extent * length
+            ),
+            global_offset=_replace_at(
+                self.global_offset, axis, self.global_offset[axis] // extent * length
+            ),
             flattened_range=None,
         )
         if self.flattened_range is None:
-            return [replace(narrowed, data=None if self.data is None else self.data.narrow(dim, start, length))]
+            return [
+                replace(
+                    narrowed,
+                    data=None if self.data is None else self.data.narrow(dim, start, length),
+                )
+            ]
         # Of a flattened shard, each run of elements that stays contiguous becomes a tensor of its own.
         flat = range(self.flattened_range.start, self.flattened_range.stop)
         return [
@@ -471,7 +510,9 @@ class ShardedObject(ShardedBase):
 
         The numbers within offset and shape are joined by dots.
         """
-        offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
+        offset, shape = (
+            ".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape)
+        )
         return f"{self.key}/shard_{offset}_{shape}"
 
     def __str__(self) -> str:
@@ -489,7 +530,9 @@ class ShardedObject(ShardedBase):
         """
         parts = parts_of_sharded_object(unique_key)
         if parts is None:
-            raise CorruptError("the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key)
+            raise CorruptError(
+                "the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key
+            )
         key, offset, shape = parts
         if len(shape) + 1 == len(offset):
             shape += (-1,)
@@ -541,10 +584,14 @@ class ShardedTensorFactory(ShardedBase):
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace every ShardedTensorFactory by the state dict that it builds, in place."""
-    dict_list_map_inplace(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict)
+    dict_list_map_inplace(
+        lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict
+    )
 
 
-def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ...] = ()) -> StateDict:
+def apply_factory_merges(
+    x1: StateDict, x2: ShardedStateDict, key: tuple[str, ...] = ()
+) -> StateDict:
     """Replace the values loaded for each factory by the tensor it merges them to, in place.
 
     Args:
@@ -575,12 +622,18 @@ def _factory_items(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, An
     """
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
-            raise ValueError(f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}")
+            raise ValueError(
+                f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}"
+            )
         return list(enumerate(x2))
     if not isinstance(x1, dict | list) or not isinstance(x2, dict):
-        raise ValueError(f"a {type(x1).__name__} was loaded where factories are in a {type(x2).__name__}, at {key}")
+        raise ValueError(
+            f"a {type(x1).__name__} was loaded where factories are in a {type(x2).__name__}, at {key}"
+        )
     loaded = list(x1) if isinstance(x1, dict) else list(range(len(x1)))
     absent = [name for name in x2 if name not in loaded]
     if absent:
-        raise ValueError(f"nothing was loaded for the factory at {(*key, absent[0])}; loaded were {loaded}")
+        raise ValueError(
+            f"nothing was loaded for the factory at {(*key, absent[0])}; loaded were {loaded}"
+        )
     return list(x2.items())

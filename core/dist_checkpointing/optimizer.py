@@ -68,7 +68,10 @@ def get_param_id_to_sharded_param_map(
         else:
             sharded_params[number] = leaf
     if not sharded_params and comm.rank() == 0:
-        logger.warning("no tensor of the model's state dict is one of the optimizer's parameters; %s", KEEP_VARS_HINT)
+        logger.warning(
+            "no tensor of the model's state dict is one of the optimizer's parameters; %s",
+            KEEP_VARS_HINT,
+        )
     return sharded_params
 
 
@@ -122,13 +125,19 @@ def optim_state_to_sharding_state(
         ValueError: a parameter of the optimizer is not in the map.
         CheckpointingException: a tensor does not have its parameter's shape.
     """
-    unknown = [number for number in optim_state_dict["state"] if number not in id_to_sharded_param_map]
+    unknown = [
+        number for number in optim_state_dict["state"] if number not in id_to_sharded_param_map
+    ]
     if unknown:
-        raise ValueError(f"the optimizer's parameter {unknown[0]} is not in the model's state dict; {KEEP_VARS_HINT}")
+        raise ValueError(
+            f"the optimizer's parameter {unknown[0]} is not in the model's state dict; {KEEP_VARS_HINT}"
+        )
     # Shard every tensor like its parameter.
     state = {
         number: {
-            name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
+            name: make_sharded_optimizer_tensor(
+                id_to_sharded_param_map[number], value, f"optimizer.state.{name}"
+            )
             for name, value in values.items()
             if name not in exclude_keys
         }

@@ -30,7 +30,11 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from core.dist_checkpointing.state_dict_utils import load_preprocess, remaining_factories, save_preprocess
+from core.dist_checkpointing.state_dict_utils import (
+    load_preprocess,
+    remaining_factories,
+    save_preprocess,
+)
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -74,7 +78,8 @@ def save(
     common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
     content_metadata: dict[str, Any] | None = None,
     *,
     overwrite: bool = False,
@@ -111,7 +116,9 @@ def save(
 
     def begin() -> tuple[Any, SaveCommonStrategy, ShardedStateDict]:
         refuse_url(checkpoint_dir)
-        strategies = _choose_save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
+        strategies = _choose_save_strategies(
+            sharded_strategy, common_strategy, is_async=async_sharded_save
+        )
         if content_metadata is None:
             return *strategies, sharded_state_dict
         content = _clean_metadata_for_serialization(content_metadata)
@@ -119,16 +126,22 @@ def save(
 
     # Choose the strategies, which must be the same on all ranks, and split the state dict.
     sharded, common, sharded_state_dict = _require_agreement(
-        begin, validate_access_integrity=validate_access_integrity, async_sharded_save=async_sharded_save
+        begin,
+        validate_access_integrity=validate_access_integrity,
+        async_sharded_save=async_sharded_save,
     )
     tree, state = comm.together(
         lambda: save_preprocess(
-            sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
+            sharded_state_dict,
+            validate_access_integrity,
+            preprocess_common_before_consistancy_check,
         )
     )
     # Rank 0 creates a stage, into which all ranks write, and publishes it as the last step.
     target = Path(os.path.abspath(checkpoint_dir))
-    publication = comm.together(lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None)
+    publication = comm.together(
+        lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None
+    )
     try:
         tensors = _save_common(tree, state, sharded, common, data_dir_of(target))
         publish = _Publish(
@@ -137,7 +150,9 @@ def save(
             sharded.syncs_files and common.syncs_files,
         )
         if async_sharded_save:
-            request: AsyncRequest = comm.together(lambda: sharded.async_save(tensors, data_dir_of(target)))
+            request: AsyncRequest = comm.together(
+                lambda: sharded.async_save(tensors, data_dir_of(target))
+            )
             request.add_finalize_fn(publish)
             return request
         comm.together(lambda: sharded.save(tensors, data_dir_of(target)))
@@ -184,12 +199,15 @@ def _choose_save_strategies(
     sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):
-        raise ValueError(f"sharded_strategy is a {type(sharded).__name__}, not a SaveShardedStrategy")
+        raise ValueError(
+            f"sharded_strategy is a {type(sharded).__name__}, not a SaveShardedStrategy"
+        )
     if not isinstance(common, SaveCommonStrategy):
         raise ValueError(f"common_strategy is a {type(common).__name__}, not a SaveCommonStrategy")
     if is_async and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise UnsupportedError(
-            f"{sharded} cannot save asynchronously", hint="choose a strategy that can, such as ('torch_dist', 1)"
+            f"{sharded} cannot save asynchronously",
+            hint="choose a strategy that can, such as ('torch_dist', 1)",
         )
     return sharded, common
 
@@ -248,7 +266,10 @@ def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object)
 
     def begin_and_describe() -> dict[str, object]:
         chosen.append(begin())
-        kinds = [f"{type(strategy).__module__}.{type(strategy).__qualname__}" for strategy in chosen[0][:2]]
+        kinds = [
+            f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+            for strategy in chosen[0][:2]
+        ]
         return {"sharded_strategy": kinds[0], "common_strategy": kinds[1], **arguments}
 
     first, *rest = comm.collect(begin_and_describe)
@@ -303,7 +324,9 @@ def load(
     """
 
     def begin() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StrictHandling]:
-        return *verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy), handling
+        return *verify_checkpoint_and_load_strategy(
+            checkpoint_dir, sharded_strategy, common_strategy
+        ), handling
 
     # Choose the strategies, which must be the same on all ranks, and load the common state.
     handling = comm.together(lambda: parse_strict_flag(strict))
@@ -338,10 +361,16 @@ def load(
         return apply_factory_merges(state, remaining_factories(factories, requested, to_load))
 
     comm.together(finish)
-    return (state, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(handling) else state
+    return (
+        (state, missing, unexpected)
+        if StrictHandling.requires_returning_mismatch_keys(handling)
+        else state
+    )
 
 
-def _begin_load(sharded_state_dict: ShardedStateDict, state: StateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
+def _begin_load(
+    sharded_state_dict: ShardedStateDict, state: StateDict
+) -> tuple[ShardedStateDict, ShardedStateDict]:
     """Return the ShardedTensors and ShardedObjects to load, and the factories among the leaves.
 
     The values that LocalNonpersistentObjects wrap are merged into ``state``.
@@ -396,7 +425,9 @@ def load_sharded_metadata(
     Raises:
         CheckpointingException: the checkpoint does not exist or cannot be read.
     """
-    sharded, common = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
+    sharded, common = verify_checkpoint_and_load_strategy(
+        checkpoint_dir, sharded_strategy, common_strategy
+    )
     metadata = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
@@ -448,7 +479,9 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     sharded.remove_sharded_tensors(Path(checkpoint_dir), key_prefix)
 
 
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> SaveShardedStrategy:
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int = 1
+) -> SaveShardedStrategy:
     """Return the registered strategy that saves tensors.
 
     Raises:
@@ -457,7 +490,9 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
 
 
-def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> SaveCommonStrategy:
+def get_default_save_common_strategy(
+    backend: str = "torch", version: int = 1
+) -> SaveCommonStrategy:
     """Return the registered strategy that saves common states.
 
     Raises:

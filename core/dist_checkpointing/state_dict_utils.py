@@ -27,14 +27,18 @@ from core.dist_checkpointing.mapping import (
     apply_factories,
 )
 from core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
-from core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from core.errors import MissingShardError
 
 
 def save_preprocess(
     sharded_state_dict: ShardedStateDict,
     validate_access_integrity: bool = True,
-    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its sharded and its common part.
 
@@ -91,7 +95,9 @@ def load_preprocess(
     return tree, local, factories
 
 
-def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> ShardedStateDict:
+def filter_out_empty_flatten_tensor(
+    sharded_state_dict: dict[Any, Any] | list[Any],
+) -> ShardedStateDict:
     """Return a new tree without empty flattened ShardedTensors and without empty containers.
 
     A ShardedTensor is empty if its flattened range is.
@@ -133,7 +139,9 @@ def _filter_factories(factories: Any, before: Any, loaded: set[str]) -> Any:
             continue
         if isinstance(before, list):
             # Items of which nothing was loaded are gone from the list, so later items have moved up.
-            place = sum(any(leaf.key in loaded for leaf in nested_values([item])) for item in before[:place])
+            place = sum(
+                any(leaf.key in loaded for leaf in nested_values([item])) for item in before[:place]
+            )
         remaining[place] = inner_remaining
     return remaining or None
 

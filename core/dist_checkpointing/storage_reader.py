@@ -170,7 +170,9 @@ class CkptStorageReader(StorageReader):
         catalog = opened.catalog
         return Metadata(
             state_dict_metadata={
-                name: _tensor_metadata(catalog, key) if key in catalog.tensors else BytesStorageMetadata()
+                name: _tensor_metadata(catalog, key)
+                if key in catalog.tensors
+                else BytesStorageMetadata()
                 for name, key in opened.key_of.items()
             },
             planner_data=dict(opened.paths),
@@ -206,7 +208,9 @@ class CkptStorageReader(StorageReader):
             items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             targets = [self._target(opened, item, planner) for item in items]
             for group in _group_by_dtype(targets):
-                bridge.fill_tensors(group, opened.catalog, opened.store, checks_crc=self._checks_crc)
+                bridge.fill_tensors(
+                    group, opened.catalog, opened.store, checks_crc=self._checks_crc
+                )
             for item, (_, tensor) in zip(items, targets, strict=True):
                 planner.commit_tensor(item, tensor)
             # Hand over every other entry as a stream.
@@ -235,7 +239,9 @@ class CkptStorageReader(StorageReader):
             self._opened.store.close()
             self._opened = None
 
-    def _target(self, opened: _OpenedCheckpoint, item: ReadItem, planner: LoadPlanner) -> tuple[Chunk, torch.Tensor]:
+    def _target(
+        self, opened: _OpenedCheckpoint, item: ReadItem, planner: LoadPlanner
+    ) -> tuple[Chunk, torch.Tensor]:
         """Return the region that an item asks for, and the tensor to read it into.
 
         Raises:
@@ -250,7 +256,8 @@ class CkptStorageReader(StorageReader):
         tensor = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise UsageError(
-                f"the planner asks for shape {tuple(item.lengths)}, but its tensor has {tuple(tensor.shape)}", key=name
+                f"the planner asks for shape {tuple(item.lengths)}, but its tensor has {tuple(tensor.shape)}",
+                key=name,
             )
         dtype = dtype_name(tensor.dtype, key=name)
         if dtype != meta.dtype and not self._casts:
@@ -273,7 +280,9 @@ class CkptStorageReader(StorageReader):
         name = item.storage_index.fqn
         entry = opened.catalog.objects.get(_key(opened, name))
         if entry is None:
-            raise UsageError("a tensor in the checkpoint, but not a tensor in the state dict", key=name)
+            raise UsageError(
+                "a tensor in the checkpoint, but not a tensor in the state dict", key=name
+            )
         stream = io.BytesIO()
         torch.save(bridge.live_value(entry.value, opened.catalog, opened.store, key=name), stream)
         stream.seek(0)
@@ -303,7 +312,8 @@ def _may_be_of_old_torch(planner: DefaultLoadPlanner, stored: Mapping[str, objec
     torch's own planner handles that case.
     """
     return planner.flatten_state_dict and any(
-        name not in stored and any(isinstance(part, int) for part in path) for name, path in planner.mappings.items()
+        name not in stored and any(isinstance(part, int) for part in path)
+        for name, path in planner.mappings.items()
     )
 
 
@@ -334,7 +344,9 @@ def _names_for_torch(
         paths[prefix + name] = (*before, *path)
     if root and not keys:
         first = dict.fromkeys(key.partition(".")[0] for key in (*catalog.tensors, *catalog.objects))
-        raise UsageError(f"the checkpoint has no entry {root!r}", hint=f"it has {', '.join(list(first)[:8])}")
+        raise UsageError(
+            f"the checkpoint has no entry {root!r}", hint=f"it has {', '.join(list(first)[:8])}"
+        )
     return keys, paths
 
 
@@ -365,14 +377,22 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
     similar = get_close_matches(name, stored, n=3, cutoff=0.7)
     tail = name.partition(".")[2]
     similar += [key for key in stored if key.endswith(f".{name}") or (tail and key == tail)][:3]
-    hint = f"similar keys: {', '.join(dict.fromkeys(similar))}" if similar else f"it has {', '.join(stored[:5])}"
+    hint = (
+        f"similar keys: {', '.join(dict.fromkeys(similar))}"
+        if similar
+        else f"it has {', '.join(stored[:5])}"
+    )
     more = f", and {n_more} others are missing, too" if n_more else ""
     return MissingShardError(
-        f"not found in the checkpoint{more}", key=name, hint=f"{hint}; prefix=, root= and names= change the names"
+        f"not found in the checkpoint{more}",
+        key=name,
+        hint=f"{hint}; prefix=, root= and names= change the names",
     )
 
 
-def _group_by_dtype(targets: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
+def _group_by_dtype(
+    targets: Sequence[tuple[Chunk, torch.Tensor]],
+) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
     """Yield all targets in one group, or in a group per dtype if a tensor has several."""
     dtypes: dict[str, set[str]] = {}
     for chunk, _ in targets:

@@ -179,7 +179,8 @@ class CkptStorageWriter(StorageWriter):
         """
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
-                "ranks cannot share files without collectives", hint="save with use_collectives=True"
+                "ranks cannot share files without collectives",
+                hint="save with use_collectives=True",
             )
 
     @override
@@ -280,7 +281,8 @@ class CkptStorageWriter(StorageWriter):
         running = self._running
         if running is None or _STAGES.get(running.stage.dst) is not running.stage:
             raise UsageError(
-                "the save was abandoned because another save to the same destination began", file=str(self.path)
+                "the save was abandoned because another save to the same destination began",
+                file=str(self.path),
             )
         # Write entries that are not tensors, headers and metadata, and publish the stage.
         try:
@@ -320,7 +322,11 @@ class CkptStorageWriter(StorageWriter):
         """
         dst = self._dst()
         if os.path.lexists(dst) and not self._overwrite and not _is_empty_dir(dst):
-            raise UsageError("the destination exists", file=str(dst), hint="choose another one, or pass overwrite=True")
+            raise UsageError(
+                "the destination exists",
+                file=str(dst),
+                hint="choose another one, or pass overwrite=True",
+            )
         if save.objects and is_file_of(self._format, dst) and not self._format.nests:
             raise UsageError(
                 f"a {dst.suffix} file holds only tensors",

@@ -41,7 +41,11 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from core.dist_checkpointing.state_dict_utils import load_preprocess, remaining_factories, save_preprocess
+from core.dist_checkpointing.state_dict_utils import (
+    load_preprocess,
+    remaining_factories,
+    save_preprocess,
+)
 from core.dist_checkpointing.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -153,7 +157,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         sharded = dict_list_map_outplace(copy, sharded)
         distribution = cached_metadata if algo == "fully_parallel" else None
         if algo == "fully_parallel" and distribution is None:
-            distribution = determine_main_replica_uniform_distribution(sharded, parallelization_group, True)
+            distribution = determine_main_replica_uniform_distribution(
+                sharded, parallelization_group, True
+            )
         if distribution is not None:
             _drop_data_of_others(sharded, distribution, comm.rank(parallelization_group))
         return cls(common, sharded), distribution
@@ -247,7 +253,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 data = tensor.data.detach()
                 self._devices[position] = data.device.type
                 is_on_cpu = data.device.type == "cpu"
-                tensor.data = data.clone() if is_on_cpu else data.to("cpu", non_blocking=non_blocking)
+                tensor.data = (
+                    data.clone() if is_on_cpu else data.to("cpu", non_blocking=non_blocking)
+                )
 
     @override
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
@@ -310,7 +318,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         requested = extract_sharded_base(tree)[0]
         stored = local_metadata = global_metadata = None
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-            stored = {leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)}
+            stored = {
+                leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)
+            }
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
             local_metadata, global_metadata = determine_global_metadata(requested)
         to_load, missing, unexpected = validate_integrity_and_strict_load(
@@ -318,7 +328,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         )
 
         # Fetch the shards that other ranks keep, and put all into the requested nesting.
-        tensors = {_sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._tensors_with_data()}
+        tensors = {
+            _sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._tensors_with_data()
+        }
         if algo == "fully_parallel":
             tensors = _fetch_from_keepers(tensors, to_load, parallelization_group, exchange_algo)
         merge(state, comm.together(lambda: self._fill(to_load, tensors)))
@@ -332,21 +344,29 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             MissingShardError: a shard is not among them.
         """
         leaves = nested_values(self.sharded_state_dict)
-        objects = {_sharded_object_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
+        objects = {
+            _sharded_object_id(leaf): leaf.data
+            for leaf in leaves
+            if isinstance(leaf, ShardedObject)
+        }
 
         def value_of(leaf: Any) -> Any:
             is_object = isinstance(leaf, ShardedObject)
             shard = _sharded_object_id(leaf) if is_object else _sharded_tensor_shard_id(leaf)
             kept: dict[_ShardId, Any] = objects if is_object else tensors
             if shard not in kept:
-                raise MissingShardError(f"no shard at offset {leaf.global_offset} is kept", key=leaf.key)
+                raise MissingShardError(
+                    f"no shard at offset {leaf.global_offset} is kept", key=leaf.key
+                )
             return kept[shard]
 
         return dict_list_map_outplace(value_of, tree)  # type: ignore[no-any-return]
 
     def _require_tensors(self) -> None:
         if self.is_hollow:
-            raise UsageError("the tensors have been taken out", hint="call insert_tensors or init_tensors first")
+            raise UsageError(
+                "the tensors have been taken out", hint="call insert_tensors or init_tensors first"
+            )
 
     def _tensors_with_data(self) -> list[tuple[int, Any]]:
         """Return the ShardedTensors with data, each with its position among all ShardedTensors.
@@ -355,7 +375,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             UsageError: the state dict is hollow.
         """
         self._require_tensors()
-        return [(position, tensor) for position, tensor in enumerate(self._all_tensors()) if tensor.data is not None]
+        return [
+            (position, tensor)
+            for position, tensor in enumerate(self._all_tensors())
+            if tensor.data is not None
+        ]
 
     def _popped_tensors(self) -> list[tuple[int, Any]]:
         """Return the ShardedTensors whose data was taken out, each with its position among all.
@@ -369,7 +393,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         return [(position, tensors[position]) for position in self._popped]
 
     def _all_tensors(self) -> list[ShardedTensor]:
-        return [leaf for leaf in nested_values(self.sharded_state_dict) if isinstance(leaf, ShardedTensor)]
+        return [
+            leaf
+            for leaf in nested_values(self.sharded_state_dict)
+            if isinstance(leaf, ShardedTensor)
+        ]
 
 
 def _check_algorithm(algo: str) -> None:
@@ -377,7 +405,9 @@ def _check_algorithm(algo: str) -> None:
         raise ValueError(f"algo is one of {', '.join(_ALGORITHMS)}, not {algo!r}")
 
 
-def _drop_data_of_others(sharded: ShardedStateDict, distribution: ShardDistribution, rank: int) -> None:
+def _drop_data_of_others(
+    sharded: ShardedStateDict, distribution: ShardDistribution, rank: int
+) -> None:
     """Drop the data of the shards that other ranks keep.
 
     Raises:
@@ -387,13 +417,18 @@ def _drop_data_of_others(sharded: ShardedStateDict, distribution: ShardDistribut
         if isinstance(leaf, ShardedTensor):
             shard = _sharded_tensor_shard_id(leaf)
             if shard not in distribution.main_rank_for_shard:
-                raise ValueError(f"the cached distribution was made for another state dict: it has no {leaf.key}")
+                raise ValueError(
+                    f"the cached distribution was made for another state dict: it has no {leaf.key}"
+                )
             if distribution.main_rank_for_shard[shard] != rank:
                 leaf.data = None
 
 
 def _fetch_from_keepers(
-    tensors: dict[_ShardId, torch.Tensor], requested: ShardedStateDict, group: Any, exchange_algo: str
+    tensors: dict[_ShardId, torch.Tensor],
+    requested: ShardedStateDict,
+    group: Any,
+    exchange_algo: str,
 ) -> dict[_ShardId, torch.Tensor]:
     """Return the tensors of this rank and the requested ones that other ranks keep; collective.
 
@@ -410,14 +445,21 @@ def _fetch_from_keepers(
             keeper.setdefault(shard, rank)
     for shard, tensor in distribution.shard_to_metadata.items():
         if shard not in keeper:
-            raise MissingShardError(f"no rank keeps the shard at offset {tensor.global_offset}", key=tensor.key)
+            raise MissingShardError(
+                f"no rank keeps the shard at offset {tensor.global_offset}", key=tensor.key
+            )
     distribution = distribution._replace(
         main_rank_for_shard={shard: keeper[shard] for shard in distribution.main_rank_for_shard}
     )
     # Send the shards that this rank is the keeper of, and receive those that it lacks.
     sent = {shard: tensor for shard, tensor in tensors.items() if keeper[shard] == comm.rank(group)}
     leaves = {
-        _sharded_tensor_shard_id(leaf): leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensor)
+        _sharded_tensor_shard_id(leaf): leaf
+        for leaf in nested_values(requested)
+        if isinstance(leaf, ShardedTensor)
     }
     lacking = {shard: leaf for shard, leaf in leaves.items() if shard not in tensors}
-    return {**exchange_by_distribution(sent, lacking, distribution, group, exchange_algo), **tensors}
+    return {
+        **exchange_by_distribution(sent, lacking, distribution, group, exchange_algo),
+        **tensors,
+    }

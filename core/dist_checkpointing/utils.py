@@ -12,7 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
-from core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
+from core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    nested_values,
+)
 from core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -50,7 +54,11 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
     flat = sharded_tensor.flattened_range
-    return sharded_tensor.key, tuple(sharded_tensor.global_offset), None if flat is None else (flat.start, flat.stop)
+    return (
+        sharded_tensor.key,
+        tuple(sharded_tensor.global_offset),
+        None if flat is None else (flat.start, flat.stop),
+    )
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:
@@ -91,7 +99,9 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
     _rename_keys(sharded_state_dict, lambda key: prefix + key)
 
 
-def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
     """Replace the prefix of the key of every sharded leaf, in place.
 
     Raises:
@@ -107,7 +117,9 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
     _rename_keys(sharded_state_dict, replace_prefix)
 
 
-def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
+def apply_prefix_mapping(
+    sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
+) -> None:
     """Replace prefixes of the keys of sharded leaves, in place; keys without any of them stay.
 
     Args:
@@ -170,7 +182,10 @@ def logger_stack(
 
 @contextmanager
 def debug_time(
-    name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
+    name: str,
+    logger: logging.Logger | None = None,
+    threshold: float = float("-inf"),
+    level: int | None = None,
 ) -> Iterator[None]:
     """Log how long the block took.
 
@@ -208,5 +223,6 @@ def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[s
     return {
         name: value
         for name, value in metadata.items()
-        if name != "dp_cp_group" and not any(kind.__name__ == "ProcessGroup" for kind in type(value).__mro__)
+        if name != "dp_cp_group"
+        and not any(kind.__name__ == "ProcessGroup" for kind in type(value).__mro__)
     }

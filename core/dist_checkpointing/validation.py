@@ -29,7 +29,13 @@ from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.integrity import check_sharding
 from core.dist_checkpointing.core import maybe_load_config
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, nested_values
-from core.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+from core.dist_checkpointing.mapping import (
+    CommonStateDict,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
 from core.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -101,9 +107,15 @@ def validate_integrity_and_strict_load(
     unexpected_keys: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
-            raise UsageError(f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)")
+            raise UsageError(
+                f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)"
+            )
         # Find the keys that differ, and leave out those that the checkpoint lacks.
-        requested = local_metadata if local_metadata is not None else list(nested_values(sharded_state_dict))
+        requested = (
+            local_metadata
+            if local_metadata is not None
+            else list(nested_values(sharded_state_dict))
+        )
         missing_keys, unexpected_keys = missing_and_unexpected_keys(
             ckpt_sharded_metadata,
             requested,
@@ -114,12 +126,18 @@ def validate_integrity_and_strict_load(
         if strict is StrictHandling.IGNORE_ALL:
             missing_keys, unexpected_keys = set(), set()
         elif strict in RAISING:
-            comm.together(lambda: maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, True))
+            comm.together(
+                lambda: maybe_report_missing_and_unexpected_keys(
+                    missing_keys, unexpected_keys, True
+                )
+            )
         elif strict in LOGGING:
             maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
     if validate_access_integrity:
         if global_metadata is None:
-            raise UsageError("validate_access_integrity needs the metadata of all ranks (global_metadata)")
+            raise UsageError(
+                "validate_access_integrity needs the metadata of all ranks (global_metadata)"
+            )
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing_keys, unexpected_keys
 
@@ -150,10 +168,14 @@ def verify_checkpoint_and_load_strategy(
     if config is None:
         raise refusal_of(Path(checkpoint_dir))
     sharded: LoadShardedStrategy = chosen_strategy(
-        StrategyAction.LOAD_SHARDED, sharded_strategy, (config.sharded_backend, config.sharded_backend_version)
+        StrategyAction.LOAD_SHARDED,
+        sharded_strategy,
+        (config.sharded_backend, config.sharded_backend_version),
     )
     common: LoadCommonStrategy = chosen_strategy(
-        StrategyAction.LOAD_COMMON, common_strategy, (config.common_backend, config.common_backend_version)
+        StrategyAction.LOAD_COMMON,
+        common_strategy,
+        (config.common_backend, config.common_backend_version),
     )
     sharded.check_backend_compatibility(config.sharded_backend)
     sharded.check_version_compatibility(config.sharded_backend_version)
@@ -179,7 +201,8 @@ def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, i
 
 
 def validate_sharding_integrity(
-    global_metadata: Sequence[Iterable[ShardedBase]], common_state_dict: CommonStateDict | None = None
+    global_metadata: Sequence[Iterable[ShardedBase]],
+    common_state_dict: CommonStateDict | None = None,
 ) -> None:
     """Check that the ranks' shards form complete tensors and objects; log differing common states.
 
@@ -208,7 +231,9 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
         return
     is_saved = comm.rank() == 0
     # Send the state of rank 0 to all ranks, which compare it with their own.
-    problem, packed = comm.broadcast(_pickle_common_state(common_state_dict) if is_saved else (None, b""))
+    problem, packed = comm.broadcast(
+        _pickle_common_state(common_state_dict) if is_saved else (None, b"")
+    )
     if problem is not None:
         raise UsageError(f"the common state of rank 0 cannot be pickled: {problem}", rank="0")
     if is_saved:
@@ -216,7 +241,9 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
     try:
         only_on_rank_0, only_on_this_rank, unequal = diff(pickle.loads(packed), common_state_dict)
     except Exception as err:  # a user's class may raise anything when it is unpickled or compared
-        logger.warning("The common state of rank %d could not be compared with rank 0's: %s", comm.rank(), err)
+        logger.warning(
+            "The common state of rank %d could not be compared with rank 0's: %s", comm.rank(), err
+        )
         return
     if only_on_rank_0 or only_on_this_rank or unequal:
         logger.warning(
@@ -246,7 +273,9 @@ def _pickle_common_state(common_state_dict: CommonStateDict) -> tuple[str | None
         return f"{type(err).__name__}: {err}", b""
 
 
-def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[_LocalMetadata, _GlobalMetadata]:
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[_LocalMetadata, _GlobalMetadata]:
     """Return the shards of this rank and the shards of every rank, without data; collective.
 
     Args:
@@ -270,7 +299,9 @@ def validate_sharded_objects_handling(
     Raises:
         UnsupportedError: neither strategy handles ShardedObjects.
     """
-    if not (sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects):
+    if not (
+        sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
+    ):
         raise UnsupportedError(
             f"neither {sharded_strategy} nor {common_strategy} handles ShardedObjects",
             hint="choose a strategy with can_handle_sharded_objects",

@@ -26,7 +26,9 @@ MAX_VALUES = 4_000_000
 """Largest number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
 
 
-def read_small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None = None) -> bytes:
+def read_small_file(
+    store: ReadStore, file: str, *, max_bytes: int, key: str | None = None
+) -> bytes:
     """Read a file that must be small to be what its name says.
 
     Args:
@@ -39,7 +41,11 @@ def read_small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | N
     """
     size = store.size(file)
     if size > max_bytes:
-        raise CorruptError(f"the file is too large: {size:,} bytes, at most {max_bytes:,} are read", file=file, key=key)
+        raise CorruptError(
+            f"the file is too large: {size:,} bytes, at most {max_bytes:,} are read",
+            file=file,
+            key=key,
+        )
     return store.read(file, 0, size)
 
 
@@ -56,7 +62,9 @@ def read_json_object(
         CorruptError: the file is too large, not JSON or not an object, or repeats a key.
         MissingShardError: the file does not exist.
     """
-    return parse_json_object(read_small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values)
+    return parse_json_object(
+        read_small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values
+    )
 
 
 def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
@@ -71,13 +79,19 @@ def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -
     """
     n_values = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
     if n_values > max_values:
-        raise CorruptError(f"too many JSON values: up to {n_values:,}, at most {max_values:,} are read", file=file)
+        raise CorruptError(
+            f"too many JSON values: up to {n_values:,}, at most {max_values:,} are read", file=file
+        )
     try:
         parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as err:
-        raise CorruptError(f"not a JSON file: {err}", file=file, hint="copy it again from where it came from") from err
+        raise CorruptError(
+            f"not a JSON file: {err}", file=file, hint="copy it again from where it came from"
+        ) from err
     if not isinstance(parsed, dict):
-        raise CorruptError(f"the file holds a JSON {type(parsed).__name__}, not an object", file=file)
+        raise CorruptError(
+            f"the file holds a JSON {type(parsed).__name__}, not an object", file=file
+        )
     return parsed
 
 

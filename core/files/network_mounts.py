@@ -14,7 +14,9 @@ import os
 import re
 from pathlib import Path
 
-_INCOHERENT = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ncpfs", "coda", "virtiofs"})
+_INCOHERENT = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ncpfs", "coda", "virtiofs"}
+)
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -46,7 +48,9 @@ def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
         if len(fields) < 5 or not source_fields:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
-        is_above = real_path == point or real_path.startswith(point if point.endswith("/") else f"{point}/")
+        is_above = real_path == point or real_path.startswith(
+            point if point.endswith("/") else f"{point}/"
+        )
         # Of equal mount points the last one counts: it hides those mounted before it.
         if is_above and len(point) >= longest:
             longest, kind = len(point), source_fields.split(" ")[0]

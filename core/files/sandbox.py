@@ -52,10 +52,24 @@ def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) 
     root = Path(__file__).parents[2]
     # -I: neither the working directory nor the environment decides what is imported.
     # -S: no other package is imported.
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root), function, str(memory_bytes), str(cpu_s)]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        _PROGRAM,
+        str(root),
+        function,
+        str(memory_bytes),
+        str(cpu_s),
+    ]
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
         )
     except OSError:
         return None
@@ -70,7 +84,10 @@ def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) 
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
                 pipe.close()
-    if child.returncode != 0 or int.from_bytes(message[:_HEADER_BYTES], "little") != len(message) - _HEADER_BYTES:
+    if (
+        child.returncode != 0
+        or int.from_bytes(message[:_HEADER_BYTES], "little") != len(message) - _HEADER_BYTES
+    ):
         return None
     return message[_HEADER_BYTES:]
 

@@ -145,7 +145,9 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
             raise MissingShardError(f"cannot {doing}: the file does not exist", file=label) from err
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CapacityError(
-                f"cannot {doing}: {os.strerror(err.errno).lower()}", file=label, hint="free some space and run again"
+                f"cannot {doing}: {os.strerror(err.errno).lower()}",
+                file=label,
+                hint="free some space and run again",
             ) from err
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
         hint = "check the permissions" if err.errno in (errno.EACCES, errno.EPERM) else None
@@ -167,7 +169,9 @@ def leads_on(link: Path) -> bool:
     """
     target = os.path.realpath(link)
     parent = os.path.realpath(link.parent)
-    return os.path.isdir(target) and not f"{parent}/".startswith(target if target.endswith("/") else f"{target}/")
+    return os.path.isdir(target) and not f"{parent}/".startswith(
+        target if target.endswith("/") else f"{target}/"
+    )
 
 
 def list_files_below(store: ReadStore) -> dict[str, int]:
@@ -201,7 +205,11 @@ class LocalStore(ReadStore):
     entry: str | None = None
 
     def __init__(
-        self, root: Path, *, entry: str | None = None, stamps: Mapping[str, Sequence[int]] | None = None
+        self,
+        root: Path,
+        *,
+        entry: str | None = None,
+        stamps: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.root = root
         self.entry = entry
@@ -252,13 +260,21 @@ class LocalStore(ReadStore):
     def unreadable(self, under: str = "") -> list[str]:
         """Return the names in ``under`` that hold no data: pipes, sockets, broken links, …"""
         return [
-            name for name, entry in self._entries(under) if not (_has_kind(entry.is_file) or _has_kind(entry.is_dir))
+            name
+            for name, entry in self._entries(under)
+            if not (_has_kind(entry.is_file) or _has_kind(entry.is_dir))
         ]
 
     @override
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        with translate_os_errors(str(self.path(under) if under else self.root), doing="list the directory"):
-            return {name: entry.stat().st_size for name, entry in self._entries(under) if _has_kind(entry.is_file)}
+        with translate_os_errors(
+            str(self.path(under) if under else self.root), doing="list the directory"
+        ):
+            return {
+                name: entry.stat().st_size
+                for name, entry in self._entries(under)
+                if _has_kind(entry.is_file)
+            }
 
     def _entries(self, under: str) -> list[tuple[str, os.DirEntry[str]]]:
         """List a directory by name; return [] if it is missing."""
@@ -323,7 +339,9 @@ class LocalStore(ReadStore):
                     return data
                 buffer = bytearray(n_bytes)  # a signal, or more than one call can read
             except (MemoryError, OverflowError) as err:
-                raise CapacityError(f"{n_bytes:,} bytes, to be read at once, do not fit in memory", file=name) from err
+                raise CapacityError(
+                    f"{n_bytes:,} bytes, to be read at once, do not fit in memory", file=name
+                ) from err
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
@@ -379,7 +397,9 @@ class LocalStore(ReadStore):
                 now = os.stat(self.path(name))
             if (now.st_size, now.st_mtime_ns, now.st_ino) != before:
                 raise SourceChangedError(
-                    "the file changed while it was being read", file=name, hint="run again when nothing writes to it"
+                    "the file changed while it was being read",
+                    file=name,
+                    hint="run again when nothing writes to it",
                 )
 
     def close(self) -> None:
@@ -475,10 +495,14 @@ class MemoryStore(ReadStore, WriteStore):
     label: str = "memory"
 
     def __init__(
-        self, contents: Mapping[str, bytes | bytearray | memoryview] | None = None, *, entry: str | None = None
+        self,
+        contents: Mapping[str, bytes | bytearray | memoryview] | None = None,
+        *,
+        entry: str | None = None,
     ) -> None:
         self.contents: dict[str, bytearray | memoryview] = {
-            name: data if isinstance(data, memoryview) else bytearray(data) for name, data in (contents or {}).items()
+            name: data if isinstance(data, memoryview) else bytearray(data)
+            for name, data in (contents or {}).items()
         }
         self.entry = entry
 

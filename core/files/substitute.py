@@ -43,14 +43,24 @@ def substitute_of(head: bytes) -> Substitute | None:
     """Recognise a text by the first ``HEAD_BYTES`` bytes of a file; return None for other files."""
     again = "download the file again; a private or gated model needs a login first (hf auth login)"
     if head.startswith(_POINTER):
-        return Substitute("a Git LFS pointer, not the file itself", "fetch the file itself: git lfs pull")
+        return Substitute(
+            "a Git LFS pointer, not the file itself", "fetch the file itself: git lfs pull"
+        )
     if _MARKUP.match(head):
-        return Substitute("a web page or a server's error message (HTML or XML), not the file itself", again)
+        return Substitute(
+            "a web page or a server's error message (HTML or XML), not the file itself", again
+        )
     if _JSON.match(head):
-        return Substitute("JSON text, such as a server's error message, not the file itself", again, is_download=False)
+        return Substitute(
+            "JSON text, such as a server's error message, not the file itself",
+            again,
+            is_download=False,
+        )
     if _TEXT.fullmatch(head):
         start = head[:32].decode("ascii").strip()
-        return Substitute(f"a text file that begins {start!r}, not a file of weights", again, is_download=False)
+        return Substitute(
+            f"a text file that begins {start!r}, not a file of weights", again, is_download=False
+        )
     return None
 
 

@@ -26,7 +26,10 @@ def _libc() -> Any:
     for name, types in (
         ("fallocate64", [ctypes.c_int, ctypes.c_int, offset, offset]),
         ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
-        ("renameat2", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]),
+        (
+            "renameat2",
+            [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint],
+        ),
     ):
         function = getattr(libc, name, None)
         if function is not None:

@@ -51,7 +51,9 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
     scheme, location = match[1].lower(), match[2]
     if scheme == "file":
         plain = unquote("/" + location.removeprefix("localhost/"))
-        raise UsageError(f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}")
+        raise UsageError(
+            f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}"
+        )
     raise UsageError(
         f"{match[1]}://{location} is a URL; only local paths can be read and written",
         hint=_copy_hint(scheme, location),
@@ -73,4 +75,6 @@ def _copy_hint(scheme: str, location: str) -> str:
     if scheme == "hf" and location.count("/") >= 1:
         model_id = "/".join(location.split("/")[:2])
         return f"download the model, and give the local path: {hub_download(model_id)}"
-    return _COPYING.get(scheme, "copy it to or from a local disk, or mount it, and give the local path")
+    return _COPYING.get(
+        scheme, "copy it to or from a local disk, or mount it, and give the local path"
+    )

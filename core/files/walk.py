@@ -70,7 +70,9 @@ class _Listing:
     subfolders: list[str] = field(default_factory=list)
 
 
-def list_tree(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
+def list_tree(
+    root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()
+) -> Tree:
     """List the tree of a directory, or one file in it.
 
     Args:
@@ -121,7 +123,9 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
         with os.scandir(path) as entries:
             sorted_entries = sorted(entries, key=lambda entry: entry.name)
     except OSError as err:
-        return _Listing(None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"})
+        return _Listing(
+            None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"}
+        )
     # Sort the entries into files, directories to list next, and everything else.
     listing = _Listing(identity)
     for entry in sorted_entries:
@@ -162,7 +166,9 @@ def _size_or_kind(path: Path) -> int | str:
     try:
         status = os.stat(path)
     except OSError as err:
-        return BROKEN_LINK if path.is_symlink() else f"an entry that has disappeared ({_reason(err)})"
+        return (
+            BROKEN_LINK if path.is_symlink() else f"an entry that has disappeared ({_reason(err)})"
+        )
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     return next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "not a regular file")
@@ -184,4 +190,6 @@ def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
     large = [name for name, size in files.items() if size >= _LARGE_BYTES]
     with translate_os_errors(store.label, doing="check"):
         # st_blocks counts 512 bytes each: less than 1/256 of the file is on the disk.
-        return {name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8}
+        return {
+            name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8
+        }

@@ -142,7 +142,9 @@ def parse_lanes(text: str) -> tuple[int, ...]:
     """
     if len(text) != LANES * _TEXT_DIGITS or set(text) - set("0123456789abcdef"):
         raise ValueError(f"not a fingerprint: {text[:160]!r}")
-    lanes = tuple(int(text[start : start + _TEXT_DIGITS], 16) for start in range(0, len(text), _TEXT_DIGITS))
+    lanes = tuple(
+        int(text[start : start + _TEXT_DIGITS], 16) for start in range(0, len(text), _TEXT_DIGITS)
+    )
     if max(lanes) >= PRIME:
         raise ValueError(f"not a fingerprint: {text!r}")
     return lanes

@@ -123,10 +123,16 @@ def _is_exact_in_torch() -> bool:
     if not hasattr(torch, "_int_mm"):
         return False
     lowest: Array = np.full((33, TABLE), -128, np.int8)
-    signs = np.where(_tables()[0][:, 0] > 0, np.int8(127), np.int8(-128))[None, :].repeat(17, axis=0)
+    signs = np.where(_tables()[0][:, 0] > 0, np.int8(127), np.int8(-128))[None, :].repeat(
+        17, axis=0
+    )
     try:
         return all(
-            bool((products_in_torch(data[:, :n], first) == products_in_numpy(data[:, :n], first)).all())
+            bool(
+                (
+                    products_in_torch(data[:, :n], first) == products_in_numpy(data[:, :n], first)
+                ).all()
+            )
             for data in (lowest, signs)
             for first, n in ((0, TABLE), (0, 1), (5, 1000), (TABLE - 96, 96))
         )
@@ -244,7 +250,9 @@ def weigh_blocks(sums: Array, blocks: range | Array) -> Array:
     if len(borders) * _FEW > len(blocks):
         weights = low[low_digits] * middle[upper_digits % TABLE] % PRIME
         return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
-    for start, stop in zip((0, *borders), (*borders, len(blocks)), strict=True):  # one run per upper digits
+    for start, stop in zip(
+        (0, *borders), (*borders, len(blocks)), strict=True
+    ):  # one run per upper digits
         upper = int(upper_digits[start])
         part = _dot(sums[start:stop], low[low_digits[start:stop]])
         total += part * (middle[upper % TABLE] * high[upper // TABLE] % PRIME) % PRIME

@@ -70,7 +70,9 @@ class FormSum:
         self.n_bytes += len(raw)
         n_outer = self._form.n_outer
         rows: Array = np.zeros(1, np.int64)
-        for step, first, n in zip(c_strides(shape[:n_outer]), box.offset[:n_outer], box.shape[:n_outer], strict=True):
+        for step, first, n in zip(
+            c_strides(shape[:n_outer]), box.offset[:n_outer], box.shape[:n_outer], strict=True
+        ):
             rows = (rows[:, None] + step * np.arange(first, first + n, dtype=np.int64)).reshape(-1)
         inner = Box(box.offset[n_outer:], box.shape[n_outer:])
         self._add_inner(rows, shape[n_outer:], inner, itemsize, raw.reshape(len(rows), -1))
@@ -90,7 +92,9 @@ class FormSum:
         n_span = 1 + sum(step * (n - 1) for step, n in zip(steps, box.shape, strict=True))
         if n_span == box.n_elements:  # the box is one run of the row
             self._add(rows, first * itemsize, data)
-        elif n_span * itemsize <= _PIECE_BYTES:  # fill the gaps of the run with zeros, which add nothing
+        elif (
+            n_span * itemsize <= _PIECE_BYTES
+        ):  # fill the gaps of the run with zeros, which add nothing
             step_rows = max(1, _PIECE_BYTES // (n_span * itemsize))
             for start in range(0, len(rows), step_rows):
                 piece = slice(start, start + step_rows)
@@ -121,7 +125,9 @@ class FormSum:
                 self._multiply(rows, block, n_blocks, 0, data[:, at : at + n])
             at += n
 
-    def _multiply(self, rows: range | Array, block: int, n_blocks: int, inside: int, data: Array) -> None:
+    def _multiply(
+        self, rows: range | Array, block: int, n_blocks: int, inside: int, data: Array
+    ) -> None:
         """Add whole blocks of each row, or the part of one block from byte ``inside`` on."""
         width = data.shape[1] // n_blocks
         # Reshaping a matrix with gaps would copy it; a single row has none.
@@ -195,7 +201,12 @@ class _WritableBytes:
     def __init__(self, data: Array) -> None:
         self._kept = data  # the memory must live as long as this view
         address = data.__array_interface__["data"][0]
-        self.__array_interface__ = {"version": 3, "typestr": "|i1", "shape": data.shape, "data": (address, False)}
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|i1",
+            "shape": data.shape,
+            "data": (address, False),
+        }
 
 
 def _array_of(data: memoryview) -> Array:

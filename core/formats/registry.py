@@ -15,8 +15,21 @@ if TYPE_CHECKING:
 
 
 _BUILT_IN = (
-    *("megatron.format", "dcp.torch_dist", "dcp.format", "ocdbt.format", "zarr.format", "zarr.format3"),
-    *("deepspeed.universal.format", "deepspeed.format", "safetensors.format", "huggingface.bin_format", "torch.format"),
+    *(
+        "megatron.format",
+        "dcp.torch_dist",
+        "dcp.format",
+        "ocdbt.format",
+        "zarr.format",
+        "zarr.format3",
+    ),
+    *(
+        "deepspeed.universal.format",
+        "deepspeed.format",
+        "safetensors.format",
+        "huggingface.bin_format",
+        "torch.format",
+    ),
 )
 """Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
 
@@ -35,7 +48,9 @@ def formats() -> list[Format]:
     for format in all_formats:
         for name in (format.name, *format.aliases):
             if name in names:
-                raise UnsupportedError(f"two formats are called {name!r}", hint="uninstall one of the plug-ins")
+                raise UnsupportedError(
+                    f"two formats are called {name!r}", hint="uninstall one of the plug-ins"
+                )
             names.add(name)
     return all_formats
 
@@ -64,7 +79,8 @@ def format_called(name: str) -> Format:
     )
     guess = f"did you mean {matches[0]}? " if matches else ""
     raise UnsupportedError(
-        f"format {name!r} is not known", hint=f"{guess}Formats that are written: {_format_names(writable)}, hf"
+        f"format {name!r} is not known",
+        hint=f"{guess}Formats that are written: {_format_names(writable)}, hf",
     )
 
 

@@ -35,7 +35,11 @@ _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
 _INITIAL_ARGUMENTS: Mapping[str, object] = {
     **dict.fromkeys(
         (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "transformer_pipeline_model_parallel_size"),
+            *(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "transformer_pipeline_model_parallel_size",
+            ),
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
             *("world_size", "data_parallel_size"),
         ),
@@ -45,20 +49,48 @@ _INITIAL_ARGUMENTS: Mapping[str, object] = {
         (
             *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
             *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
-            *("decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout", "vocab_file", "merge_file"),
+            *(
+                "decoder_last_pipeline_num_layers",
+                "pipeline_model_parallel_layout",
+                "vocab_file",
+                "merge_file",
+            ),
         ),
     ),
     **dict.fromkeys(
         (
-            *("sequence_parallel", "account_for_embedding_in_pipeline_split", "use_distributed_optimizer"),
-            *("account_for_loss_in_pipeline_split", "use_dist_ckpt", "squared_relu", "openai_gelu", "quick_geglu"),
-            *("apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "apply_layernorm_1p"),
+            *(
+                "sequence_parallel",
+                "account_for_embedding_in_pipeline_split",
+                "use_distributed_optimizer",
+            ),
+            *(
+                "account_for_loss_in_pipeline_split",
+                "use_dist_ckpt",
+                "squared_relu",
+                "openai_gelu",
+                "quick_geglu",
+            ),
+            *(
+                "apply_query_key_layer_scaling",
+                "apply_residual_connection_post_layernorm",
+                "apply_layernorm_1p",
+            ),
             *("layernorm_zero_centered_gamma", "multi_latent_attention"),
         ),
         False,
     ),
-    **dict.fromkeys(("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"), 0),
-    **dict.fromkeys(("num_experts", "mtp_num_layers", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
+    **dict.fromkeys(
+        ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"), 0
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts",
+            "mtp_num_layers",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+        )
+    ),
     "moe_layer_freq": 1,
     "moe_grouped_gemm": False,
     "ckpt_format": "torch",
@@ -108,7 +140,9 @@ def arguments_of(
     groups = count_of(config, "num_key_value_heads", default=heads)
     n_rows = count_of(config, "vocab_size")
     head_dim = max(hidden // heads, 1)
-    kv_channels = args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
+    kv_channels = (
+        args["v_head_dim"] if is_latent else count_of(config, "head_dim", default=head_dim)
+    )
     impl = transformer_impl or ("transformer_engine" if is_latent else "local")
     args |= {
         "num_query_groups": groups,
@@ -133,10 +167,14 @@ def arguments_of(
         args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if is_latent:
-        args["q_lora_rank"] = None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank")
+        args["q_lora_rank"] = (
+            None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank")
+        )
         args["mtp_num_layers"] = n_mtp or None
         if groups != heads:
-            raise UnsupportedError(f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG)
+            raise UnsupportedError(
+                f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG
+            )
     return args | {other: args[name] for name, other in _ALIASES.items()}
 
 
@@ -146,11 +184,14 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
         value = config.get(name)
         if value is not None and value != supported:
             raise UnsupportedError(
-                f"{name} is {value!r}; {family.model_type} models are only supported with {supported!r}", file=CONFIG
+                f"{name} is {value!r}; {family.model_type} models are only supported with {supported!r}",
+                file=CONFIG,
             )
     for name in family.absent:
         if config.get(name) is not None:
-            raise UnsupportedError(f"{name} is {config[name]!r}, which is not supported", file=CONFIG)
+            raise UnsupportedError(
+                f"{name} is {config[name]!r}, which is not supported", file=CONFIG
+            )
 
 
 def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
@@ -166,15 +207,24 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     return attention
 
 
-def _moe_arguments(config: Mapping[str, object], family: Family, *, n_layers: int) -> dict[str, object]:
+def _moe_arguments(
+    config: Mapping[str, object], family: Family, *, n_layers: int
+) -> dict[str, object]:
     """Return the arguments of a model with experts that are not just renamed."""
     args: dict[str, object] = {}
     if "pre_softmax" in family.allows:
         args["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
-        args["moe_layer_freq"] = _frequency(dense_layers(config, family, n_layers=n_layers), n_layers)
+        args["moe_layer_freq"] = _frequency(
+            dense_layers(config, family, n_layers=n_layers), n_layers
+        )
     if "sigmoid" in family.requires:
-        args["moe_layer_freq"] = _frequency(dense_layers(config, family, n_layers=n_layers), n_layers)
-        shared, inner = count_of(config, "n_shared_experts"), count_of(config, "moe_intermediate_size")
+        args["moe_layer_freq"] = _frequency(
+            dense_layers(config, family, n_layers=n_layers), n_layers
+        )
+        shared, inner = (
+            count_of(config, "n_shared_experts"),
+            count_of(config, "moe_intermediate_size"),
+        )
         args |= {
             "moe_shared_expert_intermediate_size": shared * inner,
             "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
@@ -195,14 +245,20 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         CorruptError: the configuration is malformed.
     """
     if "sigmoid" in family.requires:
-        return frozenset(range(min(count_of(config, "first_k_dense_replace", default=0, least=0), n_layers)))
+        return frozenset(
+            range(min(count_of(config, "first_k_dense_replace", default=0, least=0), n_layers))
+        )
     if "dense_layers" not in family.allows:
         return frozenset()
     step = count_of(config, "decoder_sparse_step", default=1)
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-        raise CorruptError(f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
-    return frozenset(layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step)
+        raise CorruptError(
+            f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG
+        )
+    return frozenset(
+        layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
+    )
 
 
 def _frequency(dense: frozenset[int], n_layers: int) -> object:
@@ -224,10 +280,14 @@ def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
     Raises:
         CorruptError: no name has a value, or it is not a positive integer.
     """
-    return count_of(config, next((name for name in names if config.get(name) is not None), names[0]))
+    return count_of(
+        config, next((name for name in names if config.get(name) is not None), names[0])
+    )
 
 
-def count_of(config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1) -> int:
+def count_of(
+    config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1
+) -> int:
     """Return a number that the configuration states.
 
     Raises:
@@ -239,11 +299,15 @@ def count_of(config: Mapping[str, object], name: str, *, default: int | None = N
     if value is None:
         raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG)
+        raise CorruptError(
+            f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG
+        )
     return value
 
 
-def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dtype: str) -> dict[str, object]:
+def config_of(
+    fields: Mapping[str, object], family: Family, model: Model, *, dtype: str
+) -> dict[str, object]:
     """Return the configuration of a model.
 
     Args:
@@ -275,7 +339,9 @@ def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dty
         if value is None and arg == "moe_ffn_hidden_size":
             value = fields.get("ffn_hidden_size")
         if value is None:
-            raise UnsupportedError(f"the training argument {arg} is missing, which is {names[0]} in config.json")
+            raise UnsupportedError(
+                f"the training argument {arg} is missing, which is {names[0]} in config.json"
+            )
         if config.setdefault(names[0], value) != value:
             _merge_sizes(config, fields, names[0], model)
     # Values that only some families have.
@@ -292,14 +358,18 @@ def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dty
     return config
 
 
-def _merge_sizes(config: dict[str, object], fields: Mapping[str, object], name: str, model: Model) -> None:
+def _merge_sizes(
+    config: dict[str, object], fields: Mapping[str, object], name: str, model: Model
+) -> None:
     """Set a size in config.json that two arguments state (Mixtral's intermediate_size).
 
     Raises:
         UnsupportedError: a layer is dense, so that both arguments matter.
     """
     if model.dense is None or model.dense:
-        raise UnsupportedError(f"two training arguments that both become {name} in config.json differ")
+        raise UnsupportedError(
+            f"two training arguments that both become {name} in config.json differ"
+        )
     config[name] = fields.get("moe_ffn_hidden_size", config[name])
 
 
@@ -307,7 +377,9 @@ def _deepseek_config(fields: Mapping[str, object], model: Model) -> dict[str, ob
     """Return the values that only the configuration of DeepSeek-V3 has."""
     dense, sizes = model.dense or frozenset(), model.sizes
     if dense != frozenset(range(len(dense))):
-        raise UnsupportedError("moe_layer_freq has dense layers after others; deepseek_v3 requires them first")
+        raise UnsupportedError(
+            "moe_layer_freq has dense layers after others; deepseek_v3 requires them first"
+        )
     if sizes["shared_ffn"] % sizes["moe_ffn"]:
         raise UnsupportedError(
             f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; deepseek_v3 requires a multiple of the "

@@ -59,7 +59,9 @@ def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
     return strips
 
 
-def fuse_parts(key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]) -> list[Fragment]:
+def fuse_parts(
+    key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragment]]
+) -> list[Fragment]:
     """Return the fragments of a fused tensor.
 
     Args:
@@ -70,11 +72,14 @@ def fuse_parts(key: str, strips: Iterable[Strip], parts: Sequence[Sequence[Fragm
         moved
         for strip in strips
         for piece in parts[strip.part]
-        if (moved := _moved(piece, key, start=strip.part_row, n_rows=strip.n_rows, to=strip.row)) is not None
+        if (moved := _moved(piece, key, start=strip.part_row, n_rows=strip.n_rows, to=strip.row))
+        is not None
     ]
 
 
-def take_apart(key: str, strips: Iterable[Strip], part: int, pieces: Sequence[Fragment]) -> list[Fragment]:
+def take_apart(
+    key: str, strips: Iterable[Strip], part: int, pieces: Sequence[Fragment]
+) -> list[Fragment]:
     """Return the fragments of one part of a fused tensor.
 
     Args:
@@ -87,13 +92,18 @@ def take_apart(key: str, strips: Iterable[Strip], part: int, pieces: Sequence[Fr
         for strip in strips
         if strip.part == part
         for piece in pieces
-        if (moved := _moved(piece, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row)) is not None
+        if (moved := _moved(piece, key, start=strip.row, n_rows=strip.n_rows, to=strip.part_row))
+        is not None
     ]
 
 
 def first_rows(key: str, pieces: Iterable[Fragment], n_rows: int) -> list[Fragment]:
     """Return the fragments of the first rows of a tensor."""
-    return [moved for piece in pieces if (moved := _moved(piece, key, start=0, n_rows=n_rows, to=0)) is not None]
+    return [
+        moved
+        for piece in pieces
+        if (moved := _moved(piece, key, start=0, n_rows=n_rows, to=0)) is not None
+    ]
 
 
 def take_from_stack(key: str, pieces: Iterable[Fragment], index: int) -> Iterator[Fragment]:
@@ -125,7 +135,9 @@ def _moved(piece: Fragment, key: str, *, start: int, n_rows: int, to: int) -> Fr
 
 def _later(piece: Fragment, rows: int) -> Shape:
     """Return where in its array a fragment begins without its first ``rows`` rows."""
-    axis = len(piece.at) - piece.box.rank  # axis of the rows in the array; both are aligned at the last axis
+    axis = (
+        len(piece.at) - piece.box.rank
+    )  # axis of the rows in the array; both are aligned at the last axis
     if not rows or axis < 0:
         return piece.at
     return (*piece.at[:axis], piece.at[axis] + rows, *piece.at[axis + 1 :])

@@ -124,7 +124,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     sizes = model.sizes
     mtp_layers = [f"model.layers.{model.n_layers + number}." for number in range(model.n_mtp)]
 
-    def make_pair(row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
+    def make_pair(
+        row: NameRow, megatron: tuple[str, ...], hf: str, expert: int | None = None
+    ) -> Pair:
         """Return one row with the prefixes of both sides."""
         names = [row.megatron, *row.also]
         if row.fused is not None:
@@ -134,13 +136,18 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
             names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
             parts=tuple(
                 FamilyPart(
-                    (hf + _numbered(name, expert), *(hf + other for other in row.hf_also[number : number + 1])),
+                    (
+                        hf + _numbered(name, expert),
+                        *(hf + other for other in row.hf_also[number : number + 1]),
+                    ),
                     tuple(sizes[size] for size in row.shape[number].split()),
                 )
                 for number, name in enumerate(row.hf)
             ),
             n_groups=model.n_groups if row.fuse == "qkv" else 1,
-            stack=None if row.stacked is None or expert is None else (hf + row.stacked, expert, model.n_experts),
+            stack=None
+            if row.stacked is None or expert is None
+            else (hf + row.stacked, expert, model.n_experts),
             copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
             twins=twins,
         )
@@ -159,13 +166,17 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         if row.when <= model.traits:
             yield make_pair(row, ("",), "")
     for number in range(model.n_layers):
-        yield from layer_pairs(model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}.")
+        yield from layer_pairs(
+            model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}."
+        )
     yield from (make_pair(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
     for number, hf in enumerate(mtp_layers):
         start = f"{MTP}{number}."
         for row in family.mtp[:-1]:
             yield make_pair(row, (start,), hf)
-        yield from layer_pairs(model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf)
+        yield from layer_pairs(
+            model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf
+        )
         for row in family.mtp[-1:]:
             yield make_pair(row, (start,), hf)
     yield from (make_pair(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
@@ -195,7 +206,8 @@ def family_of(model_type: object) -> Family:
         if model_type == name or model_type in family.aliases:
             return family
     raise UnsupportedError(
-        f"models of type {str(model_type)[:80]!r} are not supported", hint=f"supported: {', '.join(families())}"
+        f"models of type {str(model_type)[:80]!r} are not supported",
+        hint=f"supported: {', '.join(families())}",
     )
 
 

@@ -59,7 +59,9 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     given.pop("rope_theta", None)
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedError(f"partial rotary embeddings ({partial!r}) are not supported", file="config.json")
+        raise UnsupportedError(
+            f"partial rotary embeddings ({partial!r}) are not supported", file="config.json"
+        )
     # Arguments without scaling.
     args: dict[str, object] = {
         "position_embedding_type": "rope",
@@ -71,7 +73,12 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
         "rope_scaling_factor": 8.0,
     }
     if is_latent:
-        args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        args |= {
+            "rope_type": "rope",
+            "rotary_scaling_factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        }
     # Arguments of each type of scaling.
     if kind == "default":
         return args
@@ -82,7 +89,9 @@ def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str
     if kind == "yarn" and is_latent:
         return args | _yarn_arguments(given)
     raise UnsupportedError(
-        f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments", file="config.json", hint=_HINT
+        f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments",
+        file="config.json",
+        hint=_HINT,
     )
 
 
@@ -103,9 +112,14 @@ def _yarn_arguments(given: Mapping[str, object]) -> dict[str, object]:
     extra = sorted(set(given) - set(_YARN) - {"truncate"})
     if extra or given.get("truncate", True) is not True:
         raise UnsupportedError(
-            f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported", file="config.json", hint=_HINT
+            f"YaRN scaling with {', '.join(extra or ['truncate'])} is not supported",
+            file="config.json",
+            hint=_HINT,
         )
-    numbers = {arg: _as_int(_number(given, name, default=default)) for name, (arg, default) in _YARN.items()}
+    numbers = {
+        arg: _as_int(_number(given, name, default=default))
+        for name, (arg, default) in _YARN.items()
+    }
     _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
     return {"rope_type": "yarn", **numbers}
 
@@ -129,7 +143,9 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             scaling["factor"] = float(_number(scaling, "factor"))
             _check_mscale(_number(scaling, "mscale"), _number(scaling, "mscale_all_dim"))
         elif fields.get("rope_type") != "rope":
-            raise UnsupportedError(f"rope_type is {fields.get('rope_type')!r}, which is not supported")
+            raise UnsupportedError(
+                f"rope_type is {fields.get('rope_type')!r}, which is not supported"
+            )
     elif fields.get("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",
@@ -137,9 +153,14 @@ def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
             **_LLAMA3,
         }
         if factor is not None:
-            raise UnsupportedError("rotary_seq_len_interpolation_factor and use_rope_scaling are both set")
+            raise UnsupportedError(
+                "rotary_seq_len_interpolation_factor and use_rope_scaling are both set"
+            )
     elif factor is not None:
-        scaling = {"rope_type": "linear", "factor": float(_number(fields, "rotary_seq_len_interpolation_factor"))}
+        scaling = {
+            "rope_type": "linear",
+            "factor": float(_number(fields, "rotary_seq_len_interpolation_factor")),
+        }
     return {
         "rope_theta": base,
         "rope_scaling": scaling,
@@ -163,8 +184,12 @@ def _parameters(config: Mapping[str, object]) -> dict[str, object]:
     Raise if layers have their own.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedError("rotary parameters that differ between layers are not supported", file="config.json")
+    if not isinstance(parameters, Mapping) or any(
+        isinstance(value, Mapping) for value in parameters.values()
+    ):
+        raise UnsupportedError(
+            "rotary parameters that differ between layers are not supported", file="config.json"
+        )
     return {str(name): value for name, value in parameters.items() if value is not None}
 
 

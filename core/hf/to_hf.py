@@ -52,7 +52,11 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         CorruptError: shapes and arguments contradict each other.
     """
     fields = fields_of(catalog.args)
-    weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key) and _EXTRA not in key}
+    weights = {
+        key: meta
+        for key, meta in catalog.tensors.items()
+        if not is_optimizer_key(key) and _EXTRA not in key
+    }
 
     # Find the family, and convert its tensors one by one.
     model = model_of(fields, n_rows=_true_rows(catalog), n_tensors=len(weights))
@@ -71,7 +75,9 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
     documents: dict[str, bytes] = {}
     notes = [*catalog.notes]
     if has_config:
-        documents[CONFIG] = document(config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype))
+        documents[CONFIG] = document(
+            config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        )
         notes.append(f"{CONFIG} was made from the training arguments; add the tokenizer's files")
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -106,7 +112,9 @@ def _true_rows(catalog: Catalog) -> int:
     )
 
 
-def _family(fields: Mapping[str, object], features: frozenset[str], model_type: str | None) -> Family:
+def _family(
+    fields: Mapping[str, object], features: frozenset[str], model_type: str | None
+) -> Family:
     """Return the family of a model.
 
     Raises:
@@ -119,7 +127,9 @@ def _family(fields: Mapping[str, object], features: frozenset[str], model_type: 
         family = family_of(model_type)
     misfits = family.misfits(features)
     if misfits:
-        values = ", ".join(f"argument {FEATURES[name]} is {fields.get(FEATURES[name])!r}" for name in misfits)
+        values = ", ".join(
+            f"argument {FEATURES[name]} is {fields.get(FEATURES[name])!r}" for name in misfits
+        )
         raise UnsupportedError(
             f"the model is not of family {family.model_type}: {values}",
             hint=f"supported families: {', '.join(families())}",
@@ -146,7 +156,10 @@ def _hf_tensors(catalog: Catalog, name: str, pair: Pair) -> dict[str, _HfTensor]
 
     keys = [(part.names[0], number, part.shape) for number, part in enumerate(pair.parts)]
     keys += [(key, 0, pair.shape) for key in pair.twins]
-    return {key: _HfTensor(TensorMeta(key, meta.dtype, shape), maker(key, number)) for key, number, shape in keys}
+    return {
+        key: _HfTensor(TensorMeta(key, meta.dtype, shape), maker(key, number))
+        for key, number, shape in keys
+    }
 
 
 def _check_shape(meta: TensorMeta, shape: Shape, *, has_padding: bool) -> None:
@@ -154,9 +167,16 @@ def _check_shape(meta: TensorMeta, shape: Shape, *, has_padding: bool) -> None:
     actual = meta.shape
     if actual == shape:
         return
-    if has_padding and len(actual) == len(shape) and actual[1:] == shape[1:] and actual[0] > shape[0]:
+    if (
+        has_padding
+        and len(actual) == len(shape)
+        and actual[1:] == shape[1:]
+        and actual[0] > shape[0]
+    ):
         return
-    raise CorruptError(f"shape {actual}, but the training arguments imply {shape} (elements)", key=meta.key)
+    raise CorruptError(
+        f"shape {actual}, but the training arguments imply {shape} (elements)", key=meta.key
+    )
 
 
 def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
@@ -175,7 +195,10 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     dropped = [*catalog.dropped]
     # Details of an optimizer that was dropped before mean nothing outside Megatron.
     if any(text.startswith("optimizer") for text in dropped):
-        dropped = ["optimizer (dropped)", *(text for text in dropped if not text.startswith("optimizer"))]
+        dropped = [
+            "optimizer (dropped)",
+            *(text for text in dropped if not text.startswith("optimizer")),
+        ]
     n_states = sum(map(is_optimizer_key, catalog.tensors))
     if n_states:
         dropped.append(f"optimizer ({n_states} tensors)")
@@ -183,14 +206,20 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[str]:
     if has_config and "args" in names:
         names.remove("args")
         dropped.append(f"args ({CONFIG} describes the model)")
-    return [*dropped, f"{', '.join(names)} (Hugging Face checkpoints cannot store these)"] if names else dropped
+    return (
+        [*dropped, f"{', '.join(names)} (Hugging Face checkpoints cannot store these)"]
+        if names
+        else dropped
+    )
 
 
 def _other_entries(catalog: Catalog) -> list[str]:
     """Return the names of everything that is neither a weight nor optimizer state."""
     empty = (None, [None])
     extra_states = [key for key in catalog.tensors if _EXTRA in key and not is_optimizer_key(key)]
-    extra_states += [key for key, item in catalog.objects.items() if _EXTRA in key and item.value not in empty]
+    extra_states += [
+        key for key, item in catalog.objects.items() if _EXTRA in key and item.value not in empty
+    ]
     # Objects may be stored in shards, which have one name.
     objects = dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
     names = [*extra_states, *objects]

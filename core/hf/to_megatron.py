@@ -19,7 +19,13 @@ from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import carried_of
 from core.changes.select import is_optimizer_key
-from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError, UsageError
+from core.errors import (
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+    UsageError,
+)
 from core.hf import fuse
 from core.hf.config import CONFIG, arguments_of
 from core.hf.name_tables import Family, Pair, family_of, pairs_of
@@ -79,7 +85,9 @@ def to_megatron(
         UsageError: an option has an invalid value.
     """
     if transformer_impl not in (None, *_EXPERTS_BY_IMPL):
-        raise UsageError(f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'")
+        raise UsageError(
+            f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'"
+        )
     family = family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
 
@@ -100,7 +108,9 @@ def to_megatron(
 
     # Convert its tensors; every tensor of the source must be used or be known to be redundant.
     tensors = {pair.names[0]: _global_tensor(catalog, pair) for pair in pairs_of(family, model)}
-    ignored = {key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)}
+    ignored = {
+        key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
+    }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
     objects, order = _extra_states(tensors, is_local=model.is_local)
@@ -128,14 +138,21 @@ def to_megatron(
         common={"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
         notes=(
             *catalog.notes,
-            *_notes(tensors, ignored, stated_mtp=stated_mtp if "mtp" in family.allows else n_mtp, n_mtp=n_mtp),
+            *_notes(
+                tensors,
+                ignored,
+                stated_mtp=stated_mtp if "mtp" in family.allows else n_mtp,
+                n_mtp=n_mtp,
+            ),
         ),
         dropped=tuple(_dropped(catalog)),
         facets={MegatronModel: facts, Topology: Topology()},
     )
 
 
-def _notes(tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, stated_mtp: object, n_mtp: int) -> Iterator[str]:
+def _notes(
+    tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, stated_mtp: object, n_mtp: int
+) -> Iterator[str]:
     """Yield what the user should know of the conversion.
 
     Args:
@@ -154,7 +171,10 @@ def _notes(tensors: Mapping[str, _GlobalTensor], ignored: Set[str], *, stated_mt
 
 def _dropped(catalog: Catalog) -> list[str]:
     """Return what Megatron checkpoints cannot store, as ``entries (reason)``."""
-    dropped = [*catalog.dropped, *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects)]
+    dropped = [
+        *catalog.dropped,
+        *(f"{key} (Megatron checkpoints cannot store it)" for key in catalog.objects),
+    ]
     files = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
     return [*dropped, f"files beside the weights: {', '.join(files)}"] if files else dropped
 
@@ -209,7 +229,9 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
         check_numbers(catalog.tensors[stack_key])
         meta = TensorMeta(name, catalog.tensors[stack_key].dtype, pair.shape)
         return _GlobalTensor(
-            meta, (stack_key,), lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index))
+            meta,
+            (stack_key,),
+            lambda: list(fuse.take_from_stack(name, catalog.fragments(stack_key), index)),
         )
     # Otherwise it consists of parts, and other tensors may repeat it.
     keys = [_require(catalog, part.names, pair) for part in pair.parts]
@@ -220,7 +242,8 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
     if len(dtypes) > 1:
         (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
         raise CorruptError(
-            f"{first_key} is {first} and {other_key} is {other}, but they are one tensor in Megatron", key=name
+            f"{first_key} is {first} and {other_key} is {other}, but they are one tensor in Megatron",
+            key=name,
         )
     for key in (*keys, *copies):
         check_numbers(catalog.tensors[key])
@@ -230,7 +253,9 @@ def _global_tensor(catalog: Catalog, pair: Pair) -> _GlobalTensor:
 
     def fragments() -> list[Fragment]:
         pieces = fuse.fuse_parts(name, strips, [catalog.fragments(key) for key in keys])
-        return pieces + [replace(piece, key=name) for key in copies for piece in catalog.fragments(key)]
+        return pieces + [
+            replace(piece, key=name) for key in copies for piece in catalog.fragments(key)
+        ]
 
     meta = TensorMeta(name, next(iter(dtypes)), pair.shape)
     return _GlobalTensor(meta, (*keys, *copies), fragments, tuple(copies))

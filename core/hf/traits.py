@@ -50,15 +50,37 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "position_embedding_type": ("rope",),
     **dict.fromkeys(
         (
-            *("squared_relu", "quick_geglu", "openai_gelu", "layernorm_zero_centered_gamma", "apply_layernorm_1p"),
-            *("apply_residual_connection_post_layernorm", "rotary_interleaved", "attention_output_gate", "qk_l2_norm"),
-            *("moe_shared_expert_gate", "moe_apply_probs_on_input", "mla_down_proj_fusion", "use_mup"),
+            *(
+                "squared_relu",
+                "quick_geglu",
+                "openai_gelu",
+                "layernorm_zero_centered_gamma",
+                "apply_layernorm_1p",
+            ),
+            *(
+                "apply_residual_connection_post_layernorm",
+                "rotary_interleaved",
+                "attention_output_gate",
+                "qk_l2_norm",
+            ),
+            *(
+                "moe_shared_expert_gate",
+                "moe_apply_probs_on_input",
+                "mla_down_proj_fusion",
+                "use_mup",
+            ),
         ),
         (False, None),
     ),
     **dict.fromkeys(
         (
-            *("window_size", "no_rope_freq", "moe_latent_size", "moe_mlp_glu_interleave_size", "linear_attention_freq"),
+            *(
+                "window_size",
+                "no_rope_freq",
+                "moe_latent_size",
+                "moe_mlp_glu_interleave_size",
+                "linear_attention_freq",
+            ),
             *("activation_func_clamp_value", "hybrid_layer_pattern", "hybrid_override_pattern"),
             *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
             *("experimental_attention_variant",),
@@ -134,11 +156,15 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     head = size_of(fields, "kv_channels", default=max(hidden // heads, 1))
     n_layers = size_of(fields, "num_layers")
     if n_layers > n_tensors:
-        raise MissingShardError(f"the model has {n_layers} layers, but the checkpoint has only {n_tensors} tensors")
+        raise MissingShardError(
+            f"the model has {n_layers} layers, but the checkpoint has only {n_tensors} tensors"
+        )
     n_experts = size_of(fields, "num_experts", default=0)
     n_mtp = size_of(fields, "mtp_num_layers", default=0)
     dense = _dense_layers(fields, n_layers) if n_experts else None
-    features = _features(fields, has_experts=n_experts > 0, has_dense_layers=bool(dense), has_mtp=n_mtp > 0)
+    features = _features(
+        fields, has_experts=n_experts > 0, has_dense_layers=bool(dense), has_mtp=n_mtp > 0
+    )
 
     # Sizes of the layers that the model has.
     ffn = size_of(fields, "ffn_hidden_size")
@@ -147,7 +173,10 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if "latent" in features:
         sizes |= _latent_sizes(fields, heads)
     if n_experts:
-        sizes |= {"experts": n_experts, "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn)}
+        sizes |= {
+            "experts": n_experts,
+            "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn),
+        }
     if "shared_expert" in features:
         sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
 
@@ -174,7 +203,9 @@ def _check_values(fields: Mapping[str, object]) -> None:
     """Raise if an argument has a value that no supported family has."""
     for name, allowed in _PLAIN.items():
         value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
-        if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
+        if not any(
+            value is item or (type(value) is type(item) and value == item) for item in allowed
+        ):
             raise UnsupportedError(
                 f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
                 hint="none of the supported families has such models",

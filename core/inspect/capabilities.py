@@ -26,7 +26,12 @@ from core.changes.select import cast_of, keep_entries
 from core.convert.global_form import GlobalForm, global_form, is_mcore
 from core.convert.job import Job, TopologyChange
 from core.convert.options import is_cut
-from core.convert.target_form import cut_form, keeps_unknown_classes, with_objects_loaded, without_unsafe
+from core.convert.target_form import (
+    cut_form,
+    keeps_unknown_classes,
+    with_objects_loaded,
+    without_unsafe,
+)
 from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.registry import formats
@@ -107,7 +112,9 @@ class _Option:
 _NO_OPTIM = _Option("without the optimizer: --no-optim", {"optim": "drop"})
 _DEQUANTIZE = _Option("with the weights dequantized: --dequantize bf16", {"dequantize": "bf16"})
 _HF_NAMES = _Option("with Hugging Face's names: --names hf", {"names": "hf"})
-_DROP_UNKNOWN = _Option("without objects of unknown classes: --drop-unknown", {"drop_unknown": True})
+_DROP_UNKNOWN = _Option(
+    "without objects of unknown classes: --drop-unknown", {"drop_unknown": True}
+)
 _FLOAT32 = _Option("with the weights cast: --dtype float32", {"dtype": ((None, "float32"),)})
 _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to torch_dist"
 
@@ -117,12 +124,18 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
 
     Formats under the same condition, or with the same reason against them, share an entry.
     """
-    if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(checkpoint.catalog):
+    if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(
+        checkpoint.catalog
+    ):
         return None
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
     own = checkpoint.format.name
-    targets = [(format.name, format) for format in formats() if format.lay_out is not None and format.name != own]
+    targets = [
+        (format.name, format)
+        for format in formats()
+        if format.lay_out is not None and format.name != own
+    ]
     if not model.is_hf:
         targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
     with gc_paused():
@@ -173,7 +186,9 @@ class _Trials:
         if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
             options = []  # no option gives the tensors other names
         is_possible, why = self._try_options(job, format, options)
-        has_reason = lacks_layout and not self._model.is_hf  # of a model of a family, the planner says more
+        has_reason = (
+            lacks_layout and not self._model.is_hf
+        )  # of a model of a family, the planner says more
         return is_possible, self._model.layout_refusal if has_reason and not is_possible else why
 
     def reshard(self) -> tuple[bool, str | None]:
@@ -194,7 +209,9 @@ class _Trials:
             return False, why
         return True, "; ".join([*([why] if why else []), _NEEDS_LAYOUT])
 
-    def _try_options(self, job: Job, format: Format, options: list[_Option]) -> tuple[bool, str | None]:
+    def _try_options(
+        self, job: Job, format: Format, options: list[_Option]
+    ) -> tuple[bool, str | None]:
         """Return whether a job can be done, with the fewest options that it takes or the reason."""
         first = self._refusal(job, format, ())
         if first is None:
@@ -205,11 +222,17 @@ class _Trials:
         with_all = self._refusal(job, format, tuple(options)) if options else first
         if with_all is not None:
             return False, with_all.sentence
-        subsets = [chosen for size in range(1, len(options)) for chosen in combinations(options, size)]
-        fewest = next((chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options)
+        subsets = [
+            chosen for size in range(1, len(options)) for chosen in combinations(options, size)
+        ]
+        fewest = next(
+            (chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options
+        )
         return True, "; ".join(option.text for option in fewest)
 
-    def _refusal(self, job: Job, format: Format, options: tuple[_Option, ...]) -> CheckpointingException | None:
+    def _refusal(
+        self, job: Job, format: Format, options: tuple[_Option, ...]
+    ) -> CheckpointingException | None:
         """Return the error that planning a job ends with, or None if it can be done."""
         fields = {name: value for option in options for name, value in option.fields.items()}
         job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
@@ -217,7 +240,9 @@ class _Trials:
             form = self._form(job, format, options)
             assert format.lay_out is not None, "only formats that are written are tried"
             is_layout = is_cut(format) and self._model.has_layout and job.names is None
-            catalog, target = cut_form(job, form.catalog if is_layout else _thinned(form.catalog), format)
+            catalog, target = cut_form(
+                job, form.catalog if is_layout else _thinned(form.catalog), format
+            )
             if is_layout and len(form.catalog.tensors) > LARGE:
                 return None
             if format.check is not None:
@@ -225,7 +250,9 @@ class _Trials:
             else:
                 images = tuple(format.lay_out(target))
                 if is_layout or job.dtype or job.dequantize or not self._is_covered:
-                    make_plan(catalog, target, images)  # proves that the source has every region, and each cast exists
+                    make_plan(
+                        catalog, target, images
+                    )  # proves that the source has every region, and each cast exists
                     self._is_covered = True
         except CheckpointingException as err:
             return err
@@ -243,11 +270,17 @@ class _Trials:
             raise self._failure
         casts = job.dtype if not self._model.has_scales else ()
         if casts:  # a cast is the last of the changes, so it can be made to the form without it
-            form = self._form(replace(job, dtype=()), format, tuple(option for option in options if option != _FLOAT32))
+            form = self._form(
+                replace(job, dtype=()),
+                format,
+                tuple(option for option in options if option != _FLOAT32),
+            )
             return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
         place: object = self._model.is_hf and format.carries_files
         if is_cut(format):
-            place = "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
+            place = (
+                "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
+            )
         keeps_unknown = keeps_unknown_classes(format)
         raw_key = (place, job.to == _HF, job.topology is None, *(option.text for option in options))
         key = (keeps_unknown, *raw_key)
@@ -295,7 +328,9 @@ def _thinned(catalog: Catalog) -> Catalog:
 
     first_of: dict[object, str] = {}
     for key, meta in catalog.tensors.items():
-        first_of.setdefault((_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key)
+        first_of.setdefault(
+            (_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key
+        )
     for key, item in catalog.objects.items():
         first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
     keys = set(first_of.values())

@@ -146,7 +146,9 @@ def _rows(
         if step == 1 or n == 1:
             yield start, store.read(extent.file, address, n * itemsize)
         else:
-            pieces = (store.read(extent.file, address + i * step * itemsize, itemsize) for i in range(n))
+            pieces = (
+                store.read(extent.file, address + i * step * itemsize, itemsize) for i in range(n)
+            )
             yield start, b"".join(pieces)
 
 
@@ -199,7 +201,10 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
 
         def pairs(data: bytes) -> list[complex]:
             parts = struct.unpack(f"<{len(data) // size}{code}", data)
-            return [complex(real, imaginary) for real, imaginary in zip(parts[::2], parts[1::2], strict=True)]
+            return [
+                complex(real, imaginary)
+                for real, imaginary in zip(parts[::2], parts[1::2], strict=True)
+            ]
 
         return pairs
     name = DTYPES[dtype].numpy
@@ -210,7 +215,9 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
         import ml_dtypes
         import numpy
 
-        values: list[Number] = numpy.frombuffer(data, dtype=getattr(ml_dtypes, name)).astype("float32").tolist()
+        values: list[Number] = (
+            numpy.frombuffer(data, dtype=getattr(ml_dtypes, name)).astype("float32").tolist()
+        )
         return values
 
     return small_floats

@@ -160,7 +160,9 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     capabilities = capabilities_of(
         checkpoint,
         ModelTraits(
-            layout_refusal=None if unsharded.catalog is not None else unsharded.why or "the layout is not known",
+            layout_refusal=None
+            if unsharded.catalog is not None
+            else unsharded.why or "the layout is not known",
             is_hf=unsharded.is_hf,
             has_optimizer=optimizer is not None,
             has_scales=unsharded.has_scales,
@@ -192,7 +194,9 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     )
 
 
-def groups_of(tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str) -> tuple[TensorGroup, ...]:
+def groups_of(
+    tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str
+) -> tuple[TensorGroup, ...]:
     """Return the totals of tensors by purpose; groups without tensors are left out.
 
     Args:
@@ -268,9 +272,14 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
     try:
         if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
-                return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a parallel layout")
+                return _Unsharded(
+                    None,
+                    "only models with Megatron's or Hugging Face's names have a parallel layout",
+                )
             catalog = loaded(catalog, store, load_object)
-        return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
+        return _Unsharded(
+            unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None
+        )
     except CheckpointingException as err:
         return _Unsharded(None, err.sentence)
 
@@ -280,11 +289,15 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     from core.convert.apply_changes import apply_changes
     from core.hf import to_megatron
 
-    catalog = without_optimizer(catalog).catalog  # neither Megatron's form nor Hugging Face's can hold it
+    catalog = without_optimizer(
+        catalog
+    ).catalog  # neither Megatron's form nor Hugging Face's can hold it
     has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
-            catalog = apply_changes(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
+            catalog = apply_changes(
+                catalog, Job(src=Path(), dequantize="bfloat16"), config=config
+            ).catalog
         return _Unsharded(to_megatron(catalog, config), None, has_scales, is_hf=True)
     except CheckpointingException as err:
         return _Unsharded(None, err.sentence, has_scales, is_hf=True)
@@ -300,7 +313,9 @@ def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
     if not ranks.is_rank_local:
         return ranks
     local = {
-        key: meta for key, meta in ranks.tensors.items() if role_of(bare_key(key, ranks)) in ("moments", "masters")
+        key: meta
+        for key, meta in ranks.tensors.items()
+        if role_of(bare_key(key, ranks)) in ("moments", "masters")
     }
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -318,7 +333,9 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     """Return number and bytes of the files, and how many ranks wrote ``.distcp`` or None."""
     separate = tuple(f"{path}/" for path in checkpoint.below)
     sizes = {
-        name: size for name, size in list_files_below(checkpoint.store).items() if not f"{name}/".startswith(separate)
+        name: size
+        for name, size in list_files_below(checkpoint.store).items()
+        if not f"{name}/".startswith(separate)
     }
     matches = (re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name) for name in sizes)
     writers = {match[1] for match in matches if match}
@@ -346,7 +363,9 @@ def _model(catalog: Catalog) -> dict[str, object]:
     args = attributes(catalog.args) or {}
     facts = {name: args[name] for name in _MODEL_ARGS if args.get(name) is not None}
     return {
-        name: value if isinstance(value, (bool, int, float, str)) else str(value).removeprefix("torch.")
+        name: value
+        if isinstance(value, (bool, int, float, str))
+        else str(value).removeprefix("torch.")
         for name, value in facts.items()
         if isinstance(value, (bool, int, float, str, Global))
     }
@@ -356,7 +375,10 @@ def _has_flattened(catalog: Catalog) -> bool:
     """Return whether torch_dist's facts show flattened optimizer states."""
     facts = catalog.facet(TorchDistFacts)
     data = {} if facts is None or facts.mcore_data is None else facts.mcore_data
-    return any(isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item for item in data.values())
+    return any(
+        isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item
+        for item in data.values()
+    )
 
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:
@@ -364,7 +386,9 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     from core.formats.torch.nested_names import uses_in, with_nested
     from core.pickle.names import is_foreign, judge
 
-    values = [item.value for item in checkpoint.catalog.objects.values()]  # walked as one: ranks share most of theirs
+    values = [
+        item.value for item in checkpoint.catalog.objects.values()
+    ]  # walked as one: ranks share most of theirs
     uses = with_nested(checkpoint.uses) | uses_in(values) | _used_by_streams(checkpoint)
     looked = _other_files(checkpoint)
     uses = uses.union(*(item.uses for item in looked.values()))
@@ -381,7 +405,9 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
         )
     unread = {file for file, item in looked.items() if item.unread}
     if unread:
-        warnings.append(f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it")
+        warnings.append(
+            f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it"
+        )
     return warnings
 
 
@@ -392,8 +418,14 @@ def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
     if checkpoint.store.entry is not None:
         return {}
     sizes = checkpoint.store.sizes()
-    names = [name for name, size in sizes.items() if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)]
-    looked = {name: look_into(checkpoint.store, name, sizes[name]) for name in names[:_MOST_STREAMS]}
+    names = [
+        name
+        for name, size in sizes.items()
+        if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
+    ]
+    looked = {
+        name: look_into(checkpoint.store, name, sizes[name]) for name in names[:_MOST_STREAMS]
+    }
     return {name: item for name, item in looked.items() if item.uses or item.unread}
 
 
@@ -420,9 +452,15 @@ def _used_by_streams(checkpoint: Checkpoint) -> set[Use]:
     uses: set[Use] = set()
     for item in raw:
         stream = catalog.fragments(item.raw_key or "")[0].array
-        if stream is not None and stream.extent.encoding is None and stream.n_bytes <= _MAX_STREAM_BYTES:
+        if (
+            stream is not None
+            and stream.extent.encoding is None
+            and stream.n_bytes <= _MAX_STREAM_BYTES
+        ):
             with suppress(CheckpointingException):
-                uses |= uses_of_stream(checkpoint.store, stream.extent.file, stream.extent.offset, stream.n_bytes)
+                uses |= uses_of_stream(
+                    checkpoint.store, stream.extent.file, stream.extent.offset, stream.n_bytes
+                )
     return uses
 
 

@@ -69,7 +69,10 @@ def components(key: str) -> list[str]:
 
 @gc_paused()
 def tree_of(
-    tensors: Iterable[TensorMeta], *, split: Callable[[str], list[str]] = components, folds_roots: bool = False
+    tensors: Iterable[TensorMeta],
+    *,
+    split: Callable[[str], list[str]] = components,
+    folds_roots: bool = False,
 ) -> tuple[Node, ...]:
     """Return the folded tree of some tensors.
 
@@ -107,7 +110,9 @@ class _TreeFolder:
         """Return the nodes below ``branch``."""
         return self._named_all(self._folded_groups(branch, folds_any=folds_any), is_root=folds_any)
 
-    def _named_all(self, groups: list[tuple[str, int, int]], *, is_root: bool = False) -> tuple[Node, ...]:
+    def _named_all(
+        self, groups: list[tuple[str, int, int]], *, is_root: bool = False
+    ) -> tuple[Node, ...]:
         """Return the nodes of folded groups, with references to equal siblings."""
         first: dict[tuple[int, int], str] = {}
         nodes = []
@@ -119,13 +124,17 @@ class _TreeFolder:
             nodes.append(node)
         return tuple(nodes)
 
-    def _folded_groups(self, branch: _NameBranch, *, folds_any: bool = False) -> list[tuple[str, int, int]]:
+    def _folded_groups(
+        self, branch: _NameBranch, *, folds_any: bool = False
+    ) -> list[tuple[str, int, int]]:
         """Return (label, number of names, content) of what is below ``branch``, in order."""
         # Group the names that may fold: equal stems before a number, with equal content.
         names = list(branch.below)
         alike: dict[tuple[str, int], list[int]] = {}
         for position, (name, below) in enumerate(branch.below.items()):
-            match = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None  # most names end in a letter
+            match = (
+                _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None
+            )  # most names end in a letter
             stem = "" if folds_any else match[1] if match else f"{name}."
             alike.setdefault((stem, self._content(below)), []).append(position)
         # Label each group, or its members separately where they are too few.
@@ -137,7 +146,9 @@ class _TreeFolder:
             if folds_any:
                 label = _listed([names[position] for position in positions])
             else:
-                label = f"{stem}[{ranges(int(names[position][len(stem) :]) for position in positions)}]"
+                label = (
+                    f"{stem}[{ranges(int(names[position][len(stem) :]) for position in positions)}]"
+                )
             groups.append((positions[0], label, len(positions), content))
         return [(label, n, content) for _, label, n, content in sorted(groups)]
 
@@ -154,8 +165,10 @@ class _TreeFolder:
                     label="",
                     n_alike=1,
                     n_tensors=sum(child.n_tensors for child in children) + (meta is not None),
-                    n_elements=sum(child.n_elements for child in children) + (meta.n_elements if meta else 0),
-                    n_bytes=sum(child.n_bytes for child in children) + (meta.n_bytes if meta else 0),
+                    n_elements=sum(child.n_elements for child in children)
+                    + (meta.n_elements if meta else 0),
+                    n_bytes=sum(child.n_bytes for child in children)
+                    + (meta.n_bytes if meta else 0),
                     dtype=meta.dtype if meta else None,
                     shape=meta.shape if meta else None,
                     children=children,

@@ -79,7 +79,9 @@ def _require_tensor(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> Non
             "the checkpoint has no such tensor",
             key=meta.key,
             file=store.label,
-            hint=f"similar ones: {', '.join(near)}" if near else "ckpt inspect --flat lists what there is",
+            hint=f"similar ones: {', '.join(near)}"
+            if near
+            else "ckpt inspect --flat lists what there is",
         )
     if stored.shape != meta.shape and not meta.flexible:
         raise CorruptError(

@@ -21,7 +21,14 @@ from pathlib import Path
 
 from core.arrays.box import Box, full_box
 from core.arrays.checksum import BLOCK_BYTES, crc32
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+)
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, array_name
@@ -93,9 +100,13 @@ class LiveSave:
             UnsupportedError: the format cannot hold what is to be written.
         """
         if self._layout is None:
-            assert self.format.lay_out is not None, "the format was chosen because it can be written"
+            assert self.format.lay_out is not None, (
+                "the format was chosen because it can be written"
+            )
             target = target_of(self.contributions, self.format, self.options)
-            images = tuple(image for image in self.format.lay_out(target) if image.path not in self.without)
+            images = tuple(
+                image for image in self.format.lay_out(target) if image.path not in self.without
+            )
             self._layout = (target, images)
         return self._layout
 
@@ -106,8 +117,12 @@ class LiveSave:
             CheckpointingException: the copy failed; the caller removes the files that were begun.
         """
         share = self._share()
-        source, memory = live_source(self.tensors, [(stream_key(key), data) for key, data in self.streams])
-        plan = make_plan(source, share.target, share.images, threads=self.threads, compares=False, is_share=True)
+        source, memory = live_source(
+            self.tensors, [(stream_key(key), data) for key, data in self.streams]
+        )
+        plan = make_plan(
+            source, share.target, share.images, threads=self.threads, compares=False, is_share=True
+        )
         stage = StageStore(self.root, is_durable=self.fsync)
         try:
             result = execute(plan, memory, stage, CopyOptions(digest=False))
@@ -172,14 +187,18 @@ def finish_file(image: FileImage, stage: StageStore) -> None:
         stage.write(image.path, offset, data)
 
 
-def target_of(contributions: Sequence[ProcessContribution], format: Format, options: WriteOptions) -> TargetCatalog:
+def target_of(
+    contributions: Sequence[ProcessContribution], format: Format, options: WriteOptions
+) -> TargetCatalog:
     """Return the target catalog for the tensors and objects of several processes.
 
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape, or two processes write the
             same chunk or object.
     """
-    metas = metas_of_chunks(chunk for contribution in contributions for chunk in contribution.chunks)
+    metas = metas_of_chunks(
+        chunk for contribution in contributions for chunk in contribution.chunks
+    )
     _refuse_duplicates(contributions)
     # Box of each array → number of the process that fills it, by key.
     boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
@@ -201,13 +220,19 @@ def target_of(contributions: Sequence[ProcessContribution], format: Format, opti
     has_files = format.partition == "as_stored"
 
     def array(name: str, meta: TensorMeta, box: Box, number: int) -> PlannedArray:
-        return PlannedArray(name, meta.dtype, box.shape, coords=((HOLDER, number),) if has_files else ())
+        return PlannedArray(
+            name, meta.dtype, box.shape, coords=((HOLDER, number),) if has_files else ()
+        )
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key in streams:
             n_bytes, number = streams[key]
             meta = TensorMeta(key, "uint8", (n_bytes,))
-            return (Fragment(key, full_box(meta.shape), array(key, meta, full_box(meta.shape), number), (0,)),)
+            return (
+                Fragment(
+                    key, full_box(meta.shape), array(key, meta, full_box(meta.shape), number), (0,)
+                ),
+            )
         meta = metas[key]
         return tuple(
             Fragment(key, box, array(array_name(key, box), meta, box, number), (0,) * box.rank)
@@ -220,7 +245,9 @@ def target_of(contributions: Sequence[ProcessContribution], format: Format, opti
         tensors=metas,
         fragments_of=fragments_of,
         objects={
-            key: StoredObject(key, raw_key=stream_key(key), coords=((HOLDER, number),) if has_files else ())
+            key: StoredObject(
+                key, raw_key=stream_key(key), coords=((HOLDER, number),) if has_files else ()
+            )
             for number, contribution in enumerate(contributions)
             for key, _ in contribution.streams
         },
@@ -239,7 +266,9 @@ def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:
     """
     holders: dict[object, int] = {}
     for number, contribution in enumerate(contributions):
-        names = [(chunk.key, chunk.box, chunk.flat) for chunk in contribution.chunks if chunk.n_elements]
+        names = [
+            (chunk.key, chunk.box, chunk.flat) for chunk in contribution.chunks if chunk.n_elements
+        ]
         for name in (*names, *((key, None, None) for key, _ in contribution.streams)):
             first = holders.setdefault(name, number)
             if first != number:

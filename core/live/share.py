@@ -42,12 +42,21 @@ def find_share(
         boxes_of: key → disjoint boxes of the tensor that the process writes, in elements.
     """
     fragments = {key: clip_fragments(target, key, boxes) for key, boxes in boxes_of.items()}
-    names = {piece.array.name for pieces in fragments.values() for piece in pieces if piece.array is not None}
+    names = {
+        piece.array.name
+        for pieces in fragments.values()
+        for piece in pieces
+        if piece.array is not None
+    }
     own_images: list[FileImage] = []
     for image in images:
         arrays = [placed for placed in image.arrays if placed.array.name in names]
         if arrays:
-            own_images.append(image if has_one_holder(image) else replace(image, arrays=arrays, literals=no_literals))
+            own_images.append(
+                image
+                if has_one_holder(image)
+                else replace(image, arrays=arrays, literals=no_literals)
+            )
     share = replace(
         target,
         tensors={key: meta for key, meta in target.tensors.items() if fragments.get(key)},
@@ -63,7 +72,9 @@ def has_one_holder(image: FileImage) -> bool:
     return len(holders) == 1 and all(coords and coords[0][0] == HOLDER for coords in holders)
 
 
-def clip_fragments(target: TargetCatalog, key: str, boxes: Sequence[Box]) -> tuple[TargetFragment, ...]:
+def clip_fragments(
+    target: TargetCatalog, key: str, boxes: Sequence[Box]
+) -> tuple[TargetFragment, ...]:
     """Return the parts of a tensor's target fragments that lie in the boxes."""
     clipped = []
     for fragment in target.fragments(key):

@@ -104,9 +104,13 @@ def live_source(
         chunk, file = tensor.chunk, str(number)
         files[file] = tensor.memory
         for before, box in chunk.runs():
-            extent = Extent(file, before * itemsize(chunk.dtype), None if tensor.is_dense else tensor.strides)
+            extent = Extent(
+                file, before * itemsize(chunk.dtype), None if tensor.is_dense else tensor.strides
+            )
             array = StoredArray(f"{file}+{before}", chunk.dtype, box.shape, extent)
-            fragments.setdefault(chunk.key, []).append(Fragment(chunk.key, box, array, (0,) * box.rank))
+            fragments.setdefault(chunk.key, []).append(
+                Fragment(chunk.key, box, array, (0,) * box.rank)
+            )
     hidden = {}
     for key, data in streams:
         files[f"stream {key}"] = memoryview(data)
@@ -123,7 +127,9 @@ def live_source(
     return catalog, MemoryStore(files)
 
 
-def live_target(tensors: Sequence[LiveTensor]) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
+def live_target(
+    tensors: Sequence[LiveTensor],
+) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
     """Return a target catalog over memory, the images that place its arrays, and the store to write to.
 
     Args:
@@ -143,10 +149,14 @@ def live_target(tensors: Sequence[LiveTensor]) -> tuple[TargetCatalog, list[File
         for before, box in chunk.runs():
             array = PlannedArray(f"{file}+{before}", chunk.dtype, box.shape)
             placed.append(PlacedArray(before * itemsize(chunk.dtype), array))
-            fragments.setdefault(chunk.key, []).append(Fragment(chunk.key, box, array, (0,) * box.rank))
+            fragments.setdefault(chunk.key, []).append(
+                Fragment(chunk.key, box, array, (0,) * box.rank)
+            )
         images.append(FileImage(file, chunk.n_bytes, placed))
     metas = metas_of_chunks(tensor.chunk for tensor in tensors)
-    catalog = Catalog(format="live", version=None, tensors=metas, fragments_of=lambda key: fragments.get(key, ()))
+    catalog = Catalog(
+        format="live", version=None, tensors=metas, fragments_of=lambda key: fragments.get(key, ())
+    )
     return catalog, images, MemoryStore(files)
 
 

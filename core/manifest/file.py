@@ -133,7 +133,12 @@ def manifest_lines(
     if fingerprints is not None:
         yield f'],\n"fingerprint": "{SCHEME}",\n"fingerprints": [\n'
         yield from _entries(
-            {"key": key, "dtype": fingerprint.dtype, "shape": list(fingerprint.shape), "sum": fingerprint.text}
+            {
+                "key": key,
+                "dtype": fingerprint.dtype,
+                "shape": list(fingerprint.shape),
+                "sum": fingerprint.text,
+            }
             for key, fingerprint in fingerprints.items()
         )
     yield "]}\n"
@@ -212,7 +217,9 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
         if content["schema"] != SCHEMA:
             raise ValueError(content["schema"])
         if content["version"] > VERSION:
-            raise UnsupportedError(f"manifest version {content['version']} is newer than {VERSION}", file=name)
+            raise UnsupportedError(
+                f"manifest version {content['version']} is newer than {VERSION}", file=name
+            )
         digest, scheme = content["digest"], content.get("fingerprint")
         return Manifest(
             tool=str(content["tool"]),
@@ -220,17 +227,31 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
             files=tuple(_file(entry) for entry in content["files"]),
             arrays=tuple(_array(entry) for entry in content["arrays"]),
             scheme=None if scheme is None else str(scheme),
-            fingerprints={str(entry["key"]): _fingerprint(entry, scheme) for entry in content.get("fingerprints", ())},
+            fingerprints={
+                str(entry["key"]): _fingerprint(entry, scheme)
+                for entry in content.get("fingerprints", ())
+            },
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CorruptError) as err:
-        reason = err.message if isinstance(err, CorruptError) else "an entry is missing or has the wrong type"
+        reason = (
+            err.message
+            if isinstance(err, CorruptError)
+            else "an entry is missing or has the wrong type"
+        )
         raise CorruptError(
-            f"not a ckpt manifest: {reason}", file=name, hint="remove it, and create a new one with ckpt manifest"
+            f"not a ckpt manifest: {reason}",
+            file=name,
+            hint="remove it, and create a new one with ckpt manifest",
         ) from err
 
 
 def _file(entry: Any) -> FileSum:
-    return FileSum(str(entry["path"]), int(entry["size"]), _crc(entry["crc32"]), _optional_text(entry.get("digest")))
+    return FileSum(
+        str(entry["path"]),
+        int(entry["size"]),
+        _crc(entry["crc32"]),
+        _optional_text(entry.get("digest")),
+    )
 
 
 def _fingerprint(entry: Any, scheme: object) -> Fingerprint:

@@ -48,7 +48,13 @@ class CopyFingerprints:
     """
 
     def __init__(
-        self, plan: Plan, *, entry: str | None, rules: Rules, products: Products, device: Device | None = None
+        self,
+        plan: Plan,
+        *,
+        entry: str | None,
+        rules: Rules,
+        products: Products,
+        device: Device | None = None,
     ) -> None:
         self._rules = rules
         self._device = device
@@ -65,7 +71,9 @@ class CopyFingerprints:
         arrays = _planned_arrays(plan, prefix)
         self._feeds = Feeds(self._planned, arrays.values(), products)
         self._arrays = [
-            (name, itemsize(arrays[name].dtype)) if name in arrays and self._feeds.sees(name) else None
+            (name, itemsize(arrays[name].dtype))
+            if name in arrays and self._feeds.sees(name)
+            else None
             for name in plan.places.names()
         ]
 
@@ -83,7 +91,9 @@ class CopyFingerprints:
             name, size = array
             self._feeds.pass_over(name, offset // size, n_bytes // size)
 
-    def finish(self, written: Path, *, threads: int, memory_bytes: int | None) -> tuple[dict[str, Fingerprint], int]:
+    def finish(
+        self, written: Path, *, threads: int, memory_bytes: int | None
+    ) -> tuple[dict[str, Fingerprint], int]:
         """Return the fingerprints of what has been written.
 
         Args:
@@ -106,7 +116,12 @@ class CopyFingerprints:
             rest = [key for key in real.tensors if key not in confirmed]
             read = (
                 read_fingerprints(
-                    real, opened.store, rest, threads=threads, memory_bytes=memory_bytes, device=self._device
+                    real,
+                    opened.store,
+                    rest,
+                    threads=threads,
+                    memory_bytes=memory_bytes,
+                    device=self._device,
                 )
                 if rest
                 else {}
@@ -166,7 +181,9 @@ def _planned_arrays(plan: Plan, prefix: str) -> dict[str, StoredArray]:
 
 def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
     """Return the catalog with the positions of late-bound arrays, as far as they can be found."""
-    bind: Callable[[StoredArray], StoredArray] = lru_cache(maxsize=1024)(lambda array: catalog.bind(store, array))
+    bind: Callable[[StoredArray], StoredArray] = lru_cache(maxsize=1024)(
+        lambda array: catalog.bind(store, array)
+    )
 
     def placed(fragment: Fragment) -> Fragment:
         array = fragment.array
@@ -177,13 +194,17 @@ def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
         except CheckpointingException:
             return fragment
 
-    return replace(catalog, fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments_of(key)))
+    return replace(
+        catalog,
+        fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments_of(key)),
+    )
 
 
 def _have_same_positions(a: Sequence[Fragment], b: Sequence[Fragment]) -> bool:
     """Return whether fragments have the same boxes and positions; their CRCs do not matter."""
     return len(a) == len(b) and all(
-        (first.box, first.at, _position(first.array)) == (second.box, second.at, _position(second.array))
+        (first.box, first.at, _position(first.array))
+        == (second.box, second.at, _position(second.array))
         for first, second in zip(a, b, strict=True)
     )
 

@@ -138,12 +138,17 @@ class Feeds:
     def pass_over(self, name: str, start: int, n_elements: int) -> None:
         """Add elements of a stored array that are all zero."""
         for region in self._regions.get(name, ()):
-            begin, end = max(start, region.first), min(start + n_elements, region.first + prod(region.shape))
+            begin, end = (
+                max(start, region.first),
+                min(start + n_elements, region.first + prod(region.shape)),
+            )
             if end <= begin:
                 continue
             common = (
                 run.intersect(region.inside)
-                for run in boxes_of_flat_range(region.shape, begin - region.first, end - region.first)
+                for run in boxes_of_flat_range(
+                    region.shape, begin - region.first, end - region.first
+                )
             )
             n = sum(box.n_elements for box in common if box is not None)
             with self._lock:
@@ -153,7 +158,9 @@ class Feeds:
         """Return the fingerprints of the tensors whose elements have all been fed, by key."""
         return {
             key: Fingerprint(
-                self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, format_lanes(self._lanes[key])
+                self._catalog.tensors[key].dtype,
+                self._catalog.tensors[key].shape,
+                format_lanes(self._lanes[key]),
             )
             for key, n_stored in self._stored.items()
             if self._fed[key] == n_stored
@@ -202,7 +209,9 @@ class ArrayFeeds:
         """Do nothing: the end of an array is not that of a tensor."""
 
 
-def _add_region(total: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview) -> None:
+def _add_region(
+    total: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview
+) -> None:
     """Add those elements of a box that belong to a region.
 
     Args:
@@ -219,7 +228,10 @@ def _add_region(total: FormSum, shape: Shape, region: _Region, run: Box, size: i
     if common != run:
         import numpy as np
 
-        inner = tuple(slice(a - o, b - o) for a, b, o in zip(common.offset, common.end, run.offset, strict=True))
+        inner = tuple(
+            slice(a - o, b - o)
+            for a, b, o in zip(common.offset, common.end, run.offset, strict=True)
+        )
         elements = np.frombuffer(data, f"V{size}").reshape(run.shape)[inner]
         data = memoryview(np.ascontiguousarray(elements).view(np.uint8).reshape(-1))
     # From the axes of the array to those of the tensor, which may be more or fewer.
@@ -229,7 +241,12 @@ def _add_region(total: FormSum, shape: Shape, region: _Region, run: Box, size: i
         moved, extents = (0,) * extra + moved, (1,) * extra + common.shape
     else:
         moved, extents = moved[-extra:], common.shape[-extra:]
-    total.add_box(shape, Box(tuple(a + b for a, b in zip(region.offset, moved, strict=True)), extents), size, data)
+    total.add_box(
+        shape,
+        Box(tuple(a + b for a, b in zip(region.offset, moved, strict=True)), extents),
+        size,
+        data,
+    )
 
 
 class _StoredArrays:
@@ -250,7 +267,9 @@ class _StoredArrays:
                 self._late.setdefault((extent.file, extent.offset), array)
             elif extent.encoding is None and is_dense_in_file(array) and array.n_bytes:
                 runs.setdefault(extent.file, []).append((extent.offset, array))
-        self._runs = {file: sorted(arrays, key=lambda item: item[0]) for file, arrays in runs.items()}
+        self._runs = {
+            file: sorted(arrays, key=lambda item: item[0]) for file, arrays in runs.items()
+        }
 
     def find(self, array: StoredArray) -> tuple[str, int] | None:
         """Find the stored array that a canonical array is, or is a part of.
@@ -261,7 +280,11 @@ class _StoredArrays:
         """
         same = self._arrays.get(array.name)
         extent = array.extent
-        if same is not None and (same.extent, same.shape, same.dtype) == (extent, array.shape, array.dtype):
+        if same is not None and (same.extent, same.shape, same.dtype) == (
+            extent,
+            array.shape,
+            array.dtype,
+        ):
             return array.name, 0
         if extent.encoding is not None:
             return None
@@ -281,7 +304,11 @@ class _StoredArrays:
         start, stored = runs[number]
         inside = array.extent.offset - start
         size = itemsize(array.dtype)
-        if itemsize(stored.dtype) != size or inside % size or inside + array.n_bytes > stored.n_bytes:
+        if (
+            itemsize(stored.dtype) != size
+            or inside % size
+            or inside + array.n_bytes > stored.n_bytes
+        ):
             return None
         return stored.name, inside // size
 

@@ -54,10 +54,25 @@ def read_fingerprints(
     metas = [catalog.tensors[key] for key in wanted]
     target = dense_target(metas)
     images = [_image(number, target, meta) for number, meta in enumerate(metas)]
-    plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
-    with fastest_products(plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)) as products:
+    plan = make_plan(
+        catalog,
+        target,
+        images,
+        zeros={},
+        threads=threads,
+        memory_bytes=memory_bytes,
+        compares=False,
+    )
+    with fastest_products(
+        plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)
+    ) as products:
         sink = _SummingStore(metas, products)
-        execute(plan, store, sink, CopyOptions(crc=False, digest=False, progress=progress, device=device))
+        execute(
+            plan,
+            store,
+            sink,
+            CopyOptions(crc=False, digest=False, progress=progress, device=device),
+        )
     return sink.fingerprints()
 
 

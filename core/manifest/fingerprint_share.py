@@ -88,7 +88,12 @@ def fingerprints_of_directory(
     try:
         catalog = canonical(opened, rules=rules).catalog
         return shared_fingerprints(
-            catalog, opened.store, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+            catalog,
+            opened.store,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            team=team,
+            device=device,
         )
     finally:
         opened.store.close()
@@ -152,10 +157,14 @@ def shared_fingerprints(
     def read_rest() -> None:
         rest = [key for key in wanted if key not in fingerprints]
         if rest:
-            fingerprints.update(read_fingerprints(catalog, store, rest, threads=threads, memory_bytes=memory_bytes))
+            fingerprints.update(
+                read_fingerprints(catalog, store, rest, threads=threads, memory_bytes=memory_bytes)
+            )
 
     broadcast_result(team, read_rest)
-    return SharedFingerprints({key: fingerprints[key] for key in wanted if key in fingerprints}, readable.figures)
+    return SharedFingerprints(
+        {key: fingerprints[key] for key in wanted if key in fingerprints}, readable.figures
+    )
 
 
 def readable_fingerprints(
@@ -172,7 +181,9 @@ def readable_fingerprints(
     wanted = broadcast_result(team, lambda: list(keys))
 
     def prepare() -> _FingerprintPass:
-        return _FingerprintPass(catalog, store, wanted, team, choose_device(device, [FINGERPRINT], threads=threads))
+        return _FingerprintPass(
+            catalog, store, wanted, team, choose_device(device, [FINGERPRINT], threads=threads)
+        )
 
     work = require_agreement(team, prepare, _FingerprintPass.observed_state, subject=store.label)
     parts = gather_results(team, lambda: work.read_share(threads, memory_bytes))
@@ -208,7 +219,12 @@ class _FingerprintPass:
     """
 
     def __init__(
-        self, catalog: Catalog, store: ReadStore, keys: Sequence[str], team: Team, device: Device | None = None
+        self,
+        catalog: Catalog,
+        store: ReadStore,
+        keys: Sequence[str],
+        team: Team,
+        device: Device | None = None,
     ) -> None:
         self._device = device
         self._catalog = catalog
@@ -223,7 +239,10 @@ class _FingerprintPass:
 
     def observed_state(self) -> object:
         """Return what all ranks must see alike, for their shares to fit together."""
-        return [(key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape) for key in self._share.spans]
+        return [
+            (key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape)
+            for key in self._share.spans
+        ]
 
     def read_share(self, threads: int, memory_bytes: int | None) -> _RankSums:
         """Read this rank's share and return its sums."""
@@ -245,10 +264,17 @@ class _FingerprintPass:
         Returns:
             The number of threads (0 if not even one fits), and bytes of the cache of decoded units.
         """
-        unit_bytes = max((decoding_bytes(self._catalog.fragments(key)) for key in self._share.spans), default=0)
+        unit_bytes = max(
+            (decoding_bytes(self._catalog.fragments(key)) for key in self._share.spans), default=0
+        )
         if memory_bytes is None:
             return threads, DEFAULT_CACHE_BYTES
-        free_bytes = memory_bytes - RUNTIME_BYTES - self._team.runtime_bytes - (DECODER_BYTES if unit_bytes else 0)
+        free_bytes = (
+            memory_bytes
+            - RUNTIME_BYTES
+            - self._team.runtime_bytes
+            - (DECODER_BYTES if unit_bytes else 0)
+        )
         threads = max(0, min(threads, free_bytes // (_THREAD_BYTES + unit_bytes)))
         cache_bytes = min(DEFAULT_CACHE_BYTES, free_bytes - threads * (_THREAD_BYTES + unit_bytes))
         return threads, cache_bytes if unit_bytes else 0
@@ -273,17 +299,23 @@ class _FingerprintPass:
             except CheckpointingException:
                 self._failed.add(key)
                 continue
-            if tensor.dtype != meta.dtype:  # it must be cast, which the plan of the lead's own reading does
+            if (
+                tensor.dtype != meta.dtype
+            ):  # it must be cast, which the plan of the lead's own reading does
                 self._failed.add(key)
                 continue
             for start in range(0, len(boxes), _GROUP):
                 yield key, tensor, boxes[start : start + _GROUP]
 
-    def _next(self, items: Iterator[tuple[str, TensorReader, list[Box]]]) -> tuple[str, TensorReader, list[Box]] | None:
+    def _next(
+        self, items: Iterator[tuple[str, TensorReader, list[Box]]]
+    ) -> tuple[str, TensorReader, list[Box]] | None:
         with self._lock:
             return None if self._threads.is_stopped() else next(items, None)
 
-    def _work(self, items: Iterator[tuple[str, TensorReader, list[Box]]], products: Products) -> None:
+    def _work(
+        self, items: Iterator[tuple[str, TensorReader, list[Box]]], products: Products
+    ) -> None:
         out, raw = (memoryview(bytearray(_BAND_BYTES)) for _ in range(2))
         while (item := self._next(items)) is not None:
             key, tensor, boxes = item

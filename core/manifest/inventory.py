@@ -127,10 +127,14 @@ def read_inventory(
     )
     opened = source.opened
     threads = threads or len(os.sched_getaffinity(0))
-    device_for_sums = choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
+    device_for_sums = (
+        choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
+    )
     try:
         # One pass over all bytes: sums of files and arrays, and fingerprints on the way.
-        with fastest_products(sum(source.files.values()) if fingerprints else 0, device_for_sums) as products:
+        with fastest_products(
+            sum(source.files.values()) if fingerprints else 0, device_for_sums
+        ) as products:
             feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None
             scanned = scan(
                 opened.catalog,
@@ -193,10 +197,16 @@ class _Source:
 
     def observed_state(self) -> object:
         """Return what all ranks of a team must see alike."""
-        return str(self.opened.path), self.opened.format.name, observe_files(self.opened.store, self.files)
+        return (
+            str(self.opened.path),
+            self.opened.format.name,
+            observe_files(self.opened.store, self.files),
+        )
 
 
-def _open_source(path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str) -> _Source:
+def _open_source(
+    path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str
+) -> _Source:
     """Open a checkpoint.
 
     Raises:
@@ -207,7 +217,9 @@ def _open_source(path: Path, *, iteration: int | None, rules: Path | None, missi
     try:
         form = canonical(opened, rules=load_rules(rules))
         sizes = list_tree(opened.store.root, entry=opened.store.entry, without=opened.below).files
-        files = {name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))}
+        files = {
+            name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))
+        }
         for name in sorted(sparse_files(opened.store, files)):
             raise CorruptError(
                 "almost none of the file's bytes are on the disk",
@@ -262,17 +274,31 @@ class _AllFingerprints:
 
 
 def _complete_fingerprints(
-    feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int, team: Team, device: Device | None
+    feeds: Feeds,
+    source: _Source,
+    *,
+    threads: int,
+    memory_bytes: int,
+    team: Team,
+    device: Device | None,
 ) -> _AllFingerprints:
     """Return all fingerprints; read those tensors again that the scan could not cover."""
     fingerprints = feeds.fingerprints() if is_lead(team) else {}
     catalog = source.form.catalog
-    rest = broadcast_result(team, lambda: [key for key in catalog.tensors if key not in fingerprints])
+    rest = broadcast_result(
+        team, lambda: [key for key in catalog.tensors if key not in fingerprints]
+    )
     if not rest:
         reread = SharedFingerprints()
     else:
         reread = shared_fingerprints(
-            catalog, source.opened.store, rest, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+            catalog,
+            source.opened.store,
+            rest,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            team=team,
+            device=device,
         )
     fingerprints |= reread.fingerprints
     in_order = {key: fingerprints[key] for key in catalog.tensors if key in fingerprints}
@@ -296,7 +322,14 @@ def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArr
                 continue
             key = keys.get(array.name, array.name)
             yield ManifestArray(
-                key, array.name, extent.file, extent.offset, array.dtype, array.shape, sums.crc, sums.digest
+                key,
+                array.name,
+                extent.file,
+                extent.offset,
+                array.dtype,
+                array.shape,
+                sums.crc,
+                sums.digest,
             )
 
 
@@ -305,11 +338,17 @@ def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
     if not fingerprints or form.failure is None:
         return
     subject = "the tensors" if not form.has_layout else "the optimizer's states"
-    effect = "the fingerprints are valid for this layout only" if not form.has_layout else "they have no fingerprints"
+    effect = (
+        "the fingerprints are valid for this layout only"
+        if not form.has_layout
+        else "they have no fingerprints"
+    )
     yield f"{subject} are not in canonical form, so {effect}: {form.failure.message}"
 
 
-def write_inventory(content: Inventory, destination: Path | None = None, *, force: bool = False) -> Path:
+def write_inventory(
+    content: Inventory, destination: Path | None = None, *, force: bool = False
+) -> Path:
     """Write a manifest, completely or not at all.
 
     Args:
@@ -375,5 +414,7 @@ def check_free(path: Path, *, force: bool) -> None:
 
 def _taken(path: Path) -> UsageError:
     return UsageError(
-        "the manifest exists already", file=str(path), hint="check it with ckpt validate, or pass --force"
+        "the manifest exists already",
+        file=str(path),
+        hint="check it with ckpt validate, or pass --force",
     )

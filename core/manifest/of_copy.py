@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from core.plan.plan import Plan
 
 
-def finish_files(plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool = True) -> list[FileSum]:
+def finish_files(
+    plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool = True
+) -> list[FileSum]:
     """Write the literals of all file images, metadata files last.
 
     Args:
@@ -120,7 +122,11 @@ def write_manifest(
         CapacityError, StorageError: the system cannot write.
     """
     digest = ALGORITHM if result.digests else None
-    write_lines(store, name, manifest_lines(tool, digest, files, _arrays(plan, result, crc=crc), fingerprints))
+    write_lines(
+        store,
+        name,
+        manifest_lines(tool, digest, files, _arrays(plan, result, crc=crc), fingerprints),
+    )
 
 
 def _arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestArray]:

@@ -77,7 +77,9 @@ class StatedCrcReader:
         for start, length in items:
             try:
                 if start + length <= n_bytes and is_zip(self._store, file, start, length):
-                    yield from read_stated_crcs(self._store, file, start=start, n_bytes=length, report=report)
+                    yield from read_stated_crcs(
+                        self._store, file, start=start, n_bytes=length, report=report
+                    )
             except CheckpointingException as err:
                 err.span = err.span or (start, start + length)
                 report(err)
@@ -95,7 +97,9 @@ def _read_item_positions(store: ReadStore) -> Mapping[str, Iterable[tuple[int, i
     except CheckpointingException:
         return {}
     positions: dict[str, list[tuple[int, int]]] = {name: [] for name in metadata.files}
-    for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
+    for file, offset, n_bytes in zip(
+        metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True
+    ):
         positions[metadata.files[file]].append((offset, n_bytes))
     for item in metadata.objects.values():
         positions.setdefault(item.file, []).append((item.offset, item.n_bytes))
@@ -104,11 +108,19 @@ def _read_item_positions(store: ReadStore) -> Mapping[str, Iterable[tuple[int, i
 
 def is_zip(store: ReadStore, file: str, start: int, n_bytes: int) -> bool:
     """Return whether a zip begins at byte ``start`` of a file."""
-    return n_bytes >= len(LOCAL_SIGNATURE) and store.read(file, start, len(LOCAL_SIGNATURE)) == LOCAL_SIGNATURE
+    return (
+        n_bytes >= len(LOCAL_SIGNATURE)
+        and store.read(file, start, len(LOCAL_SIGNATURE)) == LOCAL_SIGNATURE
+    )
 
 
 def read_stated_crcs(
-    store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
+    store: ReadStore,
+    file: str,
+    *,
+    start: int = 0,
+    n_bytes: int | None = None,
+    report: Report = raising,
 ) -> Iterator[StatedCrc]:
     """Yield the CRCs of the uncompressed records of a zip; a CRC of 0 means that there is none.
 

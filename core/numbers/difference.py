@@ -182,7 +182,9 @@ def element_value(data: memoryview, dtype: str) -> Number | None:
     return int(value) if DTYPES[dtype].kind in ("int", "uint", "bool") else float(value)
 
 
-def _compare_block(a: memoryview, b: memoryview, dtypes: tuple[str, str], rule: Tolerance | None) -> ValueDifference:
+def _compare_block(
+    a: memoryview, b: memoryview, dtypes: tuple[str, str], rule: Tolerance | None
+) -> ValueDifference:
     """Do as ``compare_elements``, for a run whose temporary arrays fit into the cache."""
     import numpy as np
 
@@ -245,7 +247,9 @@ def _is_close(values_a: Any, values_b: Any, delta: Any, rule: Tolerance) -> Any:
     """Return which elements are equal within the tolerance, as a mask."""
     import numpy as np
 
-    allowed = rule.atol + rule.rtol * np.abs(values_b if values_b.dtype.kind == "c" else _float64_parts(values_b))
+    allowed = rule.atol + rule.rtol * np.abs(
+        values_b if values_b.dtype.kind == "c" else _float64_parts(values_b)
+    )
     is_close = (values_a == values_b) | ((delta <= allowed) & np.isfinite(delta))
     if rule.equal_nan:
         is_close |= np.isnan(values_a) & np.isnan(values_b)

@@ -112,7 +112,9 @@ class ValueObserver:
         if _has_countable(numbers, top, kind):
             self._count(facts, numbers, kind, start)
 
-    def _feed_device(self, device: Device, facts: ValueFacts, data: memoryview, kind: NumberKind, start: int) -> None:
+    def _feed_device(
+        self, device: Device, facts: ValueFacts, data: memoryview, kind: NumberKind, start: int
+    ) -> None:
         extremes = find_extremes(device, data, kind)
         self._note_value(facts, extremes.top if extremes.least == extremes.top else _VARIOUS)
         # The pattern 80 is no extreme, so types in which it is NaN are always counted.

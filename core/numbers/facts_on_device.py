@@ -40,7 +40,10 @@ def find_extremes(device: Device, data: memoryview, kind: NumberKind) -> Extreme
     import numpy as np
 
     kernel = extremes_kernel(kind.n_bytes)
-    pieces = [piece.view(np.int64) for piece in lane_of(device).map_pieces((data,), kernel, size=kind.n_bytes)]
+    pieces = [
+        piece.view(np.int64)
+        for piece in lane_of(device).map_pieces((data,), kernel, size=kind.n_bytes)
+    ]
     half = 1 << (8 * kind.n_bytes - 1)
     return Extremes(
         least=min(int(low) for low, _, _ in pieces) + half,
@@ -67,7 +70,9 @@ def extremes_kernel(n_bytes: int) -> Kernel:
     return kernel
 
 
-def count_on_device(device: Device, data: memoryview, kind: NumberKind) -> dict[str, tuple[int, int]]:
+def count_on_device(
+    device: Device, data: memoryview, kind: NumberKind
+) -> dict[str, tuple[int, int]]:
     """Count NaN, infinite and huge elements of a run.
 
     Returns:

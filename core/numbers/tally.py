@@ -110,7 +110,9 @@ class Tally:
     is_cast: bool | None = None
     first: tuple[int, Pair] | None = None
 
-    def add(self, result: ValueDifference, *, start: int, is_cast: bool | None, pair: Pair | None) -> None:
+    def add(
+        self, result: ValueDifference, *, start: int, is_cast: bool | None, pair: Pair | None
+    ) -> None:
         """Add a band that differs.
 
         Args:

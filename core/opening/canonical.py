@@ -60,7 +60,9 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules) -> Canonica
     failure: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:
-            result = unshard(catalog, rules=rules, optim=optim, store=store if optim == "carry" else None)
+            result = unshard(
+                catalog, rules=rules, optim=optim, store=store if optim == "carry" else None
+            )
             return Canonical(result, is_global=True, has_layout=True, failure=failure)
         except CheckpointingException as err:
             failure = failure or err

@@ -35,7 +35,9 @@ from core.pickle.uses import Use
 class Loader(Protocol):
     """A parser of one object's own stream, such as ``core.formats.torch.format.load_object``."""
 
-    def __call__(self, store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, Mapping[str, StoredArray]]:
+    def __call__(
+        self, store: ReadStore, array: StoredArray, *, key: str
+    ) -> tuple[object, Mapping[str, StoredArray]]:
         """Return the inert value, and the arrays of the tensors inside it."""
 
 
@@ -66,7 +68,9 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
-def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()) -> None:
+def refuse_hidden(
+    uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()
+) -> None:
     """Raise if a pickle does something dangerous that none of the objects holds.
 
     Such a name is an attribute of a tensor, the key of a mapping or the state of a container, or the pickle itself
@@ -111,7 +115,9 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
         )
 
 
-def _unsafe_place(places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool) -> UnsafeError:
+def _unsafe_place(
+    places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool
+) -> UnsafeError:
     """Return the error about the first of several places that name something dangerous.
 
     Args:
@@ -121,14 +127,19 @@ def _unsafe_place(places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_li
     place, keys = places[0]
     n_more = len(places) - 1
     options = " ".join(
-        f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(below[0] for _, below in places if below)
+        f"--exclude {shlex.quote(key)}"
+        for key in dict.fromkeys(below[0] for _, below in places if below)
     )
     return UnsafeError(
         f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
         + (f"; so do {n_more}{'' if is_listed else ' or more'} other places" if n_more else ""),
         file=place.file,
         key=keys[0] if keys else None,
-        hint=(f"leave the entry out with {options}, " if options else "save the checkpoint again without it, ")
+        hint=(
+            f"leave the entry out with {options}, "
+            if options
+            else "save the checkpoint again without it, "
+        )
         + "and find out who wrote this checkpoint",
     )
 
@@ -189,7 +200,12 @@ def _without_objects(catalog: Catalog, keys: Set[str]) -> Catalog:
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
-    inside = {leaf.key for key in keys for leaf in walk(catalog.objects[key].value) if isinstance(leaf, TensorLeaf)}
+    inside = {
+        leaf.key
+        for key in keys
+        for leaf in walk(catalog.objects[key].value)
+        if isinstance(leaf, TensorLeaf)
+    }
     return replace(
         catalog,
         objects={key: item for key, item in catalog.objects.items() if key not in keys},

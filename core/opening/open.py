@@ -23,7 +23,13 @@ from pathlib import Path
 
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import some_of
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsupportedError,
+    UsageError,
+)
 from core.files.store import LocalStore, check_name, translate_os_errors
 from core.files.url import hub_download, refuse_url
 from core.formats.deepspeed.files import is_rank_file
@@ -40,7 +46,9 @@ RELEASE = "release"
 loads no optimizer."""
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's trackers, which hold the directory's name."""
-ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$")
+ITERATION_DIR = re.compile(
+    r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$"
+)
 ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
 """Treatments of zarr chunks that are not stored; some writers omit those of the fill value."""
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
@@ -50,7 +58,9 @@ _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
 )
 """Files that make their directory a checkpoint, whatever directories are in it."""
-_WEIGHT_FILE = re.compile(r"^(pytorch_model|model|adapter_model)[^/]*\.(bin|safetensors)(\.index\.json)?$")
+_WEIGHT_FILE = re.compile(
+    r"^(pytorch_model|model|adapter_model)[^/]*\.(bin|safetensors)(\.index\.json)?$"
+)
 """Weights that a trainer saves beside DeepSpeed's directory."""
 _INDEX_FILE = re.compile(
     r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$"
@@ -117,7 +127,11 @@ def open_checkpoint(
             raise location.failure
         assert format is not None, "nothing failed, so a format was recognised"
         with noting_uses() as uses, gc_paused():
-            catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
+            catalog = (
+                format.sample(store)
+                if samples and format.sample is not None
+                else format.read(store)
+            )
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
     except BaseException:
         store.close()
@@ -154,7 +168,9 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
         MissingShardError: a chunk is missing, and that is refused.
     """
     if missing_chunks not in MISSING_CHUNKS:
-        raise UsageError(f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}")
+        raise UsageError(
+            f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}"
+        )
     tensors = list(unstored(catalog))
     if not tensors:
         return []
@@ -259,7 +275,14 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
         store,
         format,
         next((number for number in numbers if number is not None), None),
-        (*descent.notes, *([f"not read, because they are separate checkpoints: {listed(below)}"] if below else [])),
+        (
+            *descent.notes,
+            *(
+                [f"not read, because they are separate checkpoints: {listed(below)}"]
+                if below
+                else []
+            ),
+        ),
         failure,
         tuple(below),
         passed,
@@ -311,7 +334,9 @@ def _absent(path: Path) -> UsageError:
             file=str(path),
             hint=f"if this is a model on the Hugging Face Hub, download it first: {hub_download(str(path))}",
         )
-    return UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
+    return UsageError(
+        "no such file or directory", file=str(path), hint="check the spelling of the path"
+    )
 
 
 def store_of_file(path: Path) -> LocalStore:
@@ -324,7 +349,9 @@ def store_of_file(path: Path) -> LocalStore:
 def iteration_dirs(store: LocalStore) -> dict[int, str]:
     """Return iteration → name of its directory, for all directories right below a training root."""
     names: dict[int, str] = {}
-    for name in store.folders():  # sorted, so that a plain directory comes before its universal form
+    for (
+        name
+    ) in store.folders():  # sorted, so that a plain directory comes before its universal form
         if match := ITERATION_DIR.match(name):
             names.setdefault(int(match.group(1)), name)
         elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
@@ -353,7 +380,9 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:
             raise UsageError(
-                f"iteration {wanted} not found", file=str(root), hint=f"iterations here: {_listed(iterations)}"
+                f"iteration {wanted} not found",
+                file=str(root),
+                hint=f"iterations here: {_listed(iterations)}",
             )
         return root / iterations[wanted], []
     if has_tracker:
@@ -407,7 +436,9 @@ def _unread_weights(store: LocalStore, name: str) -> list[str]:
     if not weights:
         return []
     more = f" (and {len(weights) - 1} more)" if len(weights) > 1 else ""
-    return [f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, point at that file"]
+    return [
+        f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, point at that file"
+    ]
 
 
 def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, str]) -> str:
@@ -454,12 +485,16 @@ def _is_checkpoint(store: LocalStore) -> bool:
 def _refuse_empty(store: LocalStore) -> None:
     """Raise if a directory holds nothing."""
     if not store.files() and not store.folders():
-        raise UnsupportedError("the directory is empty", file=store.label, hint="point at a checkpoint")
+        raise UnsupportedError(
+            "the directory is empty", file=store.label, hint="point at a checkpoint"
+        )
 
 
 def _listed(iterations: dict[int, str]) -> str:
     """Return iterations as text, shortened if there are many."""
     numbers = sorted(iterations)
     if len(numbers) > 8:
-        return f"{numbers[0]}, {numbers[1]}, … {numbers[-2]}, {numbers[-1]} ({len(numbers)} in total)"
+        return (
+            f"{numbers[0]}, {numbers[1]}, … {numbers[-2]}, {numbers[-1]} ({len(numbers)} in total)"
+        )
     return ", ".join(map(str, numbers)) or "none"

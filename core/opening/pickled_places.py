@@ -41,14 +41,23 @@ class PickledPlace:
         return around or [key for key in keys if self.path and key.startswith(f"{self.path}.")]
 
 
-def find_places(names: Collection[Global], store: ReadStore, catalog: Catalog) -> list[PickledPlace]:
+def find_places(
+    names: Collection[Global], store: ReadStore, catalog: Catalog
+) -> list[PickledPlace]:
     """Return the first ``MOST_PLACES`` places where a checkpoint's pickles have one of ``names``.
 
     Names that a pickle drops again have no place.
     """
-    arrays = (fragment.array for key in (*catalog.tensors, *catalog.hidden) for fragment in catalog.fragments(key))
+    arrays = (
+        fragment.array
+        for key in (*catalog.tensors, *catalog.hidden)
+        for fragment in catalog.fragments(key)
+    )
     stored = {array.extent.file for array in arrays if array is not None}
-    files = sorted(stored | {name for name in (*_METADATA, store.entry) if name is not None and store.exists(name)})
+    files = sorted(
+        stored
+        | {name for name in (*_METADATA, store.entry) if name is not None and store.exists(name)}
+    )
     places: dict[PickledPlace, None] = {}
     for file in files:
         for tree in trees_of_stream(store, file):

@@ -29,7 +29,9 @@ _EXTRA_STATE = "_extra_state"
 _TENSOR = "tensor"
 
 
-def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, str, PickledContent]]:
+def pickled_tensors(
+    catalog: Catalog, store: ReadStore
+) -> Iterator[tuple[str, str, PickledContent]]:
     """Yield (file, key, what its pickles do) for each tensor that holds a stream."""
     reader = BoxReader(catalog, store)
     for key in (*catalog.tensors, *catalog.hidden):
@@ -42,10 +44,14 @@ def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, s
             if not is_stream and not key.endswith(_EXTRA_STATE):
                 continue
             if meta.shape[0] > MAX_BYTES:
-                looked = PickledContent(unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",))
+                looked = PickledContent(
+                    unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",)
+                )
             else:
                 data = _read(reader, key, meta.shape[0])
-                looked = PickledContent(frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data))))
+                looked = PickledContent(
+                    frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data)))
+                )
         except CheckpointingException:  # other checks report it
             continue
         array = catalog.fragments(key)[0].array

@@ -75,7 +75,11 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
         return {}
     store = LocalStore(source.passed[-1])
     try:
-        files = {name: size for name, size in carried_files(store).items() if _TOOL.fullmatch(name) is None}
+        files = {
+            name: size
+            for name, size in carried_files(store).items()
+            if _TOOL.fullmatch(name) is None
+        }
         is_model = CONFIG in files and sum(files.values()) <= _MAX_DOCUMENT_BYTES
         return {name: store.read(name, 0, size) for name, size in files.items()} if is_model else {}
     finally:
@@ -132,6 +136,12 @@ def _above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
             names = [name for name in names if name not in carried]
         iterations = {*below, *iteration_dirs(store).values(), RELEASE}
         names += [
-            f"{name}/" for name in store.folders() if name not in iterations and ITERATION_DIR.match(name) is None
+            f"{name}/"
+            for name in store.folders()
+            if name not in iterations and ITERATION_DIR.match(name) is None
         ]
-        yield from (f"{folder.resolve().name}/{name}" for name in names if _BOOKKEEPING.fullmatch(name) is None)
+        yield from (
+            f"{folder.resolve().name}/{name}"
+            for name in names
+            if _BOOKKEEPING.fullmatch(name) is None
+        )

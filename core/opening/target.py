@@ -58,7 +58,9 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
 
 def keeps_nesting(catalog: Catalog, format: Format) -> bool:
     """Return whether a format keeps or describes the containers around tensors."""
-    return format.nests or (format.has_objects_beside and format.adapt is None and bool(catalog.objects))
+    return format.nests or (
+        format.has_objects_beside and format.adapt is None and bool(catalog.objects)
+    )
 
 
 def tensors_only(target: TargetCatalog) -> TargetCatalog:
@@ -69,7 +71,8 @@ def tensors_only(target: TargetCatalog) -> TargetCatalog:
 def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
     """Return a target catalog with one dense array for each tensor, named by its key."""
     return catalog_of_arrays(
-        format="memory", arrays={meta.key: PlannedArray(meta.key, meta.dtype, meta.shape) for meta in metas}
+        format="memory",
+        arrays={meta.key: PlannedArray(meta.key, meta.dtype, meta.shape) for meta in metas},
     )
 
 
@@ -131,7 +134,9 @@ def _is_grid(boxes: Collection[Box]) -> bool:
     """Return whether boxes that tile a tensor have one shape and lie at multiples of it."""
     shapes = {box.shape for box in boxes}
     return len(shapes) == 1 and all(
-        n > 0 and offset % n == 0 for box in boxes for offset, n in zip(box.offset, box.shape, strict=True)
+        n > 0 and offset % n == 0
+        for box in boxes
+        for offset, n in zip(box.offset, box.shape, strict=True)
     )
 
 
@@ -151,7 +156,9 @@ def _stored_boxes(
         if not fragment.box.is_empty or meta.n_elements == 0:
             number = file_number.get(array.extent.file) if isinstance(array, StoredArray) else None
             boxes.setdefault(fragment.box, number)
-    tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (meta.n_elements or len(boxes) == 1)
+    tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (
+        meta.n_elements or len(boxes) == 1
+    )
     return boxes if tiles else {}
 
 

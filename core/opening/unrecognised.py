@@ -27,7 +27,10 @@ _OTHER_FORMATS = (
     (re.compile(r"\.onnx$"), "an ONNX model"),
     (re.compile(r"\.npz$"), "a NumPy archive"),
     (re.compile(r"\.npy$"), "a NumPy array"),
-    (re.compile(r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$"), "a TensorFlow checkpoint"),
+    (
+        re.compile(r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$"),
+        "a TensorFlow checkpoint",
+    ),
 )
 
 
@@ -46,15 +49,25 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     files = store.files()
     loose = _loose_files(store, files)
     places = [*loose, *below]
-    hint = f"point at {store.root / places[0]}" if len(places) == 1 else f"point at one of them: {listed(places)}"
+    hint = (
+        f"point at {store.root / places[0]}"
+        if len(places) == 1
+        else f"point at one of them: {listed(places)}"
+    )
     if loose:
-        count = "one torch or safetensors file" if len(loose) == 1 else f"{len(loose)} torch or safetensors files"
+        count = (
+            "one torch or safetensors file"
+            if len(loose) == 1
+            else f"{len(loose)} torch or safetensors files"
+        )
         message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint)
     if below:
         message = "not a checkpoint directory, but it contains checkpoints"
         return UnsupportedError(message, file=store.label, hint=hint)
-    title = next((title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None)
+    title = next(
+        (title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None
+    )
     if title is not None:
         return UnsupportedError(f"{title} cannot be read", file=store.label, hint=known)
     return UnsupportedError("not a checkpoint in a known format", file=store.label, hint=known)
@@ -84,7 +97,9 @@ def checkpoints_below(
         without: names of directories right below that are not searched.
     """
     paths: list[str] = []
-    waiting = [(name, 1) for name in store.folders() if not name.startswith(".") and name not in without]
+    waiting = [
+        (name, 1) for name in store.folders() if not name.startswith(".") and name not in without
+    ]
     for n_opened, (path, depth) in enumerate(waiting):  # the list grows on the way
         if n_opened >= _MOST_FOLDERS:
             break

@@ -65,7 +65,10 @@ def constructor(module: str, name: str) -> Constructor | None:
     package = module.partition(".")[0]
     if exact is not None or package not in table.packages:
         return exact
-    for module_pattern, name_pattern, row in [*table.patterns.get(package, []), *table.patterns[""]]:
+    for module_pattern, name_pattern, row in [
+        *table.patterns.get(package, []),
+        *table.patterns[""],
+    ]:
         if name_pattern.fullmatch(name) and module_pattern.fullmatch(module):
             return row
     return None
@@ -93,7 +96,9 @@ def _table() -> _Table:
     for section in ("data", "framework"):
         for entry in parsed[section]:
             module = entry["module"]
-            row = Constructor(section == "data", entry["may"], entry.get("enum", False), entry.get("bind", False))
+            row = Constructor(
+                section == "data", entry["may"], entry.get("enum", False), entry.get("bind", False)
+            )
             # The arguments that a function of this entry calls, or makes instances of.
             calls: list[ArgumentUse] = [(position, "called") for position in entry.get("calls", ())]
             makes: list[ArgumentUse] = [(position, "made") for position in entry.get("makes", ())]

@@ -161,7 +161,12 @@ def as_mapping(value: object) -> dict[object, object] | None:
     return None
 
 
-_DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
+_DICT_LIKE = {
+    "collections.OrderedDict",
+    "collections.defaultdict",
+    "collections.Counter",
+    "builtins.dict",
+}
 
 
 PLAIN = frozenset((str, int, float, bool, type(None)))

@@ -79,7 +79,9 @@ def _text(key: object, levels: int, *, is_top: bool = False) -> str | None:
         return _text_of_call(key, levels, is_top=is_top)
     if isinstance(key, (TensorLeaf, ObjectLeaf)):
         return None
-    if isinstance(key, (tuple, frozenset)) and any(isinstance(part, (Inert, TensorLeaf, tuple)) for part in key):
+    if isinstance(key, (tuple, frozenset)) and any(
+        isinstance(part, (Inert, TensorLeaf, tuple)) for part in key
+    ):
         return _text_of_parts(key, levels)
     if isinstance(key, frozenset):
         # Sorted, because the order of a set of strings differs from run to run.
@@ -102,12 +104,22 @@ def _text_of_parts(key: tuple[object, ...] | frozenset[object], levels: int) -> 
 
 def _text_of_call(key: Inert, levels: int, *, is_top: bool) -> str | None:
     """Return the text of an object that is a call of a class on values."""
-    if key.kwargs or key.items or key.entries or key.state is not NO_STATE or not isinstance(key.fn, Global):
+    if (
+        key.kwargs
+        or key.items
+        or key.entries
+        or key.state is not NO_STATE
+        or not isinstance(key.fn, Global)
+    ):
         return None
     if is_scalar_call(key):
         value = scalar_of(key)
         return None if value is None else _text(value, levels, is_top=is_top)
-    if not levels or not 0 < len(key.args) <= _MAX_ARGUMENTS or not all(map(_is_plain_argument, key.args)):
+    if (
+        not levels
+        or not 0 < len(key.args) <= _MAX_ARGUMENTS
+        or not all(map(_is_plain_argument, key.args))
+    ):
         return None
     texts = [_text(arg, levels - 1) for arg in key.args]
     name = key.fn.name.rpartition(".")[2]
@@ -146,7 +158,11 @@ def _number_of(data: bytes, code: str, *, is_big_endian: bool) -> int | float | 
     (number,) = struct.unpack(f"{'>' if is_big_endian else '<'}{struct_code}", data)
     assert isinstance(number, (int, float))
     # A double prints its shortest text by itself; narrower floats would show digits of a double.
-    return _shortest(number, struct_code) if isinstance(number, float) and struct_code in "ef" else number
+    return (
+        _shortest(number, struct_code)
+        if isinstance(number, float) and struct_code in "ef"
+        else number
+    )
 
 
 def _element_type(dtype: object) -> tuple[str, bool] | None:

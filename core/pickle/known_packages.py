@@ -46,7 +46,9 @@ def _is_installed(top: str) -> bool:
     if spec is None:
         return False
     # The finders may still find the name elsewhere, such as in the working directory.
-    paths = [path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path is not None]
+    paths = [
+        path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path is not None
+    ]
     roots = _install_dirs()
     is_inside = any(Path(root) in Path(path).parents for path in paths for root in roots)
     return is_inside and top not in _local_packages()
@@ -57,7 +59,8 @@ def _install_dirs() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     user_dir = site.getusersitepackages()
     return tuple(
-        {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {*site.getsitepackages(), user_dir}
+        {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+        | {*site.getsitepackages(), user_dir}
     )
 
 
@@ -65,7 +68,9 @@ def _install_dirs() -> tuple[str, ...]:
 def _installed_names() -> frozenset[str]:
     """Return the names of all files and directories in install directories, up to the first dot."""
     roots = _install_dirs()
-    search_dirs = [path for path in sys.path if any(Path(root) in Path(path).parents for root in roots)]
+    search_dirs = [
+        path for path in sys.path if any(Path(root) in Path(path).parents for root in roots)
+    ]
     names: set[str] = set()
     for folder in (*roots, *search_dirs):
         with suppress(OSError):
@@ -82,6 +87,12 @@ def _local_packages() -> frozenset[str]:
             origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         except (OSError, ValueError):
             continue
-        if isinstance(origin, dict) and str(origin.get("url", "")).startswith("file:") and "dir_info" in origin:
-            names.update(path.parts[0].removesuffix(".py") for path in distribution.files or () if path.parts)
+        if (
+            isinstance(origin, dict)
+            and str(origin.get("url", "")).startswith("file:")
+            and "dir_info" in origin
+        ):
+            names.update(
+                path.parts[0].removesuffix(".py") for path in distribution.files or () if path.parts
+            )
     return frozenset(names)

@@ -15,7 +15,15 @@ from typing import Any, NoReturn
 from core.errors import CorruptError, UnsafeError
 from core.pickle.call_table import argument_uses
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent
-from core.pickle.reduce import GETATTR, MAX_NAME, PARTIAL, SCRIPT_OBJECT, KeyGuard, Name, normal_forms
+from core.pickle.reduce import (
+    GETATTR,
+    MAX_NAME,
+    PARTIAL,
+    SCRIPT_OBJECT,
+    KeyGuard,
+    Name,
+    normal_forms,
+)
 from core.pickle.text import LINES, SIZED, two_lines
 from core.pickle.uses import (
     LOAD_FROM_BYTES,
@@ -114,7 +122,10 @@ class Machine:
     )
 
     def __init__(
-        self, persistent_load: Callable[[object], object] | None, hooks: Mapping[Name, Hook], limits: PickleLimits
+        self,
+        persistent_load: Callable[[object], object] | None,
+        hooks: Mapping[Name, Hook],
+        limits: PickleLimits,
     ) -> None:
         self.at = 0
         self.n_objects = 0
@@ -125,7 +136,9 @@ class Machine:
         self._guard = KeyGuard()
         self._getattr_forms: set[bool] = set()
         """Whether calls of ``getattr`` became longer names: True, False, or both."""
-        self._forms = normal_forms(self._guard, self._resolve, self._getattr_forms.add, self._count_copies)
+        self._forms = normal_forms(
+            self._guard, self._resolve, self._getattr_forms.add, self._count_copies
+        )
         self._names: dict[Name, Global] = {}
         self._actions: dict[int, Hook] = {}
         """id of a Global (kept alive by _names) → the function that a REDUCE of it runs."""
@@ -389,7 +402,11 @@ class Machine:
                 elif op == 0x51:  # BINPERSID
                     pid = stack.pop()
                     self._note_persistent(pid)
-                    push(Persistent(pid) if self._persistent_load is None else self._persistent_load(pid))
+                    push(
+                        Persistent(pid)
+                        if self._persistent_load is None
+                        else self._persistent_load(pid)
+                    )
                     objects_left -= 1
                     if objects_left < 0:
                         self._refuse_size()
@@ -404,7 +421,9 @@ class Machine:
                     value = stack.pop()
                     if stack or meta:
                         n_values = len(stack) + len(meta)
-                        raise CorruptError(f"malformed pickle: {n_values} values are left at its end")
+                        raise CorruptError(
+                            f"malformed pickle: {n_values} values are left at its end"
+                        )
                     return value, i
                 elif op == 0x95:  # FRAME
                     # The frame is skipped, but must lie inside the data.
@@ -454,7 +473,9 @@ class Machine:
                     start = i + 4
                     i = start + size
                     push(int.from_bytes(data[start:i], "little", signed=True))
-                elif op == 0x6C or op == 0x64 or op == 0x90 or op == 0x91:  # LIST, DICT, ADDITEMS, FROZENSET
+                elif (
+                    op == 0x6C or op == 0x64 or op == 0x90 or op == 0x91
+                ):  # LIST, DICT, ADDITEMS, FROZENSET
                     # All of them take the values above the last MARK.
                     objects_left -= 4
                     if objects_left < 0:
@@ -546,7 +567,11 @@ class Machine:
         return uses
 
     def _check_callable(
-        self, how: str, fn: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+        self,
+        how: str,
+        fn: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
     ) -> None:
         """Note the uses of a call.
 
@@ -567,7 +592,12 @@ class Machine:
 
     def _note_persistent(self, value: object) -> None:
         """Note the class in a persistent id."""
-        if type(value) is tuple and len(value) > 1 and value[0] == "storage" and type(value[1]) is Global:
+        if (
+            type(value) is tuple
+            and len(value) > 1
+            and value[0] == "storage"
+            and type(value[1]) is Global
+        ):
             self._called.add(id(value[1]))
         else:
             self._uses.update(uses_of_persistent(value))
@@ -598,7 +628,9 @@ class Machine:
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
         self._count_copies(2 * len(state))
-        if id(target.state) not in self._merged:  # other parts of the tree may share the first state
+        if (
+            id(target.state) not in self._merged
+        ):  # other parts of the tree may share the first state
             self._count_copies(2 * len(target.state))
             target.state = dict(target.state)
             self._merged[id(target.state)] = target.state
@@ -626,7 +658,9 @@ class Machine:
             raise CorruptError(f"malformed pickle: unknown opcode {op:#04x}")
         if op in _EXTENSIONS:
             self._uses.add(use_of_extension())
-        raise UnsafeError(f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs this")
+        raise UnsafeError(
+            f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs this"
+        )
 
     def _refuse_size(self) -> NoReturn:
         """Raise for a pickle that makes too many objects for its length."""
@@ -661,7 +695,9 @@ class Machine:
         if type(module) is not str or type(name) is not str:
             _not_a("module and name", (module, name))
         if self._proto < 3:
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+            module, name = NAME_MAPPING.get(
+                (module, name), (IMPORT_MAPPING.get(module, module), name)
+            )
         return self._resolve(module, name)
 
     def _resolve(self, module: str, name: str) -> Global:
@@ -743,7 +779,9 @@ class Machine:
 
         return {"__newobj__": newobj, "_reconstructor": reconstructor}.get(fn.name)
 
-    def _instantiate(self, fn: object, args: tuple[object, ...], *, how: str | None = None) -> object:
+    def _instantiate(
+        self, fn: object, args: tuple[object, ...], *, how: str | None = None
+    ) -> object:
         """Return the value of instantiating ``fn``; ``how`` None means as INST and OBJ do it."""
         how = how or ("reduce" if args else "newobj")
         self._check_callable(how, fn, args)

@@ -28,7 +28,11 @@ Verdict = Literal["known", "unknown", "dangerous"]
 
 _SCRIPT = "__torch__"
 """The module of TorchScript's own classes, which Python never imports."""
-_ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called", "bound")}
+_ALLOWED = {
+    "name": ("named",),
+    "make": ("named", "made"),
+    "call": ("named", "made", "called", "bound"),
+}
 """``may`` of a row of the table → the uses that it allows."""
 
 
@@ -95,10 +99,14 @@ def _is_known_attack(name: Global) -> bool:
     parts = name.name.split(".")
     # Modules inside a known package count too: ``package.os`` may be the module ``os``.
     inner = modules[1:] if is_known_package(name.module) else []
-    if modules[0] in _DANGEROUS_MODULES or any(part in _DANGEROUS_PARTS for part in (*inner, *parts)):
+    if modules[0] in _DANGEROUS_MODULES or any(
+        part in _DANGEROUS_PARTS for part in (*inner, *parts)
+    ):
         return True
     own_modules = modules[1:] if modules[0] == "__main__" else modules
-    is_special = any(part.startswith("__") and part.endswith("__") for part in (*own_modules, *parts))
+    is_special = any(
+        part.startswith("__") and part.endswith("__") for part in (*own_modules, *parts)
+    )
     return is_special or (name.module, parts[0]) in _DANGEROUS_PAIRS
 
 

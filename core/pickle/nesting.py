@@ -77,7 +77,9 @@ def _entries(node: object, path: Path) -> Iterator[LeafEntry]:
 
 def _check_depth(path: Path) -> None:
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
+        raise CorruptError(
+            f"containers are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8])
+        )
 
 
 def _parts(node: object, depth: int) -> Iterable[tuple[object, object]] | None:
@@ -219,7 +221,8 @@ class _UnfinishedContainer(dict[object, object]):
 def _finish(container: _UnfinishedContainer) -> object:
     """Return a container under construction as a dict, or as a list if its names are indexes."""
     items = {
-        name: _finish(item) if isinstance(item, _UnfinishedContainer) else item for name, item in container.items()
+        name: _finish(item) if isinstance(item, _UnfinishedContainer) else item
+        for name, item in container.items()
     }
     indexes = [name for name in items if isinstance(name, ListIndex)]
     if not indexes:

@@ -148,7 +148,10 @@ def _set_to_plain(node: set[object] | frozenset[object], result_of: _ResultOf) -
 
 
 def _inert_to_plain(node: Inert, result_of: _ResultOf) -> dict[str, object]:
-    plain: dict[str, object] = {_TAGS[node.how]: result_of(node.fn), "args": [result_of(item) for item in node.args]}
+    plain: dict[str, object] = {
+        _TAGS[node.how]: result_of(node.fn),
+        "args": [result_of(item) for item in node.args],
+    }
     if node.kwargs is not None:
         plain["kwargs"] = [[key, result_of(item)] for key, item in node.kwargs.items()]
     if node.state is not NO_STATE:
@@ -161,7 +164,9 @@ def _inert_to_plain(node: Inert, result_of: _ResultOf) -> dict[str, object]:
 
 
 _TO_PLAIN: dict[type, Callable[[Any, _ResultOf], object]] = {
-    int: lambda node, result_of: node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"},
+    int: lambda node, result_of: (
+        node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"}
+    ),
     list: lambda node, result_of: [result_of(item) for item in node],
     dict: _dict_to_plain,
     tuple: lambda node, result_of: {"$tuple": [result_of(item) for item in node]},

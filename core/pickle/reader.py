@@ -53,7 +53,9 @@ __all__ = [
 
 DEFAULT_LIMITS = PickleLimits()
 
-_noted: ContextVar[set[Use] | None] = ContextVar("uses of names in the pickles that are read", default=None)
+_noted: ContextVar[set[Use] | None] = ContextVar(
+    "uses of names in the pickles that are read", default=None
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,15 @@ def load(
         TruncatedError: the pickle ends too early.
         UnsafeError: the pickle exceeds the limits, or asks for something that is never done.
     """
-    value, stop = load_next(data, 0, label=label, persistent_load=persistent_load, hooks=hooks, limits=limits)
+    value, stop = load_next(
+        data, 0, label=label, persistent_load=persistent_load, hooks=hooks, limits=limits
+    )
     if stop != len(data):
-        raise CorruptError(f"{len(data) - stop} bytes follow the end of the pickle", file=label, span=(stop, len(data)))
+        raise CorruptError(
+            f"{len(data) - stop} bytes follow the end of the pickle",
+            file=label,
+            span=(stop, len(data)),
+        )
     return value
 
 
@@ -169,10 +177,21 @@ def load_next(
             err.file = label
         raise
     except (MemoryError, RecursionError) as err:
-        raise UnsafeError("the pickle needs too much memory or is nested too deeply", file=label) from err
-    except (struct.error, ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as err:
+        raise UnsafeError(
+            "the pickle needs too much memory or is nested too deeply", file=label
+        ) from err
+    except (
+        struct.error,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+    ) as err:
         if isinstance(err, (IndexError, struct.error)) and machine.at >= len(data):
-            raise TruncatedError("the pickle ends too early", file=label, span=(start, len(data))) from err
+            raise TruncatedError(
+                "the pickle ends too early", file=label, span=(start, len(data))
+            ) from err
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise CorruptError(f"malformed pickle at byte {machine.at}: {reason}", file=label) from err
     finally:

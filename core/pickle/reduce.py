@@ -78,7 +78,9 @@ class KeyGuard:
                 self._count_hash(hash(key))
                 return
             level = below
-        raise UnsafeError(f"a dict key has more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS:,} elements")
+        raise UnsafeError(
+            f"a dict key has more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS:,} elements"
+        )
 
     def _count_hash(self, value: int) -> None:
         """Raise UnsafeError if too many keys have the same hash."""
@@ -110,7 +112,12 @@ def has_harmless_forms(fn: Global) -> bool:
 
 def is_partial(value: object) -> bool:
     """Return whether a value is a ``functools.partial`` in the form in which Python pickles it."""
-    return type(value) is Inert and value.fn == PARTIAL and value.how == "reduce" and _is_of_function(value.args)
+    return (
+        type(value) is Inert
+        and value.fn == PARTIAL
+        and value.how == "reduce"
+        and _is_of_function(value.args)
+    )
 
 
 def is_plain_iterator(value: object) -> bool:
@@ -119,16 +126,24 @@ def is_plain_iterator(value: object) -> bool:
 
 
 def _is_of_type(args: tuple[object, ...]) -> bool:
-    return len(args) == 2 and type(args[0]) is Global and args[0].module in ("typing", "typing_extensions")
+    return (
+        len(args) == 2
+        and type(args[0]) is Global
+        and args[0].module in ("typing", "typing_extensions")
+    )
 
 
 def _is_union(args: tuple[object, ...]) -> bool:
-    return len(args) == 2 and args[0] == _OR and type(args[1]) is tuple and all(map(_is_type, args[1]))
+    return (
+        len(args) == 2 and args[0] == _OR and type(args[1]) is tuple and all(map(_is_type, args[1]))
+    )
 
 
 def _is_type(value: object) -> bool:
     if type(value) is Inert:
-        return value.fn == _ALIAS or (value.how == "reduce" and value.fn == _GETITEM and _is_of_type(value.args))
+        return value.fn == _ALIAS or (
+            value.how == "reduce" and value.fn == _GETITEM and _is_of_type(value.args)
+        )
     return type(value) is Global or value is None
 
 
@@ -139,7 +154,9 @@ def _is_of_function(args: tuple[object, ...]) -> bool:
 def _is_of_container(args: tuple[object, ...]) -> bool:
     if len(args) != 1:
         return False
-    return type(args[0]) in _PLAIN or (type(args[0]) is Inert and args[0].fn == _RANGE and args[0].state is NO_STATE)
+    return type(args[0]) in _PLAIN or (
+        type(args[0]) is Inert and args[0].fn == _RANGE and args[0].state is NO_STATE
+    )
 
 
 _PLAIN = (list, tuple, Size, dict, set, frozenset, str, bytes, bytearray)
@@ -187,7 +204,11 @@ def normal_forms(
 
     def make_bytes_of_text(*args: object) -> object:
         """Make bytes from text, which is how protocols 0 to 2 spell them."""
-        if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1", "iso-8859-1"):
+        if (
+            len(args) == 2
+            and type(args[0]) is str
+            and args[1] in ("latin1", "latin-1", "iso-8859-1")
+        ):
             count_copies(len(args[0]))
             return args[0].encode("latin-1")
         return NotImplemented
@@ -241,14 +262,20 @@ def normal_forms(
         return resolve("types", "NoneType") if args == (None,) else NotImplemented
 
     def keep_harmless_form(fn: Global) -> Callable[..., object]:
-        return lambda *args: Inert("reduce", fn, args) if is_harmless_form(fn, args) else NotImplemented
+        return lambda *args: (
+            Inert("reduce", fn, args) if is_harmless_form(fn, args) else NotImplemented
+        )
 
     def make_ordered_dict(*args: object) -> object:
         """Make an inert OrderedDict, empty or from a list of pairs (as Python 2 wrote it)."""
         record = Inert("reduce", resolve("collections", "OrderedDict"))
         if not args:
             return record
-        if len(args) == 1 and type(args[0]) is list and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0]):
+        if (
+            len(args) == 1
+            and type(args[0]) is list
+            and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0])
+        ):
             count_copies(4 * len(args[0]))
             for pair in args[0]:
                 guard.check(pair[0])

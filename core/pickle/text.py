@@ -13,7 +13,16 @@ from core.errors import CorruptError, UnsafeError
 _MAX_DIGITS = 4300
 """Python's own limit for converting text to an integer."""
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
-_ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v", b"\n": b""}
+_ESCAPES = {
+    b"n": b"\n",
+    b"t": b"\t",
+    b"r": b"\r",
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"v": b"\v",
+    b"\n": b"",
+}
 
 
 def two_lines(data: bytes, i: int) -> tuple[str, str, int]:

@@ -71,7 +71,9 @@ class Use:
     stream: bytes | None = None
 
 
-def uses_of_call(how: str, fn: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None) -> Iterator[Use]:
+def uses_of_call(
+    how: str, fn: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None
+) -> Iterator[Use]:
     """Yield the uses of one call: its function or class, and the arguments that it calls in turn.
 
     Args:
@@ -158,7 +160,11 @@ def is_plain_call(node: Inert) -> bool:
         return False
     if not node.args:
         return True
-    return fn != LOAD_FROM_BYTES and fn.module not in _TAKE_ANYTHING and not argument_uses(fn.module, fn.name)
+    return (
+        fn != LOAD_FROM_BYTES
+        and fn.module not in _TAKE_ANYTHING
+        and not argument_uses(fn.module, fn.name)
+    )
 
 
 def uses_of_state(state: object) -> Iterator[Use]:
@@ -226,4 +232,8 @@ def _called_instance(node: Inert) -> Global:
         if type(fn) is not Inert:
             break
         fn = fn.fn
-    return Global(fn.module, f"{fn.name}.__call__") if type(fn) is Global else Global("builtins", "object.__call__")
+    return (
+        Global(fn.module, f"{fn.name}.__call__")
+        if type(fn) is Global
+        else Global("builtins", "object.__call__")
+    )

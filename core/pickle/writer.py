@@ -73,7 +73,9 @@ class _End:
 
     __slots__ = ("after", "opcodes", "undo", "value")
 
-    def __init__(self, value: object, opcodes: bytes, undo: bytes, after: Sequence[object] = ()) -> None:
+    def __init__(
+        self, value: object, opcodes: bytes, undo: bytes, after: Sequence[object] = ()
+    ) -> None:
         self.value = value
         self.opcodes = opcodes
         self.undo = undo
@@ -376,7 +378,10 @@ def _description(value: object, levels: int = 3) -> str:
             return value.class_name
         parts = [_description(item, levels - 1) for item in (*value.args[:8], *value.items[:8])]
         if isinstance(value.state, dict):
-            parts += [f"{key}={_description(item, levels - 1)}" for key, item in list(value.state.items())[:8]]
+            parts += [
+                f"{key}={_description(item, levels - 1)}"
+                for key, item in list(value.state.items())[:8]
+            ]
         return f"{value.class_name}({','.join(parts)})"
     return f"{type(value).__name__} {value!r}"
 

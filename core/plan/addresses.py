@@ -107,7 +107,9 @@ class Ends:
     def bound(self, fragment: Fragment, box: Box) -> Source:
         """Return the source of a part of a fragment."""
         if fragment.array is None:
-            return Source(None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape)))
+            return Source(
+                None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape))
+            )
         array = self._bind(fragment.array)
         source = source_in(array, fragment, box)
         extent = array.extent
@@ -161,10 +163,14 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
-        raise CorruptError(f"strides {extent.strides} are negative", key=fragment.key, file=extent.file)
+        raise CorruptError(
+            f"strides {extent.strides} are negative", key=fragment.key, file=extent.file
+        )
     strides = _aligned(of_array, box.rank)
     start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
-    start += sum((a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True))
+    start += sum(
+        (a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True)
+    )
     return Source(extent.file, start, strides)
 
 

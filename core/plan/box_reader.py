@@ -22,7 +22,14 @@ from math import prod
 from core.arrays.box import Box, Shape
 from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import StridedLayout, copy_box, dense_layout, inner_run, list_addresses, read_box
+from core.arrays.gather import (
+    StridedLayout,
+    copy_box,
+    dense_layout,
+    inner_run,
+    list_addresses,
+    read_box,
+)
 from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
 from core.catalog.stored import PlannedArray
@@ -69,7 +76,9 @@ class BoxReader:
         cache_bytes: maximum size of the cached decoded units.
     """
 
-    def __init__(self, catalog: Catalog, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self, catalog: Catalog, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES
+    ) -> None:
         self._catalog = catalog
         self._store = DecodedStore(store, cache_bytes=cache_bytes)
 
@@ -84,15 +93,21 @@ class BoxReader:
         meta = self._catalog.meta(key)
         array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
-            work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
-            pieces = [_AddressedPiece(box, self._source(fragment, box)) for box, fragment in work.pieces]
+            work = match(
+                self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key
+            )
+            pieces = [
+                _AddressedPiece(box, self._source(fragment, box)) for box, fragment in work.pieces
+            ]
         return TensorReader(self._store, work.dtype, meta.shape, pieces)
 
     def _source(self, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""
         if fragment.array is None:
             return Source(None, 0, (0,) * box.rank)
-        return source_in(self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box)
+        return source_in(
+            self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,9 @@ class TensorReader:
         shape: shape in elements.
     """
 
-    def __init__(self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_AddressedPiece]) -> None:
+    def __init__(
+        self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_AddressedPiece]
+    ) -> None:
         self._store = store
         self.dtype = dtype
         self.shape = shape
@@ -135,14 +152,26 @@ class TensorReader:
         for piece, common in self._meeting(box):
             delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
             source = StridedLayout(piece.source.at(delta), piece.source.strides)
-            place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, target.strides, strict=True))
+            place = sum(
+                (a - b) * step
+                for a, b, step in zip(common.offset, box.offset, target.strides, strict=True)
+            )
             with in_checkpoint(self._store.label):
-                self._fill(piece.source.file, source, out, StridedLayout(place, target.strides), common.shape, raw)
+                self._fill(
+                    piece.source.file,
+                    source,
+                    out,
+                    StridedLayout(place, target.strides),
+                    common.shape,
+                    raw,
+                )
 
     def _meeting(self, box: Box) -> Iterator[tuple[_AddressedPiece, Box]]:
         """Yield the pieces that meet a box, with what they have in common."""
         if self._index is not None:
-            yield from ((self._pieces[number], common) for number, common in self._index.meeting(box))
+            yield from (
+                (self._pieces[number], common) for number, common in self._index.meeting(box)
+            )
             return
         for piece in self._pieces:
             common = piece.box.intersect(box)
@@ -175,12 +204,22 @@ class TensorReader:
         total = prod(shape) * self._size
         if inner_run(shape, self._size, source)[0] == 0:
             if n_bytes >= _MIN_VECTOR_BYTES:
-                places = [out[start : start + n_bytes] for (start,) in list_addresses(shape[:n_axes], target)]
+                places = [
+                    out[start : start + n_bytes]
+                    for (start,) in list_addresses(shape[:n_axes], target)
+                ]
                 self._store.read_vector(file, source.start, places, total)
                 return
             if total <= len(raw):
                 self._store.read_into(file, source.start, raw[:total])
-                copy_box(raw, StridedLayout(0, source.strides), out, target, shape=shape, itemsize=self._size)
+                copy_box(
+                    raw,
+                    StridedLayout(0, source.strides),
+                    out,
+                    target,
+                    shape=shape,
+                    itemsize=self._size,
+                )
                 return
         read_box(
             lambda address, buffer: self._store.read_into(file, address, buffer),

@@ -144,7 +144,9 @@ def items_of_portion(
     Args:
         places, bind, band_bytes, item_bytes: as for ``items_of``.
     """
-    items = items_of(portion.match, places=places, bind=bind, band_bytes=band_bytes, item_bytes=item_bytes)
+    items = items_of(
+        portion.match, places=places, bind=bind, band_bytes=band_bytes, item_bytes=item_bytes
+    )
     if portion.start == 0 and portion.stop is None:
         yield from (((portion.number, n), item) for n, item in enumerate(items))
         return
@@ -160,7 +162,9 @@ def items_of_portion(
 def weight_of(item: Item) -> int:
     """Return about how many bytes an item reads and writes."""
     if isinstance(item, Move):
-        return item.n_bytes + (0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0]))
+        return item.n_bytes + (
+            0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0])
+        )
     n_elements = sum(band.n_elements for band in item.bands)
     if isinstance(item, Comparison):
         return n_elements * itemsize(item.dtype) * (1 + len(item.copies))
@@ -193,18 +197,30 @@ def items_of(
         else:
             interleaved.append((n_piece, n_target, box))
     if _are_many_and_small(match, runs, size):
-        interleaved += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
+        interleaved += [
+            (n_piece, n_target, box)
+            for (n_piece, box), targets in runs.items()
+            for n_target in targets
+        ]
         runs = {}
 
     # Cut both into items.
     for (n_piece, box), n_targets in runs.items():
         source = ends.source_of(n_piece, box)
         to = [ends.destination_of(n_target, box) for n_target in n_targets]
-        move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in to), dtypes)
+        move = Move(
+            match.meta.key,
+            box.n_elements,
+            source,
+            tuple((end.array, end.start) for end in to),
+            dtypes,
+        )
         yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(to)))
     for layer in _layers(interleaved):
         for links in _components(layer, match, ends):
-            yield from _cut_interleave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+            yield from _cut_interleave(
+                match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes
+            )
 
 
 def _item_bytes(item_bytes: int, n_ends: int) -> int:
@@ -227,7 +243,9 @@ def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], si
     )
 
 
-def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
+def _comparisons(
+    match: Match, ends: Ends, band_bytes: int, item_bytes: int
+) -> Iterator[Comparison]:
     """Yield the comparisons of one tensor's copies with their primaries."""
     groups: dict[tuple[Box, int], list[Fragment]] = {}
     primaries: dict[int, Fragment] = {}
@@ -259,7 +277,9 @@ def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
         end = max(done + 1, (stop - position) // target_size)
         if end * target_size + item_bytes // 16 > move.n_elements * target_size:
             end = move.n_elements
-        source = Source(move.source.file, move.source.start + done * source_size, (), move.source.record)
+        source = Source(
+            move.source.file, move.source.start + done * source_size, (), move.source.record
+        )
         ends = tuple((array, start + done) for array, start in move.destinations)
         yield Move(move.key, end - done, source, ends, move.dtypes)
         done = end
@@ -293,7 +313,9 @@ def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]
     return layers
 
 
-def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> Iterator[list[Link]]:
+def _components(
+    pairs: list[tuple[int, int, Box]], match: Match, ends: Ends
+) -> Iterator[list[Link]]:
     """Yield the links of each group of connected sources and destinations.
 
     Two pairs are connected if they share a source piece or a target, or pieces (or targets) of one
@@ -311,7 +333,9 @@ def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> 
     for n_piece, n_target, _ in pairs:
         box, fragment = match.pieces[n_piece]
         source: object = ("piece", n_piece)
-        if fragment.array is not None and not is_dense(box.shape, size, ends.source(n_piece).strides):
+        if fragment.array is not None and not is_dense(
+            box.shape, size, ends.source(n_piece).strides
+        ):
             source = ("from", fragment.array.name)
         destination: object = ("target", n_target)
         if not is_dense(match.targets[n_target].box.shape, 1, ends.destination(n_target).strides):
@@ -335,15 +359,20 @@ def _cut_interleave(
     bounds = Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
     size, target_size = (itemsize(name) for name in dtypes)
     n_ends = len({link.destination.array for link in links} | {link.source.file for link in links})
-    is_consecutive = all(sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links)
+    is_consecutive = all(
+        sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links
+    )
     wanted_bytes = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
     axis = _cut_axis(bounds.shape, size, wanted_bytes)
     is_regular = all(
-        link.box.offset[: axis + 1] == offset[: axis + 1] and link.box.end[: axis + 1] == end[: axis + 1]
+        link.box.offset[: axis + 1] == offset[: axis + 1]
+        and link.box.end[: axis + 1] == end[: axis + 1]
         for link in links
     )
     row_bytes = links[0].destination.strides[axis] * target_size
-    for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted_bytes, item_bytes=item_bytes):
+    for bands in _bands(
+        bounds, axis, size, row_bytes, band_bytes=wanted_bytes, item_bytes=item_bytes
+    ):
         yield Interleave(key, links, bands, is_regular, dtypes)
 
 
@@ -382,7 +411,9 @@ def _bands(
         for first in range(0, shape[axis], rows):
             start = (*index, first, *(0,) * (len(shape) - axis - 1))
             extent = (*(1,) * axis, min(rows, shape[axis] - first), *shape[axis + 1 :])
-            bands.append(Box(tuple(a + b for a, b in zip(bounds.offset, start, strict=True)), extent))
+            bands.append(
+                Box(tuple(a + b for a, b in zip(bounds.offset, start, strict=True)), extent)
+            )
             n_bytes += prod(extent) * size
             is_even = axis > 0 or (first + rows) % even == 0
             if n_bytes >= item_bytes and (is_even or n_bytes >= 2 * item_bytes):

@@ -8,7 +8,14 @@ from core.arrays.box import Box, full_box
 from core.arrays.cast import check_cast
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.arrays.fast_value import value
-from core.catalog.catalog import AnyFragment, Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import (
+    AnyFragment,
+    Catalog,
+    Fragment,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+)
 from core.catalog.stored import AnyArray, StoredArray
 from core.errors import CorruptError, MissingShardError
 from core.plan.positions import described, region_shape
@@ -35,7 +42,14 @@ class Match:
     pairs: Sequence[tuple[int, int, Box]]
 
 
-def match(source: Catalog, target: TargetCatalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
+def match(
+    source: Catalog,
+    target: TargetCatalog,
+    key: str,
+    *,
+    zeros: Sequence[Box] = (),
+    covers: bool = True,
+) -> Match:
     """Match source and target of one tensor, and prove that every element is filled.
 
     Args:
@@ -90,15 +104,25 @@ def matched(
     return Match(meta, dtype, pieces, copies, targets, pairs)
 
 
-def _match_whole(meta: TensorMeta, dtype: str, offered: Sequence[Fragment], targets: Sequence[TargetFragment]) -> Match:
+def _match_whole(
+    meta: TensorMeta, dtype: str, offered: Sequence[Fragment], targets: Sequence[TargetFragment]
+) -> Match:
     """Return the work of a tensor whose fragments are all whole; the first is the primary."""
     primary = offered[0]
-    copies = [(fragment.box, fragment, primary) for fragment in offered[1:] if fragment.array != primary.array]
+    copies = [
+        (fragment.box, fragment, primary)
+        for fragment in offered[1:]
+        if fragment.array != primary.array
+    ]
     box = primary.box
-    return Match(meta, dtype, [(box, primary)], copies, targets, [(0, n, box) for n in range(len(targets))])
+    return Match(
+        meta, dtype, [(box, primary)], copies, targets, [(0, n, box) for n in range(len(targets))]
+    )
 
 
-def _of_whole(fragment: Fragment, have: TensorMeta, target: TargetFragment, meta: TensorMeta) -> Match | None:
+def _of_whole(
+    fragment: Fragment, have: TensorMeta, target: TargetFragment, meta: TensorMeta
+) -> Match | None:
     """Return the work of a tensor that is one array on both sides, as most are, or None."""
     array, planned = fragment.array, target.array
     if array is None or planned is None or planned.dtype != meta.dtype or fragment.box.is_empty:
@@ -107,7 +131,9 @@ def _of_whole(fragment: Fragment, have: TensorMeta, target: TargetFragment, meta
         return None
     if array.dtype != meta.dtype:
         check_cast(array.dtype, meta.dtype, key=meta.key)
-    return Match(meta, array.dtype, [(fragment.box, fragment)], (), [target], [(0, 0, fragment.box)])
+    return Match(
+        meta, array.dtype, [(fragment.box, fragment)], (), [target], [(0, 0, fragment.box)]
+    )
 
 
 def is_all(fragment: AnyFragment, array: AnyArray, meta: TensorMeta) -> bool:
@@ -122,7 +148,9 @@ def _are_whole(fragments: Sequence[AnyFragment], meta: TensorMeta) -> bool:
     Then nothing is cut, as with experts and norms.
     """
     return all(
-        fragment.box.shape == meta.shape and fragment.array is not None and fragment.array.shape == meta.shape
+        fragment.box.shape == meta.shape
+        and fragment.array is not None
+        and fragment.array.shape == meta.shape
         for fragment in fragments
     )
 
@@ -135,9 +163,13 @@ def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> N
     """
     if have.shape == want.shape or want.flexible:
         return
-    grows = len(have.shape) == len(want.shape) and all(a <= b for a, b in zip(have.shape, want.shape, strict=True))
+    grows = len(have.shape) == len(want.shape) and all(
+        a <= b for a, b in zip(have.shape, want.shape, strict=True)
+    )
     if not (zeros and grows):
-        raise CorruptError(f"the source has shape {have.shape}, but the target has {want.shape}", key=want.key)
+        raise CorruptError(
+            f"the source has shape {have.shape}, but the target has {want.shape}", key=want.key
+        )
 
 
 def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
@@ -154,7 +186,9 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
             continue
         if dtype is not None and array.dtype != dtype:
             raise CorruptError(
-                f"stored partly as {dtype} and partly as {array.dtype}", key=meta.key, file=array.extent.file
+                f"stored partly as {dtype} and partly as {array.dtype}",
+                key=meta.key,
+                file=array.extent.file,
             )
         dtype = array.dtype
     return meta.dtype if dtype is None else dtype
@@ -173,10 +207,13 @@ def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta, *, dtype
     for fragment in targets:
         _check_bounds(fragment, meta)
         if fragment.array is None:
-            raise CorruptError(f"{described(fragment.box)} of the target has no array", key=meta.key)
+            raise CorruptError(
+                f"{described(fragment.box)} of the target has no array", key=meta.key
+            )
         if fragment.array.dtype != meta.dtype:
             raise CorruptError(
-                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}", key=meta.key
+                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}",
+                key=meta.key,
             )
     if dtype != meta.dtype:
         check_cast(dtype, meta.dtype, key=meta.key)
@@ -191,7 +228,9 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
     if array is not None and is_all(fragment, array, meta):
         return
-    if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
+    if box.rank != len(meta.shape) or any(
+        stop > n for stop, n in zip(box.end, meta.shape, strict=True)
+    ):
         raise CorruptError(
             f"{described(box)} is out of bounds for shape {meta.shape}",
             key=meta.key,
@@ -201,7 +240,8 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
         return
     shape = region_shape(box, len(array.shape))
     fits = shape is not None and all(
-        start >= 0 and start + n <= extent for start, n, extent in zip(fragment.at, shape, array.shape, strict=True)
+        start >= 0 and start + n <= extent
+        for start, n, extent in zip(fragment.at, shape, array.shape, strict=True)
     )
     if not fits:
         raise CorruptError(
@@ -240,17 +280,26 @@ def _primaries(
         for earlier, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
             if earlier < number:
                 n_overlaps += 1
-                if n_overlaps > _MOST_OVERLAPS:  # a hostile metadata file of 5,000 chunks can have millions
-                    raise CorruptError(f"more than {_MOST_OVERLAPS:,} pairs of its pieces overlap", key=fragment.key)
+                if (
+                    n_overlaps > _MOST_OVERLAPS
+                ):  # a hostile metadata file of 5,000 chunks can have millions
+                    raise CorruptError(
+                        f"more than {_MOST_OVERLAPS:,} pairs of its pieces overlap",
+                        key=fragment.key,
+                    )
                 copies += [
-                    (part, fragment, fragments[earlier]) for old in rest if (part := old.intersect(common)) is not None
+                    (part, fragment, fragments[earlier])
+                    for old in rest
+                    if (part := old.intersect(common)) is not None
                 ]
                 rest = [piece for old in rest for piece in old.subtract(common)]
         pieces += [(box, fragment) for box in rest]
     return pieces, copies
 
 
-def _pairs(key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
+def _pairs(
+    key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta
+) -> list[tuple[int, int, Box]]:
     """Return (piece number, target number, common box) for every piece and target that meet.
 
     Raises:

@@ -121,7 +121,9 @@ class Plan:
 
     def match(self, key: str) -> Match:
         """Return the work of one key, derived again."""
-        work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share)
+        work = match(
+            self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share
+        )
         return work if self.compares else replace(work, copies=())
 
 
@@ -182,7 +184,9 @@ def make_plan(
     coverage = ArrayCoverage(places)
     for key in _keys(target, places):
         wanted = target.fragments(key)
-        work = matched(source, target.meta(key), wanted, zeros=zeros.get(key, ()), covers=not is_share)
+        work = matched(
+            source, target.meta(key), wanted, zeros=zeros.get(key, ()), covers=not is_share
+        )
         coverage.add(wanted)
         if not compares:
             totals.n_ignored += len(work.copies)
@@ -241,7 +245,9 @@ def _count(totals: _Totals, work: Match) -> None:
     totals.n_fragments += n_fragments
     totals.most_fragments = max(totals.most_fragments, n_fragments, n_pairs)
     totals.n_copies += n_copies
-    totals.decode_bytes = max(totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored]))
+    totals.decode_bytes = max(
+        totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +291,11 @@ class _Metadata:
 
 
 def _memory(
-    threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None, beside_bytes: int
+    threads: int,
+    metadata: _Metadata,
+    decode_bytes: int,
+    memory_bytes: int | None,
+    beside_bytes: int,
 ) -> _Memory:
     """Divide the memory between buffers and caches.
 
@@ -302,7 +312,11 @@ def _memory(
     fixed = beside_bytes + RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
     buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
     if memory_bytes is not None:
-        while threads > 1 and decode_bytes and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes:
+        while (
+            threads > 1
+            and decode_bytes
+            and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes
+        ):
             threads -= 1
         rest = memory_bytes - fixed - threads * decode_bytes
         buffer_bytes = min(buffer_bytes, rest // threads)

@@ -142,12 +142,15 @@ class ArrayCoverage:
             if number is None:
                 raise CorruptError(f"array {array.name!r} is not in any file", key=fragment.key)
             if self._places.bytes_of(number) != array.n_bytes:
-                raise CorruptError(f"array {array.name!r} is placed with another size", key=fragment.key)
+                raise CorruptError(
+                    f"array {array.name!r} is placed with another size", key=fragment.key
+                )
             if fragment.box.is_empty:
                 continue
             if self._is_done[number]:
                 raise CorruptError(
-                    f"array {array.name!r} is written twice, by {described(fragment.box)}", key=fragment.key
+                    f"array {array.name!r} is written twice, by {described(fragment.box)}",
+                    key=fragment.key,
                 )
             shape = region_shape(fragment.box, len(array.shape))
             assert shape is not None
@@ -189,7 +192,9 @@ def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> 
     overlap = first_overlap(boxes)
     if overlap is not None:
         box = boxes[overlap[0]].intersect(boxes[overlap[1]])
-        raise CorruptError(f"{described(box)} of array {array.name!r} is written twice", key=parts[overlap[1]][1])
+        raise CorruptError(
+            f"{described(box)} of array {array.name!r} is written twice", key=parts[overlap[1]][1]
+        )
 
 
 def region_shape(box: Box, rank: int) -> Shape | None:

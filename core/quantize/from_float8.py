@@ -75,14 +75,23 @@ class Dequantized:
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that decoding reads."""
-        return (*self.weight.files, *self.scales.files, *(self.row_format.files if self.row_format else ()))
+        return (
+            *self.weight.files,
+            *self.scales.files,
+            *(self.row_format.files if self.row_format else ()),
+        )
 
     @property
     def working_bytes(self) -> int:
         """Maximum memory that decoding a unit needs in addition to its result."""
         n = self.unit_bytes // itemsize(self.dtype)
         at_once = max(_AT_ONCE, self._columns)
-        return n * itemsize(self.weight.dtype) + 16 * at_once + self.weight.working_bytes + self.scales.working_bytes
+        return (
+            n * itemsize(self.weight.dtype)
+            + 16 * at_once
+            + self.weight.working_bytes
+            + self.scales.working_bytes
+        )
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
         """Return the decoded bytes of a unit.
@@ -107,7 +116,9 @@ class Dequantized:
         multiply = self._multiplier(device_of(store))
         # The rows are a few boxes; each is read at once, and multiplied in pieces.
         done = 0
-        for box in boxes_of_flat_range(self.weight.shape, first * self._columns, last * self._columns):
+        for box in boxes_of_flat_range(
+            self.weight.shape, first * self._columns, last * self._columns
+        ):
             weight = memoryview(self.weight.read(store, box))
             at = 0
             for n, scales in self._scales(store, box):
@@ -126,14 +137,21 @@ class Dequantized:
         import numpy as np
 
         is_float8 = dtype_of(self.weight.dtype).kind == "float" and itemsize(self.weight.dtype) == 1
-        if device is None or not device.does(DEQUANTIZE) or not is_float8 or self.factor is not None:
+        if (
+            device is None
+            or not device.does(DEQUANTIZE)
+            or not is_float8
+            or self.factor is not None
+        ):
             return self._in_numpy
         lane = lane_of(device)
         block_columns = self.block[1] if self.block is not None else self._columns
 
         def on_device(weight: memoryview, scales: Any, out: Any) -> None:
             dtypes = self.weight.dtype, self.dtype
-            result = multiply_by_scales(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
+            result = multiply_by_scales(
+                lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns
+            )
             out.view(np.uint8).reshape(-1)[:] = result
 
         return on_device
@@ -150,7 +168,9 @@ class Dequantized:
         if self.weight.dtype == "float32":
             numbers[:] = np.frombuffer(weight, np.float32).reshape(out.shape)
         else:
-            cast_of(self.weight.dtype, "float32")(weight, memoryview(numbers.reshape(-1).view(np.uint8)))
+            cast_of(self.weight.dtype, "float32")(
+                weight, memoryview(numbers.reshape(-1).view(np.uint8))
+            )
         with np.errstate(all="ignore"):
             product = numbers * scales
             out[:] = product if self.factor is None else product * np.float32(self.factor)
@@ -168,12 +188,16 @@ class Dequantized:
             data = self.scales.read(store, full_box(self.scales.shape))
             scale: Any = np.frombuffer(data, kind).astype(np.float32)[:1]
             n_rows = prod(box.shape[:-1])
-            yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
+            yield from (
+                (min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once)
+            )
             return
         # Each matrix of the leading axes has its own scales; read those of the blocks that the rows lie in.
         rows, _ = self.block
         n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
-        for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
+        for lead in product(
+            *(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))
+        ):
             start, stop = box.offset[-2], box.offset[-2] + box.shape[-2]
             top = start // rows
             height = -(-stop // rows) - top
@@ -181,7 +205,9 @@ class Dequantized:
             if len(self.scales.shape) == 1:
                 part = Box((top,), (height,))
             block_scales: Any = (
-                np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
+                np.frombuffer(self.scales.read(store, part), kind)
+                .astype(np.float32)
+                .reshape(-1, n_blocks)
             )
             for first in range(start, stop, at_once):
                 last = min(first + at_once, stop)

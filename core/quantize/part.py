@@ -42,7 +42,9 @@ class Part(Protocol):
         """
 
 
-def part_of(store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> Part:
+def part_of(
+    store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shape, block: int
+) -> Part:
     """Return stored elements as a part, on the device of the store if that quantizes.
 
     Args:
@@ -94,5 +96,7 @@ class _NumpyPart:
             np.divide(values, divisor, out=values)
         np.clip(values, np.float32(-LARGEST), np.float32(LARGEST), out=values)
         out: Any = np.empty(values.shape, np.uint8)
-        cast_of("float32", "float8_e4m3fn")(memoryview(values.reshape(-1).view(np.uint8)), memoryview(out.reshape(-1)))
+        cast_of("float32", "float8_e4m3fn")(
+            memoryview(values.reshape(-1).view(np.uint8)), memoryview(out.reshape(-1))
+        )
         return out

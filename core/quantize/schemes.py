@@ -106,7 +106,12 @@ def quantized_weights(
         # Rows for the stated method come first; the first match wins.
         candidates = (_weight(row, key, tensors, is_stated=method in row.methods) for row in rows)
         weight = next(
-            (candidate for candidate in candidates if candidate is not None and candidate.key not in claimed), None
+            (
+                candidate
+                for candidate in candidates
+                if candidate is not None and candidate.key not in claimed
+            ),
+            None,
         )
         if weight is not None:
             claimed.update(weight.keys)
@@ -114,7 +119,9 @@ def quantized_weights(
     return tuple(weights)
 
 
-def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_stated: bool) -> QuantizedWeight | None:
+def _weight(
+    row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_stated: bool
+) -> QuantizedWeight | None:
     """Return the weight that a tensor marks by the rule of a row; None if it does not."""
     base = mark.removesuffix(row.mark)
     key = base + row.weight
@@ -126,7 +133,9 @@ def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_sta
         return None
 
     def present(suffixes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name for suffix in suffixes if (name := base + suffix) in tensors and name != key)
+        return tuple(
+            name for suffix in suffixes if (name := base + suffix) in tensors and name != key
+        )
 
     return QuantizedWeight(row, key, present(row.scales), present(row.others))
 

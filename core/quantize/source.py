@@ -89,17 +89,33 @@ class SourceTensor:
         return data
 
     def _merge(
-        self, fragment: Fragment, common: Box, replica: memoryview, fresh: list[Box], box: Box, out: memoryview
+        self,
+        fragment: Fragment,
+        common: Box,
+        replica: memoryview,
+        fresh: list[Box],
+        box: Box,
+        out: memoryview,
     ) -> None:
         """Copy what is new in a replica, and compare the rest with what was read before."""
         size = itemsize(self.dtype)
         for part in fresh:
             copy_box(
-                replica, _within(part, common, size), out, _within(part, box, size), shape=part.shape, itemsize=size
+                replica,
+                _within(part, common, size),
+                out,
+                _within(part, box, size),
+                shape=part.shape,
+                itemsize=size,
             )
         again = memoryview(bytearray(len(replica)))
         copy_box(
-            out, _within(common, box, size), again, dense_layout(common.shape, size), shape=common.shape, itemsize=size
+            out,
+            _within(common, box, size),
+            again,
+            dense_layout(common.shape, size),
+            shape=common.shape,
+            itemsize=size,
         )
         if bytes(again) != bytes(replica):
             array = fragment.array
@@ -110,7 +126,9 @@ class SourceTensor:
                 hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
             )
 
-    def _fill(self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: StridedLayout) -> None:
+    def _fill(
+        self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: StridedLayout
+    ) -> None:
         """Read part of a fragment into ``out``.
 
         A fragment without an array is zero, as ``out`` is already.
@@ -129,14 +147,20 @@ class SourceTensor:
         size = itemsize(array.dtype)
         steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
         if any(step < 0 for step in steps):
-            raise CorruptError(f"strides {extent.strides} are negative", key=self.key, file=extent.file)
+            raise CorruptError(
+                f"strides {extent.strides} are negative", key=self.key, file=extent.file
+            )
         extra = len(steps) - box.rank
         strides = steps[extra:] if extra >= 0 else (0,) * -extra + steps
         start = extent.offset + _dot(fragment.at, steps)
-        start += _dot([a - b for a, b in zip(box.offset, fragment.box.offset, strict=True)], strides)
+        start += _dot(
+            [a - b for a, b in zip(box.offset, fragment.box.offset, strict=True)], strides
+        )
         # A contiguous box needs no copy.
         if is_dense(box.shape, size, strides) and is_dense(box.shape, size, to.strides):
-            decoded_store.read_into(extent.file, start, out[to.start : to.start + box.n_elements * size])
+            decoded_store.read_into(
+                extent.file, start, out[to.start : to.start + box.n_elements * size]
+            )
             return
         read_box(
             lambda address, buffer: decoded_store.read_into(extent.file, address, buffer),
@@ -176,7 +200,9 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
             key=key,
             hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
         )
-    return SourceTensor(key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments, catalog.bind)
+    return SourceTensor(
+        key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments, catalog.bind
+    )
 
 
 def _check(fragment: Fragment, shape: Shape) -> None:
@@ -202,7 +228,9 @@ def _check(fragment: Fragment, shape: Shape) -> None:
 def _within(box: Box, outer: Box, size: int) -> StridedLayout:
     """Return the layout of a box in the dense bytes of an outer box."""
     steps = dense_layout(outer.shape, size).strides
-    return StridedLayout(_dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps)
+    return StridedLayout(
+        _dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps
+    )
 
 
 def _dot(index: Any, strides: Shape) -> int:

@@ -132,7 +132,14 @@ class Weight:
             data = self.source.read(store, box)
             yield (
                 first_column,
-                part_of(store, data, source=self.source.dtype, dtype=self.dtype, shape=shape, block=BLOCK),
+                part_of(
+                    store,
+                    data,
+                    source=self.source.dtype,
+                    dtype=self.dtype,
+                    shape=shape,
+                    block=BLOCK,
+                ),
             )
 
     def stripe_scales(self, store: ReadStore, stripe: int) -> Any:
@@ -190,7 +197,9 @@ class Weight:
         rows = []
         single_scale = self._one_scale(store) if not self.per_block else None
         for first_column, part in self.parts(store, stripe):
-            largest = self._largest(first_column, part, stripe)  # raises for non-finite numbers, whatever the scale
+            largest = self._largest(
+                first_column, part, stripe
+            )  # raises for non-finite numbers, whatever the scale
             scales = _scales_of(largest) if single_scale is None else single_scale
             rows.append(scales)
             out[:, first_column : first_column + part.n_columns] = part.over(scales)
@@ -267,7 +276,11 @@ class Scales:
     @property
     def unit_bytes(self) -> int:
         """Size of a unit of scales: those of the stripes in a unit of numbers."""
-        return 4 * max(1, self.weight.stripes_per_unit * self.weight.n_blocks) if self.weight.per_block else 4
+        return (
+            4 * max(1, self.weight.stripes_per_unit * self.weight.n_blocks)
+            if self.weight.per_block
+            else 4
+        )
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -285,6 +298,10 @@ class Scales:
 
         weight = self.weight
         first = unit * weight.stripes_per_unit
-        stripes = range(first, min(first + weight.stripes_per_unit, weight.n_stripes)) if weight.per_block else range(1)
+        stripes = (
+            range(first, min(first + weight.stripes_per_unit, weight.n_stripes))
+            if weight.per_block
+            else range(1)
+        )
         rows: Any = np.concatenate([weight.stripe_scales(store, stripe) for stripe in stripes])
         return memoryview(rows.astype(np.float32).view(np.uint8)).cast("B")

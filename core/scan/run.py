@@ -33,10 +33,27 @@ from core.files.store import list_files_below
 from core.scan.observer import FileObserver, Observer
 from core.scan.separate_arrays import MemoryBudget, SeparateReader, is_checked
 from core.scan.share import Meter, ScanPart, divide_files
-from core.scan.sums import FilePart, FileSums, ReadProblem, ScanResult, SegmentSums, Sum, WantedSums, empty_sum
+from core.scan.sums import (
+    FilePart,
+    FileSums,
+    ReadProblem,
+    ScanResult,
+    SegmentSums,
+    Sum,
+    WantedSums,
+    empty_sum,
+)
 from core.scan.windows import WINDOW_BYTES, FilePlan, FileRange, SeparateArray, plan_file
 from core.team.agreement import require_agreement
-from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results, is_lead
+from core.team.protocol import (
+    ALONE,
+    Figures,
+    StoppedError,
+    Team,
+    broadcast_result,
+    gather_results,
+    is_lead,
+)
 from core.team.threads import ThreadGroup
 
 if TYPE_CHECKING:
@@ -107,7 +124,9 @@ def scan(
         WorkerError: the ranks of a team do not see the same files.
     """
     if arrays is None:
-        candidates = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
+        candidates = (
+            () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
+        )
         arrays = (array for array in candidates if array is not None)
 
     def prepare() -> ScanRun:
@@ -115,7 +134,9 @@ def scan(
             store,
             list_files_below(store) if files is None else files,
             _group_by_file(arrays),
-            bind=(lambda array: array) if catalog is None else lambda array: catalog.bind(store, array),
+            bind=(lambda array: array)
+            if catalog is None
+            else lambda array: catalog.bind(store, array),
             observers=observers,
             file_observers=file_observers,
             wanted=wanted,
@@ -269,7 +290,9 @@ class ScanRun:
         # The lead plans files too of which it has read nothing itself, to join the others' sums.
         for name in self._share.spans:
             if name not in self._divided_files and any(name in part.files for part in parts):
-                self._divided_files[name] = self._open_file(name, self._arrays.get(name, []), is_owner=False)
+                self._divided_files[name] = self._open_file(
+                    name, self._arrays.get(name, []), is_owner=False
+                )
 
         for part in parts[1:]:
             self._merge(part)
@@ -278,7 +301,9 @@ class ScanRun:
                 self._join_file(file, [part.files[name] for part in parts if name in part.files])
 
         order = {name: number for number, name in enumerate(self._share.spans)}
-        self.result.mismatches.sort(key=lambda mismatch: (order[mismatch.file], mismatch.stated.start))
+        self.result.mismatches.sort(
+            key=lambda mismatch: (order[mismatch.file], mismatch.stated.start)
+        )
         self.result.figures = tuple(part.figures for part in parts)
 
     def _merge(self, part: ScanPart) -> None:
@@ -312,7 +337,9 @@ class ScanRun:
             if file is not None:
                 yield from self._items_of_file(name, file, is_owner=is_owner)
 
-    def _items_of_file(self, name: str, file: _ScannedFile, *, is_owner: bool) -> Iterator[_Segment | _SeparateItem]:
+    def _items_of_file(
+        self, name: str, file: _ScannedFile, *, is_owner: bool
+    ) -> Iterator[_Segment | _SeparateItem]:
         """Yield the pieces of this rank's work on a file."""
         share = self._share
         for array in file.plan.empty if is_owner else ():
@@ -332,7 +359,9 @@ class ScanRun:
                 yield _SeparateItem(file, separate)
             offset += separate.array.n_bytes
 
-    def _open_file(self, name: str, arrays: list[StoredArray], *, is_owner: bool) -> _ScannedFile | None:
+    def _open_file(
+        self, name: str, arrays: list[StoredArray], *, is_owner: bool
+    ) -> _ScannedFile | None:
         """Plan how a file is read, and ask the observers what they want of it.
 
         Args:
@@ -375,7 +404,9 @@ class ScanRun:
             try:
                 placed = self._bind(array)
                 if placed.extent.is_late:
-                    raise MissingShardError("the array has no position in any file", key=array.name, file=file)
+                    raise MissingShardError(
+                        "the array has no position in any file", key=array.name, file=file
+                    )
                 bound.append((array, placed))
             except CheckpointingException as err:
                 errors.append((array, err))
@@ -387,14 +418,19 @@ class ScanRun:
         errors = _Errors()
         if self._stated_in is not None:
             try:
-                stated += self._stated_in(name, n_bytes, report=lambda err: errors.append((None, err)))
+                stated += self._stated_in(
+                    name, n_bytes, report=lambda err: errors.append((None, err))
+                )
             except CheckpointingException as err:
                 errors.append((None, err))
         return stated, errors
 
     def _observers_of(self, arrays: Iterable[StoredArray]) -> dict[str, list[Observer]]:
         """Return the observers that want an array, by name of the arrays that have any."""
-        observers = {array.name: [observer for observer in self._observers if observer.sees(array)] for array in arrays}
+        observers = {
+            array.name: [observer for observer in self._observers if observer.sees(array)]
+            for array in arrays
+        }
         return {name: interested for name, interested in observers.items() if interested}
 
     def _note_all(self, file: str, errors: _Errors, *, is_owner: bool) -> None:
@@ -418,7 +454,9 @@ class ScanRun:
 
     def _work(self) -> None:
         """Take pieces of work and read them until there are none; the task of one thread."""
-        window = host_buffer(self._device if self._device is not None and self._device.work else None, WINDOW_BYTES)
+        window = host_buffer(
+            self._device if self._device is not None and self._device.work else None, WINDOW_BYTES
+        )
         reader = SeparateReader(self._store, self._budget, is_stopped=self._threads.is_stopped)
         while (item := self._next_item()) is not None:
             array = item.array.array if isinstance(item, _SeparateItem) else None
@@ -491,7 +529,8 @@ class _SegmentFeeder:
             [
                 (file_range, file.observers[file_range.content.name])
                 for file_range in ranges
-                if isinstance(file_range.content, StoredArray) and file_range.content.name in file.observers
+                if isinstance(file_range.content, StoredArray)
+                and file_range.content.name in file.observers
             ]
         )
         self._next = next(self._waiting, None)

@@ -84,7 +84,9 @@ class SeparateReader:
         is_stopped: asked between runs whether the scan has been stopped.
     """
 
-    def __init__(self, store: ReadStore, budget: MemoryBudget, *, is_stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self, store: ReadStore, budget: MemoryBudget, *, is_stopped: Callable[[], bool]
+    ) -> None:
         self._store = store
         self._budget = budget
         self._is_stopped = is_stopped
@@ -110,7 +112,9 @@ class SeparateReader:
                 data = piece[start : start + WINDOW_BYTES]
                 feed(run.n_bytes // size, data)
                 run.feed(data)
-        digest = xxhash.xxh3_128_hexdigest(b"".join(run.blocks)) if wanted.has_digest(array) else None
+        digest = (
+            xxhash.xxh3_128_hexdigest(b"".join(run.blocks)) if wanted.has_digest(array) else None
+        )
         return Sum(run.n_bytes, run.crc if wanted.crc else None, digest)
 
     def _pieces(self, array: StoredArray) -> Iterator[memoryview]:
@@ -124,10 +128,14 @@ class SeparateReader:
         encoding = extent.encoding
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
-                f"{encoding.name} data come in units that cut elements", file=extent.file, key=array.name
+                f"{encoding.name} data come in units that cut elements",
+                file=extent.file,
+                key=array.name,
             )
         # Threads wait here until a unit and its decoding fit into the shared memory.
-        with self._budget.reserve(min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array):
+        with self._budget.reserve(
+            min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array
+        ):
             store = DecodedStore(self._store, cache_bytes=_CACHE_BYTES)
             for number in range(-(-array.n_bytes // encoding.unit_bytes)):
                 data = memoryview(encoding.decode(store, array, number)).cast("B")
@@ -149,7 +157,9 @@ class SeparateReader:
         # Strides of 0 repeat elements; a few stored bytes must not become endless work.
         if array.n_bytes > _MAX_REPEATS * stored + BAND_BYTES:
             raise CapacityError(
-                f"{stored} stored bytes are repeated to {array.n_bytes} bytes", file=extent.file, key=array.name
+                f"{stored} stored bytes are repeated to {array.n_bytes} bytes",
+                file=extent.file,
+                key=array.name,
             )
         if self._band is None or self._raw is None:
             self._band, self._raw = (memoryview(mmap.mmap(-1, BAND_BYTES)) for _ in range(2))
@@ -157,7 +167,10 @@ class SeparateReader:
             data = self._band[: prod(shape) * size]
             read_box(
                 lambda address, buffer: self._store.read_into(extent.file, address, buffer),
-                StridedLayout(extent.offset + sum(i * step for i, step in zip(index, strides, strict=True)), strides),
+                StridedLayout(
+                    extent.offset + sum(i * step for i, step in zip(index, strides, strict=True)),
+                    strides,
+                ),
                 data,
                 dense_layout(shape, size),
                 shape=shape,

@@ -50,7 +50,9 @@ class RankShare:
 
     def owner(self, position: int) -> int:
         """Return the rank in whose run a byte of all work lies."""
-        return min(position * self.size // self.total_bytes, self.size - 1) if self.total_bytes else 0
+        return (
+            min(position * self.size // self.total_bytes, self.size - 1) if self.total_bytes else 0
+        )
 
     def owners(self, name: str) -> range:
         """Return the ranks in whose runs a file or tensor lies."""
@@ -72,7 +74,9 @@ class RankShare:
     @property
     def n_bytes(self) -> int:
         """Return the bytes of this rank's run."""
-        first, last = (-(-self.total_bytes * rank // self.size) for rank in (self.rank, self.rank + 1))
+        first, last = (
+            -(-self.total_bytes * rank // self.size) for rank in (self.rank, self.rank + 1)
+        )
         return last - first
 
     @property
@@ -83,7 +87,9 @@ class RankShare:
         return min(SEGMENT_BYTES, max(_LEAST_BYTES, self.total_bytes // (self.size * _PIECES)))
 
 
-def divide_files(team: Team, files: Mapping[str, int], arrays: Mapping[str, Iterable[StoredArray]]) -> RankShare:
+def divide_files(
+    team: Team, files: Mapping[str, int], arrays: Mapping[str, Iterable[StoredArray]]
+) -> RankShare:
     """Divide files, and the arrays that are read separately, among the ranks.
 
     Args:
@@ -92,7 +98,11 @@ def divide_files(team: Team, files: Mapping[str, int], arrays: Mapping[str, Iter
     """
     names = [*files, *(name for name in arrays if name not in files)]
     return divide_in_order(
-        team, ((name, files.get(name, 0) + sum(map(_separate_bytes, arrays.get(name, ())))) for name in names)
+        team,
+        (
+            (name, files.get(name, 0) + sum(map(_separate_bytes, arrays.get(name, ()))))
+            for name in names
+        ),
     )
 
 

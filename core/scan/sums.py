@@ -61,7 +61,9 @@ class Sum:
 
 def empty_sum(array: StoredArray, wanted: WantedSums) -> Sum:
     """Return the sums of an array without elements."""
-    return Sum(0, 0 if wanted.crc else None, digest_of(b"").hex() if wanted.has_digest(array) else None)
+    return Sum(
+        0, 0 if wanted.crc else None, digest_of(b"").hex() if wanted.has_digest(array) else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,18 @@ class SegmentSums:
         wanted: the sums to compute.
     """
 
-    def __init__(self, plan: FilePlan, start: int, ranges: Sequence[FileRange], wanted: WantedSums) -> None:
+    def __init__(
+        self, plan: FilePlan, start: int, ranges: Sequence[FileRange], wanted: WantedSums
+    ) -> None:
         self._crc = wanted.crc
         self._position = start
         self.of_file = RunSum(start, plan.n_bytes, crc=False, digest=wanted.file_digests)
-        self.of_ranges = [(file_range, _begin_run(file_range, start, wanted)) for file_range in ranges]
-        self._borders = sorted({border for file_range in ranges for border in (file_range.start, file_range.stop)})
+        self.of_ranges = [
+            (file_range, _begin_run(file_range, start, wanted)) for file_range in ranges
+        ]
+        self._borders = sorted(
+            {border for file_range in ranges for border in (file_range.start, file_range.stop)}
+        )
         self._n_begun = 0
         self._open: list[tuple[FileRange, RunSum]] = []
 
@@ -171,7 +179,9 @@ class SegmentSums:
         start, stop = self._position, self._position + len(data)
         self._position = stop
         # Between two borders the same ranges are open, so the piece's CRC counts for all of them.
-        borders = self._borders[bisect_right(self._borders, start) : bisect_left(self._borders, stop)]
+        borders = self._borders[
+            bisect_right(self._borders, start) : bisect_left(self._borders, stop)
+        ]
         for begin, end in zip((start, *borders), (*borders, stop), strict=True):
             self._feed_piece(data[begin - start : end - start], begin, end)
 
@@ -180,7 +190,9 @@ class SegmentSums:
         crc = crc32(data) if self._crc else 0
         _feed_with_crc(self.of_file, data, crc)
         # Open the ranges that begin here; those that end here are closed below.
-        while self._n_begun < len(self.of_ranges) and self.of_ranges[self._n_begun][0].start <= start:
+        while (
+            self._n_begun < len(self.of_ranges) and self.of_ranges[self._n_begun][0].start <= start
+        ):
             self._open.append(self.of_ranges[self._n_begun])
             self._n_begun += 1
         is_ended = False
@@ -218,7 +230,9 @@ class FileSums:
         lock: guards the result and these sums.
     """
 
-    def __init__(self, plan: FilePlan, wanted: WantedSums, result: ScanResult, lock: threading.Lock) -> None:
+    def __init__(
+        self, plan: FilePlan, wanted: WantedSums, result: ScanResult, lock: threading.Lock
+    ) -> None:
         self._plan = plan
         self._wanted = wanted
         self._result = result

@@ -85,7 +85,9 @@ class FilePlan:
     separate: tuple[SeparateArray, ...]
     empty: tuple[StoredArray, ...]
 
-    def segments(self, most_bytes: int = SEGMENT_BYTES) -> Iterator[tuple[int, int, tuple[FileRange, ...]]]:
+    def segments(
+        self, most_bytes: int = SEGMENT_BYTES
+    ) -> Iterator[tuple[int, int, tuple[FileRange, ...]]]:
         """Yield the pieces of work of a file, by address; none for an empty file.
 
         Args:
@@ -126,7 +128,10 @@ class FilePlan:
 
 
 def plan_file(
-    file: str, n_bytes: int, arrays: Sequence[tuple[StoredArray, StoredArray]], stated: Iterable[StatedCrc]
+    file: str,
+    n_bytes: int,
+    arrays: Sequence[tuple[StoredArray, StoredArray]],
+    stated: Iterable[StatedCrc],
 ) -> tuple[FilePlan, list[tuple[StoredArray, CheckpointingException]]]:
     """Plan how a file is read.
 
@@ -141,16 +146,24 @@ def plan_file(
     """
     # Which arrays can be handed out as the windows pass them, and which are read separately?
     arranged = _arrange_arrays(arrays, n_bytes)
-    ranges, clusters, straddling = _cluster_ranges(sorted(arranged.ranges, key=attrgetter("start", "stop")))
+    ranges, clusters, straddling = _cluster_ranges(
+        sorted(arranged.ranges, key=attrgetter("start", "stop"))
+    )
     separate = arranged.separate
     if straddling:
         bound_by_name = {array.name: bound for array, bound in arrays}
         separate += [SeparateArray(array, bound_by_name[array.name]) for array in straddling]
 
     # Stated CRCs are ranges too, but windows may cut them anywhere.
-    ranges += [FileRange(crc.start, crc.stop, crc) for crc in stated if 0 <= crc.start < crc.stop <= n_bytes]
+    ranges += [
+        FileRange(crc.start, crc.stop, crc)
+        for crc in stated
+        if 0 <= crc.start < crc.stop <= n_bytes
+    ]
     ranges.sort(key=attrgetter("start", "stop"))
-    plan = FilePlan(file, n_bytes, tuple(ranges), tuple(clusters), tuple(separate), tuple(arranged.empty))
+    plan = FilePlan(
+        file, n_bytes, tuple(ranges), tuple(clusters), tuple(separate), tuple(arranged.empty)
+    )
     return plan, arranged.errors
 
 
@@ -171,7 +184,9 @@ class _ArrangedArrays:
     errors: list[tuple[StoredArray, CheckpointingException]]
 
 
-def _arrange_arrays(arrays: Sequence[tuple[StoredArray, StoredArray]], n_bytes: int) -> _ArrangedArrays:
+def _arrange_arrays(
+    arrays: Sequence[tuple[StoredArray, StoredArray]], n_bytes: int
+) -> _ArrangedArrays:
     """Sort the arrays of a file of ``n_bytes`` by the way in which they are read."""
     arranged = _ArrangedArrays([], [], [], [])
     total = 0

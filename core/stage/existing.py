@@ -66,4 +66,8 @@ def _holds_checkpoint(path: Path) -> bool:
 
 def _iterations_in(root: Path) -> list[str]:
     """Return the names of the folders of a directory that are named like iterations."""
-    return [name for name in LocalStore(root).folders() if ITERATION_DIR.match(name) or name == "release"]
+    return [
+        name
+        for name in LocalStore(root).folders()
+        if ITERATION_DIR.match(name) or name == "release"
+    ]

@@ -53,9 +53,13 @@ class StageStore:
             with self._file(name) as fd:
                 size = os.fstat(fd).st_size
                 if size != n_bytes:
-                    if size:  # an empty file may be getting its bytes from another process right now
+                    if (
+                        size
+                    ):  # an empty file may be getting its bytes from another process right now
                         os.ftruncate(fd, 0)
-                    os.ftruncate(fd, n_bytes)  # at once; reserving space may lengthen the file step by step
+                    os.ftruncate(
+                        fd, n_bytes
+                    )  # at once; reserving space may lengthen the file step by step
                     allocate(fd, n_bytes)
         self._names.add(name)
 
@@ -194,7 +198,9 @@ class StageStore:
                     self._close(name)
 
     def _close(self, name: str) -> None:
-        with translate_os_errors(name, doing="close"):  # here network file systems report failed writes
+        with translate_os_errors(
+            name, doing="close"
+        ):  # here network file systems report failed writes
             os.close(self._open.pop(name).fd)
 
 

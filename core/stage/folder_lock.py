@@ -17,7 +17,9 @@ from core.errors import StorageError
 from core.files.store import translate_os_errors
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
-NO_LOCKS = "the file system does not support locks: make sure that nothing else writes to this destination"
+NO_LOCKS = (
+    "the file system does not support locks: make sure that nothing else writes to this destination"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,9 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
                     folder.mkdir()
                     is_created = True
                 try:
-                    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    fd = os.open(
+                        folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    )
                 except FileNotFoundError:  # its owner has just removed it
                     continue
                 is_sure = _lock(fd, folder, dst)

@@ -154,7 +154,9 @@ def is_journal_of(path: Path, identity: str) -> bool:
     return _read(path, identity, ())[1] > 0
 
 
-def _read(path: Path, identity: str, keys: Container[int] | None) -> tuple[dict[ItemNumber, list[object]], int]:
+def _read(
+    path: Path, identity: str, keys: Container[int] | None
+) -> tuple[dict[ItemNumber, list[object]], int]:
     """Read the journal of a plan.
 
     Args:
@@ -169,7 +171,10 @@ def _read(path: Path, identity: str, keys: Container[int] | None) -> tuple[dict[
     try:
         with translate_os_errors(path.name, doing="read"), path.open("rb") as lines:
             header = lines.readline()
-            if not header.endswith(b"\n") or json.loads(header) != {"journal": VERSION, "plan": identity}:
+            if not header.endswith(b"\n") or json.loads(header) != {
+                "journal": VERSION,
+                "plan": identity,
+            }:
                 return {}, 0
             n_valid = len(header)
             for line in lines:
@@ -181,7 +186,12 @@ def _read(path: Path, identity: str, keys: Container[int] | None) -> tuple[dict[
                 n_valid += len(line)
     except MissingShardError:
         return {}, 0
-    except (ValueError, KeyError, TypeError, IndexError):  # torn by a crash: the lines before it still count
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+    ):  # torn by a crash: the lines before it still count
         return done, n_valid
     return done, n_valid
 
@@ -190,7 +200,16 @@ def _entry(item: ItemNumber, record: ItemRecord) -> list[object]:
     """Return what is written to a journal for an item."""
     written = [[run.array, run.offset, run.n_bytes, run.crc] for run in record.written]
     checked = [
-        [r.record.file, r.record.array, r.record.n_bytes, r.record.crc, r.record.start, r.offset, r.n_bytes, r.crc]
+        [
+            r.record.file,
+            r.record.array,
+            r.record.n_bytes,
+            r.record.crc,
+            r.record.start,
+            r.offset,
+            r.n_bytes,
+            r.crc,
+        ]
         for r in record.checked
     ]
     return [*item, written, checked]

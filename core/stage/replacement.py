@@ -41,7 +41,9 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
     if dst.is_dir() == is_file:
         existing, output = ("a directory", "a file") if is_file else ("a file", "a directory")
         raise UsageError(
-            f"the destination is {existing}, the output would be {output}", file=str(dst), hint="remove it"
+            f"the destination is {existing}, the output would be {output}",
+            file=str(dst),
+            hint="remove it",
         )
     target = dst.resolve()
     for path in (*keep, Path.cwd(), Path.home()):
@@ -55,7 +57,9 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
                 hint="choose another destination",
             )
     if os.path.ismount(dst):
-        raise UsageError("the destination is a mount point", file=str(dst), hint="write to a directory inside it")
+        raise UsageError(
+            "the destination is a mount point", file=str(dst), hint="write to a directory inside it"
+        )
 
 
 def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:

@@ -134,7 +134,9 @@ class Stage:
             # As long as the earlier work may be useful, a failure must not remove it.
             self._keeps_earlier_work = has_earlier_work and self._resume
             if put_back(self.stage_dir, self.dst):
-                self.notes.append(f"{self.dst.name}, which an interrupted run had set aside, was put back")
+                self.notes.append(
+                    f"{self.dst.name}, which an interrupted run had set aside, was put back"
+                )
                 self._check_destination()
         # Before the stage was locked, another process may have published the destination.
         if not self._force and os.path.lexists(self.dst):
@@ -164,7 +166,11 @@ class Stage:
         self._keeps_earlier_work = False
         self.notes.append(
             f"{self.stage_dir.name}, left behind by an earlier run, "
-            + ("belongs to different input or options; it was removed" if self._resume else "was removed")
+            + (
+                "belongs to different input or options; it was removed"
+                if self._resume
+                else "was removed"
+            )
         )
         empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
         return []
@@ -216,7 +222,9 @@ class Stage:
             with translate_os_errors(str(self.stage_dir), doing="check the free space"):
                 status = os.statvfs(self.stage_dir)
                 present = sum(
-                    entry.stat().st_blocks * 512 for entry in self.data_dir.rglob("*") if not entry.is_symlink()
+                    entry.stat().st_blocks * 512
+                    for entry in self.data_dir.rglob("*")
+                    if not entry.is_symlink()
                 )
             free = status.f_bavail * status.f_frsize + present
             if free < self._needed_bytes:
@@ -239,7 +247,9 @@ class Stage:
             self._sync_all()
         self.store.close()
         with translate_os_errors(str(self.dst), doing="publish"):
-            self._new_stat = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
+            self._new_stat = os.lstat(
+                self.data_dir / self.dst.name if self.is_file else self.data_dir
+            )
             replace = replace_file if self.is_file else replace_dir
             try:
                 replace(self.data_dir, self.dst, force=self._force)
@@ -281,12 +291,17 @@ class Stage:
         The disk tells, because a signal may come right after the rename.
         """
         try:
-            return self._new_stat is not None and os.path.samestat(self._new_stat, os.lstat(self.dst))
+            return self._new_stat is not None and os.path.samestat(
+                self._new_stat, os.lstat(self.dst)
+            )
         except OSError:
             return False
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._leave(keep=self._resume and kind is not None and not self._is_committed)
 
@@ -304,12 +319,16 @@ class Stage:
             try:
                 self.journal.flush()
             except CheckpointingException:
-                self.notes.append("the journal could not be completed; some work will be done again")
+                self.notes.append(
+                    "the journal could not be completed; some work will be done again"
+                )
         self._close()
         if self._lock_fd < 0:
             return
         if not self._settle_publication():
-            self.notes.append(f"{self.stage_dir} holds the previous destination; the next run puts it back")
+            self.notes.append(
+                f"{self.stage_dir} holds the previous destination; the next run puts it back"
+            )
         elif not keep:
             if not remove_stage(self.stage_dir):
                 self.notes.append(f"{self.stage_dir} could not be removed")

@@ -48,7 +48,10 @@ class WorkersLock:
             StorageError: the lead of another run was quicker.
         """
         if self.is_sure and not _try_lock(self.fd, fcntl.LOCK_SH):
-            raise StorageError("another process has begun to write this destination", hint="wait until it has finished")
+            raise StorageError(
+                "another process has begun to write this destination",
+                hint="wait until it has finished",
+            )
 
     def close(self) -> None:
         """Release the lock."""
@@ -104,7 +107,9 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
             # Read under the lock: while it is held, no lead can replace the token.
             stored_token = os.pread(fd, 2 * _TOKEN_BYTES + 1, 0)
             if not is_free or stored_token != token.encode("ascii") or not is_current(fd, path):
-                raise StorageError("another run has taken over the unfinished destination", file=str(stage_dir))
+                raise StorageError(
+                    "another run has taken over the unfinished destination", file=str(stage_dir)
+                )
     except BaseException:
         os.close(fd)
         raise

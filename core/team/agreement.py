@@ -79,7 +79,9 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
     for rank, (digest, error) in enumerate(states):
         if (digest, error) == states[0]:
             continue
-        lead_error = f", where rank 0 on {team.hosts[0]} has: {states[0][1]}" if states[0][1] else ""
+        lead_error = (
+            f", where rank 0 on {team.hosts[0]} has: {states[0][1]}" if states[0][1] else ""
+        )
         raise WorkerError(
             f"rank {rank} on {team.hosts[rank]} sees different data at {subject} than rank 0 on {team.hosts[0]}"
             + (f": {error}" if error else "")
@@ -97,7 +99,9 @@ def observe_files(store: LocalStore, files: Mapping[str, int]) -> tuple[object, 
     """
     names = sorted(files)
     step = -(-len(names) // _N_TIMES) or 1
-    return tuple((name, files[name]) for name in names), tuple(_mtime_seconds(store, name) for name in names[::step])
+    return tuple((name, files[name]) for name in names), tuple(
+        _mtime_seconds(store, name) for name in names[::step]
+    )
 
 
 def _mtime_seconds(store: LocalStore, name: str) -> int | None:

@@ -48,7 +48,10 @@ class ThreadGroup:
                     self._error = self._error or err
                 self._stop.set()
 
-        threads = [threading.Thread(target=guarded, name=f"{self._name}-{i}", daemon=True) for i in range(n_threads)]
+        threads = [
+            threading.Thread(target=guarded, name=f"{self._name}-{i}", daemon=True)
+            for i in range(n_threads)
+        ]
         try:
             for thread in threads:
                 thread.start()

@@ -51,7 +51,9 @@ class Pattern:
         glob = self.glob
         if glob is None:
             return True
-        if any(place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)):
+        if any(
+            place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)
+        ):
             return True
         keys = finding.keys or ((finding.key,) if finding.key is not None else ())
         return bool(keys) and all(fnmatchcase(key, glob) for key in keys)
@@ -72,9 +74,14 @@ def parse_patterns(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pat
         for name in names.split(","):
             code = name.strip().upper()
             if not _CODE.fullmatch(code) or (colon and not glob):
-                raise UsageError(f"{text!r} is neither a code nor CODE:GLOB", hint="for example CK701:*.bias")
+                raise UsageError(
+                    f"{text!r} is neither a code nor CODE:GLOB", hint="for example CK701:*.bias"
+                )
             if not any(known_code.startswith(code) for known_code in known):
-                raise UsageError(f"no check has the code {code}", hint="list them with: ckpt validate --list-checks")
+                raise UsageError(
+                    f"no check has the code {code}",
+                    hint="list them with: ckpt validate --list-checks",
+                )
             patterns.append(Pattern(code, glob if colon else None))
     return tuple(patterns)
 
@@ -137,10 +144,14 @@ def baseline_text(findings: Sequence[Finding]) -> str:
     """Return the text of a baseline file for some findings, sorted and without duplicates."""
     rows = {finding.fingerprint: finding for finding in findings}
     lines = [
-        json.dumps({name: value for name in _PLACE if (value := getattr(finding, name)) is not None})
+        json.dumps(
+            {name: value for name in _PLACE if (value := getattr(finding, name)) is not None}
+        )
         for _, finding in sorted(rows.items())
     ]
-    body = "".join(f"\n  {line}{'' if number == len(lines) - 1 else ','}" for number, line in enumerate(lines))
+    body = "".join(
+        f"\n  {line}{'' if number == len(lines) - 1 else ','}" for number, line in enumerate(lines)
+    )
     return f'{{"schema": "{SCHEMA}", "findings": [{body}]}}\n'
 
 
@@ -153,7 +164,9 @@ def read_baseline(path: Path) -> frozenset[str]:
     """
     with translate_os_errors(str(path), doing="read"):
         if not path.is_file():
-            raise UsageError("--baseline: no such file", file=str(path), hint="create one with --write-baseline")
+            raise UsageError(
+                "--baseline: no such file", file=str(path), hint="create one with --write-baseline"
+            )
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -161,10 +174,16 @@ def read_baseline(path: Path) -> frozenset[str]:
     try:
         content = parse_json_object(data, file=str(path))
     except CorruptError as err:
-        raise UsageError(f"--baseline: {err.message}", file=str(path), hint="create one with --write-baseline") from err
+        raise UsageError(
+            f"--baseline: {err.message}", file=str(path), hint="create one with --write-baseline"
+        ) from err
     rows = content.get("findings")
     if content.get("schema") != SCHEMA or not isinstance(rows, list):
-        raise UsageError(f"--baseline: not a {SCHEMA} file", file=str(path), hint="create one with --write-baseline")
+        raise UsageError(
+            f"--baseline: not a {SCHEMA} file",
+            file=str(path),
+            hint="create one with --write-baseline",
+        )
     return frozenset(_fingerprint_of(row, file=str(path)) for row in rows)
 
 
@@ -174,7 +193,11 @@ def _fingerprint_of(row: object, *, file: str) -> str:
     Raise UsageError if it is not a finding.
     """
     values = [row.get(name) for name in _PLACE] if isinstance(row, dict) else [None]
-    if not isinstance(values[0], str) or not all(value is None or isinstance(value, str) for value in values):
+    if not isinstance(values[0], str) or not all(
+        value is None or isinstance(value, str) for value in values
+    ):
         raise UsageError(f"--baseline: {str(row)[:80]!r} is not a finding", file=file)
     code, place, rank, key = values
-    return Finding(code=str(code), severity=Severity.NOTE, message="", file=place, rank=rank, key=key).fingerprint
+    return Finding(
+        code=str(code), severity=Severity.NOTE, message="", file=place, rank=rank, key=key
+    ).fingerprint

@@ -15,7 +15,9 @@ from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, TRACKER, iteration
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
 
-_UNFINISHED = re.compile(r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$")
+_UNFINISHED = re.compile(
+    r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class Newest:
     skipped: tuple[Skipped, ...]
 
 
-def newest_valid(root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE) -> Newest:
+def newest_valid(
+    root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE
+) -> Newest:
     """Return the newest valid iteration of a training root.
 
     If a tracker (Megatron's, DeepSpeed's) names the last completed iteration, newer directories are
@@ -65,7 +69,9 @@ def newest_valid(root: Path, is_valid: Callable[[Path], tuple[bool, Validation]]
     iterations, last, unfinished = broadcast_result(
         team, lambda: (_iterations(root), _last_completed(root), _unfinished(root))
     )
-    skipped = [Skipped(str(root / name), "incomplete: the name is that of a stage") for name in unfinished]
+    skipped = [
+        Skipped(str(root / name), "incomplete: the name is that of a stage") for name in unfinished
+    ]
     for number, path in reversed(iterations):
         if last is not None and number > last[0]:
             why = f"newer than iteration {last[0]} in {last[1]}, which is written last, so this save was not completed"
@@ -99,7 +105,9 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
     refuse_url(root)
     if not root.is_dir():
         raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
-    return [(number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())]
+    return [
+        (number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())
+    ]
 
 
 def _unfinished(root: Path) -> list[str]:
@@ -118,7 +126,11 @@ def _last_completed(root: Path) -> tuple[int, str] | None:
         for tracker in (TRACKER, *NAMING_TRACKERS):
             if not store.exists(tracker):
                 continue
-            text = store.read(tracker, 0, min(store.size(tracker), 256)).decode("ascii", "replace").strip()
+            text = (
+                store.read(tracker, 0, min(store.size(tracker), 256))
+                .decode("ascii", "replace")
+                .strip()
+            )
             match = re.fullmatch(r"(\d{1,15})", text) or ITERATION_DIR.search(text)
             if match is not None:
                 return int(match[1]), tracker
@@ -133,6 +145,10 @@ def _reason(validation: Validation) -> str:
     """Return the worst finding as one clause, with the number of further errors."""
     errors = [finding for finding in validation.findings if finding.severity == Severity.ERROR]
     finding = (errors or validation.findings)[0]
-    where = f" ({finding.file or finding.key or finding.rank})" if finding.file or finding.key or finding.rank else ""
+    where = (
+        f" ({finding.file or finding.key or finding.rank})"
+        if finding.file or finding.key or finding.rank
+        else ""
+    )
     suffix = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
     return f"{finding.code} {finding.message}{where}{suffix}"

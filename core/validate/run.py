@@ -164,7 +164,9 @@ def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
         return ()
     passed = {taken, *taken.parents}
     with closing(LocalStore(root)) as store:
-        names = [name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed]
+        names = [
+            name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed
+        ]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
     return (f"{count} not checked (use --all-iterations): {listed(names)}",) if names else ()
 
@@ -214,7 +216,9 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         for check in checks(subject.level, format):
             _run_check(check, subject)
             n_checks += 1
-    files = {} if format is None else subject.files  # a path that is not a checkpoint may be a whole file system
+    files = (
+        {} if format is None else subject.files
+    )  # a path that is not a checkpoint may be a whole file system
     reference = subject.against
     return Validation(
         path=str(subject.path),
@@ -283,7 +287,9 @@ def _check_iteration(subject: Subject, requested: int | None) -> None:
         raise UsageError(
             f"--iteration {requested} was requested, but "
             + (
-                "the checkpoint does not state its iteration" if iteration is None else f"this is iteration {iteration}"
+                "the checkpoint does not state its iteration"
+                if iteration is None
+                else f"this is iteration {iteration}"
             ),
             file=str(subject.root),
             hint="give the directory that holds the iterations",
@@ -306,7 +312,9 @@ def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
     )
 
 
-def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> dict[Path, UsageError | None]:
+def distinct_paths(
+    paths: Iterable[Path], *, iteration: int | None = None
+) -> dict[Path, UsageError | None]:
     """Return the paths without those that lead to the same checkpoint as an earlier one.
 
     Several files of one directory, for example, are one checkpoint.

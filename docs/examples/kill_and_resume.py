@@ -32,16 +32,24 @@ TOLERANCE = 1e-12
 
 def main() -> None:
     """The three runs and the comparison; exits with 1 if losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of the whole training")
     parser.add_argument("--kill-after", type=int, default=25, help="step after which it is killed")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints")
+    parser.add_argument(
+        "--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints"
+    )
     parser.add_argument("--async-save", action="store_true", help="save while training goes on")
     options = parser.parse_args()
     if options.async_save and options.format == "zarr":
         parser.error("--async-save is for torch_dist")
-    given = [f"--steps={options.steps}", f"--save-every={options.save_every}", f"--format={options.format}"]
+    given = [
+        f"--steps={options.steps}",
+        f"--save-every={options.save_every}",
+        f"--format={options.format}",
+    ]
     given += ["--async-save"] if options.async_save else []
     with tempfile.TemporaryDirectory() as folder:
         work_dir = Path(folder)
@@ -55,7 +63,9 @@ def main() -> None:
         with Training(work_dir, "resumed", (1, 4), given) as run:
             begin = [line for line in run.lines() if line.startswith("goes on")]
         print(f"resumed, tp 1, pp 4: {begin[0] if begin else 'begins anew'}", flush=True)
-        expected, found = (losses(work_dir / f"{name}.jsonl") for name in ("uninterrupted", "resumed"))
+        expected, found = (
+            losses(work_dir / f"{name}.jsonl") for name in ("uninterrupted", "resumed")
+        )
     difference = max(abs(loss - expected[step]) for step, loss in found.items())
     print(f"the losses of steps {min(found)} to {max(found)} differ by at most {difference:.2g}")
     if difference > TOLERANCE or max(found) != options.steps or min(found) == 1:
@@ -72,9 +82,18 @@ class Training:
         options: more of them.
     """
 
-    def __init__(self, work_dir: Path, name: str, layout: tuple[int, int], options: list[str]) -> None:
+    def __init__(
+        self, work_dir: Path, name: str, layout: tuple[int, int], options: list[str]
+    ) -> None:
         tp, pp = layout
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}", SCRIPT]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={tp * pp}",
+            SCRIPT,
+        ]
         command += [f"--tp={tp}", f"--pp={pp}", "--checkpoints", work_dir / name, *options]
         command += ["--losses", work_dir / f"{name}.jsonl"]
         self.name = name
@@ -82,7 +101,9 @@ class Training:
         self._log_path = work_dir / f"{name}.log"
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self._log_path.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
 
     def lines(self) -> Iterator[str]:
         """What it prints, as it does."""

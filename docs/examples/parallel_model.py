@@ -124,7 +124,9 @@ class Stage(torch.nn.Module):
             self._add("norm.weight", (sizes.hidden,))
             self._add("output.weight", (sizes.vocab, sizes.hidden), axis=0)
 
-    def _add(self, key: str, shape: tuple[int, ...], *, axis: int | None = None, layer: int | None = None) -> None:
+    def _add(
+        self, key: str, shape: tuple[int, ...], *, axis: int | None = None, layer: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{key}.{layer}".encode()))
         data = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
         if key.endswith("norm.weight"):
@@ -150,17 +152,26 @@ class Stage(torch.nn.Module):
         weight = self._of("embedding.weight")
         rows = tokens - self.place.tp_rank * len(weight)
         is_here = (rows >= 0) & (rows < len(weight))
-        return _Sum.apply(weight[rows.clamp(0, len(weight) - 1)] * is_here[:, None], self.place.tp_group)
+        return _Sum.apply(
+            weight[rows.clamp(0, len(weight) - 1)] * is_here[:, None], self.place.tp_group
+        )
 
     def _layer(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         x = functional.layer_norm(x, x.shape[-1:], self._of("layers.norm.weight", layer))
         x = _Fan.apply(x, self.place.tp_group)
         x = functional.gelu(
-            functional.linear(x, self._of("layers.fc1.weight", layer), self._of("layers.fc1.bias", layer))
+            functional.linear(
+                x, self._of("layers.fc1.weight", layer), self._of("layers.fc1.bias", layer)
+            )
         )
-        x = _Sum.apply(functional.linear(x, self._of("layers.fc2.weight", layer)), self.place.tp_group)
+        x = _Sum.apply(
+            functional.linear(x, self._of("layers.fc2.weight", layer)), self.place.tp_group
+        )
         x = x + self._of("layers.fc2.bias", layer)
-        is_kept = torch.rand(x.shape, generator=self.generators[layer], dtype=x.dtype) >= self.sizes.dropout
+        is_kept = (
+            torch.rand(x.shape, generator=self.generators[layer], dtype=x.dtype)
+            >= self.sizes.dropout
+        )
         return x * is_kept / (1 - self.sizes.dropout)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

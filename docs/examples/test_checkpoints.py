@@ -30,7 +30,10 @@ def assert_whole(path: str | Path, *, level: Level = Level.HEADERS) -> None:
     """
     found = validate(Path(path), level=level)
     errors = [finding for finding in found.findings if finding.severity == Severity.ERROR]
-    lines = [f"{one.code} {one.file or one.key or one.rank or ''}: {one.message}. {one.hint or ''}" for one in errors]
+    lines = [
+        f"{one.code} {one.file or one.key or one.rank or ''}: {one.message}. {one.hint or ''}"
+        for one in errors
+    ]
     assert not errors, "\n".join([f"{found.path} is not whole:", *lines])
 
 

@@ -46,7 +46,8 @@ class Adam:
         self.weights = weights
         self.step_count = 0
         self.state = {
-            name: {moment: torch.zeros_like(weight.parameter) for moment in MOMENTS} for name, weight in weights.items()
+            name: {moment: torch.zeros_like(weight.parameter) for moment in MOMENTS}
+            for name, weight in weights.items()
         }
 
     @torch.no_grad()
@@ -139,14 +140,22 @@ class Training:
         model = {name: weight.sharded(self.place) for name, weight in self.stage.weights.items()}
         moments = {
             name: {
-                moment: make_sharded_optimizer_tensor(model[name], tensor, f"optimizer.state.{moment}")
+                moment: make_sharded_optimizer_tensor(
+                    model[name], tensor, f"optimizer.state.{moment}"
+                )
                 for moment, tensor in state.items()
             }
             for name, state in self.optimizer.state.items()
         }
         n_layers = self.stage.sizes.layers
         random_states = {
-            layer: ShardedObject("dropout.rng_state", generator.get_state(), (n_layers,), (layer,), self.place.tp_rank)
+            layer: ShardedObject(
+                "dropout.rng_state",
+                generator.get_state(),
+                (n_layers,),
+                (layer,),
+                self.place.tp_rank,
+            )
             for layer, generator in self.stage.generators.items()
         }
         return {
@@ -175,27 +184,37 @@ class Training:
 
 def newest(checkpoints_dir: Path) -> Path | None:
     """The newest complete checkpoint. A save that was cut short has no ``metadata.json``."""
-    complete = [path for path in checkpoints_dir.glob("step_*") if check_is_distributed_checkpoint(path)]
+    complete = [
+        path for path in checkpoints_dir.glob("step_*") if check_is_distributed_checkpoint(path)
+    ]
     return max(complete, default=None)
 
 
 def main() -> None:
     """One rank's run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages")
     parser.add_argument("--steps", type=int, default=40, help="steps of the whole training")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--checkpoints", type=Path, required=True, help="directory of the checkpoints")
+    parser.add_argument(
+        "--checkpoints", type=Path, required=True, help="directory of the checkpoints"
+    )
     parser.add_argument("--losses", type=Path, help="file that gets a line of JSON for each step")
-    parser.add_argument("--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints")
+    parser.add_argument(
+        "--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints"
+    )
     parser.add_argument("--async-save", action="store_true", help="write while training goes on")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_world_size() != options.tp * options.pp:
-        parser.error(f"{options.tp} x {options.pp} ranks are needed, there are {dist.get_world_size()}")
+        parser.error(
+            f"{options.tp} x {options.pp} ranks are needed, there are {dist.get_world_size()}"
+        )
     print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
     training = Training(Place.of_this_rank(options.tp, options.pp), options.steps)
     queue = AsyncCallsQueue()
@@ -218,14 +237,19 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def save_checkpoint(training: Training, options: argparse.Namespace, queue: AsyncCallsQueue) -> None:
+def save_checkpoint(
+    training: Training, options: argparse.Namespace, queue: AsyncCallsQueue
+) -> None:
     """Saves at once, or hands the work to the queue."""
     checkpoint_dir = options.checkpoints / f"step_{training.step:06d}"
     if dist.get_rank() == 0:
         checkpoint_dir.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     request = save(
-        training.sharded_state_dict(), checkpoint_dir, (options.format, 1), async_sharded_save=options.async_save
+        training.sharded_state_dict(),
+        checkpoint_dir,
+        (options.format, 1),
+        async_sharded_save=options.async_save,
     )
     if request is not None:
         queue.schedule_async_request(request)

@@ -21,7 +21,9 @@ def main() -> int:
     """Run the bench that the first argument names; options alone are for the default."""
     name, *arguments = sys.argv[1:] or ["conversions"]
     if name in ("-h", "--help"):
-        print("usage: scripts/bench [NAME] [OPTIONS]; scripts/bench NAME --help lists the options of one.\n")
+        print(
+            "usage: scripts/bench [NAME] [OPTIONS]; scripts/bench NAME --help lists the options of one.\n"
+        )
         print("\n".join(f"  {bench:12} {what}" for bench, what in BENCHES.items()))
         return 0
     if name.startswith("-"):

@@ -27,7 +27,11 @@ Tool = tuple[Callable[[State, Path], object], Callable[[State, Path], State]]
 
 def tools() -> dict[str, Tool]:
     """Name → how to save a state dict of local tensors, and how to fill one."""
-    return {"ckpt": _sharded("core.dist_checkpointing"), "torch dcp": _torch(), "megatron-core": _megatron()}
+    return {
+        "ckpt": _sharded("core.dist_checkpointing"),
+        "torch dcp": _torch(),
+        "megatron-core": _megatron(),
+    }
 
 
 def _megatron() -> Tool:
@@ -50,7 +54,10 @@ def sharded(package: str) -> tuple[Any, Any, Callable[[State], dict[str, Any]]]:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def wrapped(state: State) -> dict[str, Any]:
-        return {key: sharded_tensor.from_rank_offsets(key, data, (0, rank, world)) for key, data in state.items()}
+        return {
+            key: sharded_tensor.from_rank_offsets(key, data, (0, rank, world))
+            for key, data in state.items()
+        }
 
     return library, import_module(f"{package}.strategies.async_utils"), wrapped
 
@@ -72,7 +79,10 @@ def torch_state() -> Callable[[State], dict[str, Any]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def wrapped(state: State) -> dict[str, Any]:
-        return {key: DTensor.from_local(data, mesh, [Shard(0)], run_check=False) for key, data in state.items()}
+        return {
+            key: DTensor.from_local(data, mesh, [Shard(0)], run_check=False)
+            for key, data in state.items()
+        }
 
     return wrapped
 
@@ -99,7 +109,9 @@ def measured(work: Callable[[], None]) -> dict[str, float]:
     began = time.perf_counter()
     work()
     dist.barrier()
-    found = torch.tensor([time.perf_counter() - began, float(_status("VmHWM") - before)], dtype=torch.float64)
+    found = torch.tensor(
+        [time.perf_counter() - began, float(_status("VmHWM") - before)], dtype=torch.float64
+    )
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return {"seconds": found[0].item(), "extra_bytes": found[1].item()}
 
@@ -117,7 +129,10 @@ def begun(size: float) -> State:
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     n_tensors = max(1, round(size * (1 << 30) / (ROWS * COLUMNS * 4)))
-    return {f"layers.{n}.weight": torch.randn(ROWS // dist.get_world_size(), COLUMNS) for n in range(n_tensors)}
+    return {
+        f"layers.{n}.weight": torch.randn(ROWS // dist.get_world_size(), COLUMNS)
+        for n in range(n_tensors)
+    }
 
 
 def main(scratch_dir: Path, size: float, n_runs: int) -> None:
@@ -125,7 +140,10 @@ def main(scratch_dir: Path, size: float, n_runs: int) -> None:
     rank = dist.get_rank()
     other = {key: torch.empty_like(data).fill_(-1) for key, data in state.items()}
     known = tools()
-    found: dict[str, dict[str, list[dict[str, float]]]] = {"save": {name: [] for name in known}, "load": {}}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        "save": {name: [] for name in known},
+        "load": {},
+    }
     found["load"] = {name: [] for name in known}
     for run in range(n_runs):
         names = [*known][run % len(known) :] + [*known][: run % len(known)]
@@ -140,7 +158,9 @@ def main(scratch_dir: Path, size: float, n_runs: int) -> None:
                 data.fill_(-1)
             loaded: State = {}
             found["load"][name].append(
-                measured(lambda load=load, path=path, loaded=loaded: loaded.update(load(other, path)))
+                measured(
+                    lambda load=load, path=path, loaded=loaded: loaded.update(load(other, path))
+                )
             )
             if not all(torch.equal(data, loaded[key]) for key, data in state.items()):
                 raise SystemExit(f"{name} did not load what it had saved")

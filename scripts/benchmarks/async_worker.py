@@ -30,7 +30,9 @@ Begin = Callable[[State, Path], Callable[[], object]]
 def tools() -> dict[str, tuple[Begin, Callable[[State, Path], object]]]:
     """Name → how to begin an asynchronous save, and how to save synchronously."""
     install_megatron()
-    import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")._results_queue = None  # its own one
+    import_module(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    )._results_queue = None  # its own one
     return {
         "ckpt": _sharded("core.dist_checkpointing", persistent=False),
         "ckpt, persistent": _sharded("core.dist_checkpointing", persistent=True),
@@ -45,7 +47,9 @@ def _sharded(package: str, *, persistent: bool) -> tuple[Begin, Callable[[State,
     queue = utils.AsyncCallsQueue(persistent)
 
     def begin(state: State, path: Path) -> Callable[[], object]:
-        queue.schedule_async_request(library.save(wrapped(state), str(path), async_sharded_save=True))
+        queue.schedule_async_request(
+            library.save(wrapped(state), str(path), async_sharded_save=True)
+        )
         return lambda: queue.maybe_finalize_async_calls(blocking=True)
 
     return begin, lambda state, path: library.save(wrapped(state), str(path))
@@ -55,7 +59,9 @@ def _torch(kind: AsyncCheckpointerType) -> tuple[Begin, Callable[[State, Path], 
     wrapped = torch_state()
 
     def begin(state: State, path: Path) -> Callable[[], object]:
-        future: Any = dcp.async_save(wrapped(state), checkpoint_id=path, async_checkpointer_type=kind)
+        future: Any = dcp.async_save(
+            wrapped(state), checkpoint_id=path, async_checkpointer_type=kind
+        )
         return getattr(future, "upload_completion", future).result
 
     return begin, lambda state, path: dcp.save(wrapped(state), checkpoint_id=path)

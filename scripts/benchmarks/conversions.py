@@ -94,7 +94,9 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "dcp-1": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
     "dcp-4": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
-    "safetensors": (Peer("load_file + save_file of safetensors", _LOAD_SAVE, "", "safetensors", 1, 4),),
+    "safetensors": (
+        Peer("load_file + save_file of safetensors", _LOAD_SAVE, "", "safetensors", 1, 4),
+    ),
 }
 """Kind of source → other tools' converters for it."""
 TIME_PICKLE = """
@@ -137,19 +139,31 @@ class Bench(Page):
     def convert(self) -> None:
         """Between any two raw formats; once more without fsync on both sides; torch's own converters beside ours."""
         for kind, format in SOURCES.items():
-            names = {to: f"convert {kind} → {to}" for to in _targets(kind) if to != format or kind == "dcp-4"}
+            names = {
+                to: f"convert {kind} → {to}"
+                for to in _targets(kind)
+                if to != format or kind == "dcp-4"
+            }
             peers = [(f"{peer.name}, {kind}", peer) for peer in PEERS.get(kind, ())]
             if not any(map(self.wants, [*names.values(), *(name for name, _ in peers)])):
                 continue
-            with self.tolerant(f"source {kind}"), self.source(kind, round(self.options.size * GIB)) as src:
+            with (
+                self.tolerant(f"source {kind}"),
+                self.source(kind, round(self.options.size * GIB)) as src,
+            ):
                 for to, name in names.items():
                     reach, aim = (None, None) if kind in COMPRESSED else (1.0, 0.75)
                     self._transfer(name, src, ["convert", "--to", to], reach=reach, aim=aim)
                 for name, peer in peers:
                     if self.wants(name):
                         with self.tolerant(name):
-                            for fsync in (True, False):  # of ours; theirs does what it does by default
-                                for case in self._peer(name if fsync else f"{name}, no fsync", peer, src, fsync=fsync):
+                            for fsync in (
+                                True,
+                                False,
+                            ):  # of ours; theirs does what it does by default
+                                for case in self._peer(
+                                    name if fsync else f"{name}, no fsync", peer, src, fsync=fsync
+                                ):
                                     self.add(case)
 
     def reshard(self) -> None:
@@ -160,12 +174,20 @@ class Bench(Page):
             (8, 4, "-optim", ()),
             (8, 4, "-optim", ("--to", "torch_dist")),
         ):
-            name = f"reshard TP{old} → TP{new}" + (" with optimizer" if rest else "") + (f", {to[-1]}" if to else "")
+            name = (
+                f"reshard TP{old} → TP{new}"
+                + (" with optimizer" if rest else "")
+                + (f", {to[-1]}" if to else "")
+            )
             if self.wants(name):
                 with self.source(f"megatron-tp{old}{rest}", round(self.options.size * GIB)) as src:
-                    self._transfer(name, src, ["reshard", "--tp-new", str(new), *to], reach=1.2, aim=0.9)
+                    self._transfer(
+                        name, src, ["reshard", "--tp-new", str(new), *to], reach=1.2, aim=0.9
+                    )
 
-    def _transfer(self, name: str, src: Path, arguments: list[str], *, reach: float | None, aim: float | None) -> None:
+    def _transfer(
+        self, name: str, src: Path, arguments: list[str], *, reach: float | None, aim: float | None
+    ) -> None:
         """One job with fsync on both sides, and one without on either."""
         verb, *options = arguments
         for fsync in (True, False):
@@ -176,13 +198,19 @@ class Bench(Page):
             with self.tolerant(full):
                 case = Case(full, reach, aim)
                 command = partial(_command, verb, src, extra)
-                self.add(in_turn(case, src, self.scratch_dir, command, n_runs=self.options.runs, fsync=fsync))
+                self.add(
+                    in_turn(
+                        case, src, self.scratch_dir, command, n_runs=self.options.runs, fsync=fsync
+                    )
+                )
 
     def _peer(self, name: str, peer: Peer, src: Path, *, fsync: bool) -> list[Case]:
         """How many times slower the peer is, and how many times more memory it takes."""
         dst = self.scratch_dir / "written"
         theirs = [sys.executable, "-W", "ignore", "-c", peer.code, src / peer.source, dst]
-        ours = ckpt("convert", src, dst, "--to", peer.target, "-q", *([] if fsync else ["--no-fsync"]))
+        ours = ckpt(
+            "convert", src, dst, "--to", peer.target, "-q", *([] if fsync else ["--no-fsync"])
+        )
         case = Case(name, peer.reach, peer.aim, unit="× ours", is_lower_better=False)
         their_rss = []
         for _ in range(self.options.peer_runs):
@@ -195,7 +223,9 @@ class Bench(Page):
             case.ours.append(run(ours))
             remove(dst)
         case.value = statistics.median(1 / ratio for ratio in case.ratios)
-        memory = Case(f"{name}: memory", 10, None, ours=case.ours, unit="× ours", is_lower_better=False)
+        memory = Case(
+            f"{name}: memory", 10, None, ours=case.ours, unit="× ours", is_lower_better=False
+        )
         memory.value = min(their_rss) / max(done.rss_bytes for done in case.ours)
         return [case, memory]
 
@@ -207,16 +237,31 @@ class Bench(Page):
             ("safetensors → zarr3", "safetensors", ["convert", "--to", "zarr3"]),
             ("zarr3-zstd → safetensors", "zarr3-zstd", ["convert", "--to", "safetensors"]),
             ("reshard TP8 → TP4", "megatron-tp8", ["reshard", "--tp-new", "4"]),
-            ("reshard TP8 → TP4 with optimizer", "megatron-tp8-optim", ["reshard", "--tp-new", "4"]),
+            (
+                "reshard TP8 → TP4 with optimizer",
+                "megatron-tp8-optim",
+                ["reshard", "--tp-new", "4"],
+            ),
         ):
             for gib in self.options.memory_sizes:
                 name = f"peak RSS, {label}, {gib:g} GiB"
                 if self.wants(name):
                     with self.tolerant(name), self.source(kind, round(gib * GIB)) as src:
-                        done = run(_command(arguments[0], src, [*arguments[1:], "-q"], self.scratch_dir / "written"))
+                        done = run(
+                            _command(
+                                arguments[0],
+                                src,
+                                [*arguments[1:], "-q"],
+                                self.scratch_dir / "written",
+                            )
+                        )
                         remove(self.scratch_dir / "written")
                         reach, aim = (512.0, None) if kind in COMPRESSED else (128.0, 64.0)
-                        self.add(Case(name, reach, aim, ours=[done], value=done.rss_bytes / 1e6, unit="MB"))
+                        self.add(
+                            Case(
+                                name, reach, aim, ours=[done], value=done.rss_bytes / 1e6, unit="MB"
+                            )
+                        )
 
     def inspect(self) -> None:
         """Start-up, and 100 000 chunks against ``pickle.loads`` on their metadata, start-up apart."""
@@ -244,17 +289,31 @@ class Bench(Page):
         ratio = (walls_s[2] - walls_s[1]) / statistics.median(loads_s)
         return [
             Case(names[0], ours=runs[0], value=walls_s[0], unit="s"),
-            Case(f"{names[0]}: heavy imports", 0, value=len(_imported(commands[0]) & HEAVY), unit="modules"),
+            Case(
+                f"{names[0]}: heavy imports",
+                0,
+                value=len(_imported(commands[0]) & HEAVY),
+                unit="modules",
+            ),
             Case(names[1], ours=runs[1], value=walls_s[1], unit="s"),
-            Case(f"{names[1]}: heavy imports", 0, value=len(_imported(commands[1]) & HEAVY), unit="modules"),
-            Case(f"{names[2]}, start-up apart", 1.5, None, runs[2], loads_s, ratio, "× pickle.loads"),
+            Case(
+                f"{names[1]}: heavy imports",
+                0,
+                value=len(_imported(commands[1]) & HEAVY),
+                unit="modules",
+            ),
+            Case(
+                f"{names[2]}, start-up apart", 1.5, None, runs[2], loads_s, ratio, "× pickle.loads"
+            ),
             Case(f"{names[2]}, whole command", None, 0.5, runs[2], value=walls_s[2], unit="s"),
         ]
 
 
 def _targets(kind: str) -> list[str]:
     """Formats that a kind of source is converted to."""
-    return [to for to in TARGETS if kind in MEGATRON or to not in ("torch_dist", "megatron", "zarr")]
+    return [
+        to for to in TARGETS if kind in MEGATRON or to not in ("torch_dist", "megatron", "zarr")
+    ]
 
 
 def _command(verb: str, src: Path, options: Sequence[str], dst: Path) -> list[str | Path]:
@@ -265,7 +324,11 @@ def _imported(command: list[str | Path]) -> set[str]:
     """Top-level names of the modules that a command imports."""
     python, *rest = command
     done: Run = run([python, "-X", "importtime", *rest])
-    names = (line.rpartition("|")[2].strip() for line in done.stdout.splitlines() if line.startswith("import time:"))
+    names = (
+        line.rpartition("|")[2].strip()
+        for line in done.stdout.splitlines()
+        if line.startswith("import time:")
+    )
     return {name.partition(".")[0] for name in names}
 
 
@@ -283,15 +346,30 @@ def _machine(scratch_dir: Path) -> dict[str, object]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench conversions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench conversions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", type=float, default=4.0, metavar="GIB", help="size of a checkpoint [4]")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each side of a ratio [3]")
-    parser.add_argument("--peer-runs", type=int, default=2, metavar="N", help="runs of torch's own converters [2]")
     parser.add_argument(
-        "--memory-sizes", type=float, nargs="*", default=[2.0, 8.0], metavar="GIB", help="sizes for the peak RSS [2 8]"
+        "--size", type=float, default=4.0, metavar="GIB", help="size of a checkpoint [4]"
     )
-    parser.add_argument("--no-unsynced", action="store_true", help="leave out the runs without fsync")
+    parser.add_argument(
+        "--runs", type=int, default=3, metavar="N", help="runs of each side of a ratio [3]"
+    )
+    parser.add_argument(
+        "--peer-runs", type=int, default=2, metavar="N", help="runs of torch's own converters [2]"
+    )
+    parser.add_argument(
+        "--memory-sizes",
+        type=float,
+        nargs="*",
+        default=[2.0, 8.0],
+        metavar="GIB",
+        help="sizes for the peak RSS [2 8]",
+    )
+    parser.add_argument(
+        "--no-unsynced", action="store_true", help="leave out the runs without fsync"
+    )
     parser.add_argument("--only", metavar="REGEX", help="measure only the rows whose names match")
     parser.add_argument(
         "--scratch",

@@ -67,7 +67,9 @@ def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
         one.fill_(1)
     usual = torch.ones(n_bytes, dtype=torch.uint8)
     there = [torch.zeros(n_bytes, dtype=torch.uint8, device=lane.torch_device) for _ in range(2)]
-    streams = [torch.cuda.Stream(lane.torch_device) for _ in range(2)] if lane.device.is_cuda else []
+    streams = (
+        [torch.cuda.Stream(lane.torch_device) for _ in range(2)] if lane.device.is_cuda else []
+    )
 
     def both_ways() -> None:
         if not streams:
@@ -88,7 +90,10 @@ def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
         "within the device (read + written)": (2, lambda: there[1].copy_(there[0])),
         "within the host (read + written)": (2, lambda: pinned[1].copy_(usual)),
     }
-    return {name: rate(times * n_bytes, timed(lane, work, rounds=rounds)) for name, (times, work) in ways.items()}
+    return {
+        name: rate(times * n_bytes, timed(lane, work, rounds=rounds))
+        for name, (times, work) in ways.items()
+    }
 
 
 def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
@@ -115,23 +120,44 @@ def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default=None, help="cuda:N or cpu (default: the first GPU, else cpu)")
-    parser.add_argument("--mib", type=int, default=64, help="source bytes of each thread (default 64)")
-    parser.add_argument("--threads", default=None, help="comma-separated numbers of threads (default: 1 and all cores)")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many counts (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default=None, help="cuda:N or cpu (default: the first GPU, else cpu)"
+    )
+    parser.add_argument(
+        "--mib", type=int, default=64, help="source bytes of each thread (default 64)"
+    )
+    parser.add_argument(
+        "--threads",
+        default=None,
+        help="comma-separated numbers of threads (default: 1 and all cores)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="the best of so many counts (default 3)"
+    )
     parser.add_argument("--json", action="store_true", help="one object in place of tables")
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = Device(options.device or ("cuda:0" if has_gpu else "cpu"))
     if device.is_cuda and not has_gpu:
-        print("bench_device: there is no GPU here; without --device it measures torch's CPU", file=sys.stderr)
+        print(
+            "bench_device: there is no GPU here; without --device it measures torch's CPU",
+            file=sys.stderr,
+        )
         return 2
     n_cores = len(os.sched_getaffinity(0))
-    threads = [int(n) for n in options.threads.split(",")] if options.threads else sorted({1, n_cores})
+    threads = (
+        [int(n) for n in options.threads.split(",")] if options.threads else sorted({1, n_cores})
+    )
     torch.set_num_threads(1)
     lane = lane_of(device)
-    name = torch.cuda.get_device_name(lane.torch_device) if device.is_cuda else "torch's CPU in place of a GPU"
+    name = (
+        torch.cuda.get_device_name(lane.torch_device)
+        if device.is_cuda
+        else "torch's CPU in place of a GPU"
+    )
     found: dict[str, object] = {
         "device": name,
         "has_gpu": device.is_cuda,
@@ -151,7 +177,9 @@ def main() -> int:
         }
         for n in threads:
             for way, place in (("cpu", None), ("device", able)):
-                speed = bytes_per_s(trial, place, threads=n, sample_bytes=options.mib << 20, rounds=options.rounds)
+                speed = bytes_per_s(
+                    trial, place, threads=n, sample_bytes=options.mib << 20, rounds=options.rounds
+                )
                 row[f"{way}_{n}_threads_gb_s"] = speed / 1e9
         rows.append(row)
     found["work"] = rows
@@ -168,18 +196,26 @@ def show(found: dict[str, object], rows: list[dict[str, object]], threads: list[
         print(
             "There is no GPU here: torch's CPU stands in for it. This shows that the code runs, not what a GPU does.\n"
         )
-    print(f"{found['device']}, torch {found['torch']}, {found['cores']} cores; GB/s of source bytes\n")
+    print(
+        f"{found['device']}, torch {found['torch']}, {found['cores']} cores; GB/s of source bytes\n"
+    )
     print("| limit | GB/s |\n| --- | ---: |")
     limits_of = found["limits_gb_s"]
     assert isinstance(limits_of, dict)
     for name, speed in limits_of.items():
         print(f"| {name} | {speed:.1f} |")
-    heads = [f"{way}, {n} thread{'s' * (n > 1)}" for n in threads for way in ("processor", "device, there and back")]
+    heads = [
+        f"{way}, {n} thread{'s' * (n > 1)}"
+        for n in threads
+        for way in ("processor", "device, there and back")
+    ]
     print(f"\n| work | same bits | kernel alone | {' | '.join(heads)} |")
     print("| --- | --- | ---: |" + " ---: |" * len(heads))
     for row in rows:
         kernel = row["kernel_gb_s"]
-        cells = [f"{row[f'{way}_{n}_threads_gb_s']:.2f}" for n in threads for way in ("cpu", "device")]
+        cells = [
+            f"{row[f'{way}_{n}_threads_gb_s']:.2f}" for n in threads for way in ("cpu", "device")
+        ]
         print(
             f"| {row['work']} | {'yes' if row['is_exact'] else 'NO'} | {'' if kernel is None else f'{kernel:.1f}'} "
             f"| {' | '.join(cells)} |"

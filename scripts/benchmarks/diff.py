@@ -75,7 +75,9 @@ def measured(case: Case, a: Path, b: Path, other: Callable[[], Run], *, n_runs: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=2, help="size of the weights")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where the checkpoints are made")
@@ -84,7 +86,9 @@ def main() -> None:
         cases = _cases(Path(name), round(options.gib * GIB), options.runs)
         print(table(cases))
         rss = max(one.rss_bytes or 0 for one in cases)
-        print(f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} GiB each)")
+        print(
+            f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} GiB each)"
+        )
     failed = [case.name for case in cases if case.is_met is False]
     if failed:
         sys.exit(f"not met: {', '.join(failed)}")
@@ -115,10 +119,25 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
         return lambda: cat(a, b)
 
     rows: list[tuple[Case, Path, Path, Callable[[], Run]]] = [
-        (Case("equal: safetensors, a copy", 2.5, 1.5, unit="× cat"), flat, same, reading(flat, same)),
-        (Case("equal: 8 rank files, torch_dist", 3, 2, unit="× cat"), ranks, dist, reading(ranks, dist)),
+        (
+            Case("equal: safetensors, a copy", 2.5, 1.5, unit="× cat"),
+            flat,
+            same,
+            reading(flat, same),
+        ),
+        (
+            Case("equal: 8 rank files, torch_dist", 3, 2, unit="× cat"),
+            ranks,
+            dist,
+            reading(ranks, dist),
+        ),
         (Case("one element differs", 3, 2, unit="× cat"), flat, one_bit, reading(flat, one_bit)),
-        (Case("equal: safetensors, a copy", 0.5, unit="× torch"), flat, same, in_memory(flat, same)),
+        (
+            Case("equal: safetensors, a copy", 0.5, unit="× torch"),
+            flat,
+            same,
+            in_memory(flat, same),
+        ),
         (Case("one element differs", 0.5, unit="× torch"), flat, one_bit, in_memory(flat, one_bit)),
         (Case("every element differs", 1, unit="× torch"), flat, every, in_memory(flat, every)),
     ]
@@ -126,7 +145,9 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
     for case, a, b, other in rows:
         others = measured(case, a, b, other, n_runs=n_runs)
         cases.append(case)
-        ours_cpu, other_cpu = (statistics.median(one.cpu_s for one in some) for some in (case.ours, others))
+        ours_cpu, other_cpu = (
+            statistics.median(one.cpu_s for one in some) for some in (case.ours, others)
+        )
         rss = max(one.rss_bytes for one in others)
         print(
             f"{case.name} ({case.unit}): CPU {ours_cpu:.2f} s, other {other_cpu:.2f} s and {rss / 1e6:.0f} MB",

@@ -78,9 +78,14 @@ def arithmetic(times: int) -> None:
                 box = Box((0, 0), (MIB * tp // prod(shape[1:]) // 2, shape[1] // tp))
                 made = FormSum(form_of(shape, 2), products)
                 seconds = best(
-                    lambda m=made, b=box, s=shape: m.add_box(s, b, 2, pieces[0][: b.n_elements * 2]), times=times
+                    lambda m=made, b=box, s=shape: m.add_box(
+                        s, b, 2, pieces[0][: b.n_elements * 2]
+                    ),
+                    times=times,
                 )
-                print(f"| fingerprint ({engine}), columns of TP {tp} | {rate(box.n_elements * 2, seconds)} |")
+                print(
+                    f"| fingerprint ({engine}), columns of TP {tp} | {rate(box.n_elements * 2, seconds)} |"
+                )
 
 
 def conversion(n_bytes: int, folder: Path, runs: int) -> None:
@@ -91,7 +96,9 @@ def conversion(n_bytes: int, folder: Path, runs: int) -> None:
     rows = max(1, n_bytes // 8 // 8192 // 2)
     chance = np.random.default_rng(2)
     tensors = {
-        f"layers.{n}.weight": torch.from_numpy(chance.integers(0, 1 << 16, (rows, 8192), dtype=np.uint16))
+        f"layers.{n}.weight": torch.from_numpy(
+            chance.integers(0, 1 << 16, (rows, 8192), dtype=np.uint16)
+        )
         for n in range(8)
     }
     source = folder / "source.pt"
@@ -112,17 +119,25 @@ def conversion(n_bytes: int, folder: Path, runs: int) -> None:
     for fingerprint, name in ((False, "CRC-32 and digests"), (True, "and fingerprints")):
         wall, used = (min(one[n] for one in found[fingerprint]) for n in (0, 1))
         print(f"| {name} | {wall:.2f} | {used:.2f} |")
-    ratios = [min(one[n] for one in found[True]) / min(one[n] for one in found[False]) for n in (0, 1)]
+    ratios = [
+        min(one[n] for one in found[True]) / min(one[n] for one in found[False]) for n in (0, 1)
+    ]
     print(f"| ratio | {ratios[0]:.2f} | {ratios[1]:.2f} |")
 
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=100, help="repetitions of the arithmetic")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the checkpoint that is converted; 0 for none")
+    parser.add_argument(
+        "--mib", type=int, default=1024, help="size of the checkpoint that is converted; 0 for none"
+    )
     parser.add_argument("--runs", type=int, default=3, help="repetitions of the conversion")
-    parser.add_argument("--folder", type=Path, help="where it is written; default: a temporary directory")
+    parser.add_argument(
+        "--folder", type=Path, help="where it is written; default: a temporary directory"
+    )
     options = parser.parse_args()
 
     arithmetic(options.times)

@@ -20,7 +20,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.benchmarks.measure import Case, Page, Run, ckpt, page_parser, remove, run, run_page, warm
+from scripts.benchmarks.measure import (
+    Case,
+    Page,
+    Run,
+    ckpt,
+    page_parser,
+    remove,
+    run,
+    run_page,
+    warm,
+)
 
 GIB = 1 << 30
 SINGLE, ALONE = 0.9, 1.6
@@ -31,7 +41,10 @@ JOBS = {
         "megatron-tp8",
         ["reshard", "--tp-new", "4", "--fingerprint"],
     ),
-    "cast-heavy: bf16 → fp16": ("safetensors", ["convert", "--to", "safetensors", "--dtype", "fp16"]),
+    "cast-heavy: bf16 → fp16": (
+        "safetensors",
+        ["convert", "--to", "safetensors", "--dtype", "fp16"],
+    ),
 }
 SIZES = {"llama-405b": ("tp", 4), "deepseek-v3": ("ep", 32), "tiny": ("ep", 1)}
 N_WORKERS = (8, 64, 512)
@@ -87,7 +100,12 @@ class Bench:
         self.start_cpu_s = _median_cpu(ours) - _median_cpu(alone)
         self.page.add(
             Case("start-up of one process", value=_median(alone), unit="s", ours=alone),
-            Case(f"start-up of ckpt launch, {self.n_workers} workers, more", value=self.start_s, unit="s", ours=ours),
+            Case(
+                f"start-up of ckpt launch, {self.n_workers} workers, more",
+                value=self.start_s,
+                unit="s",
+                ours=ours,
+            ),
         )
 
     def speed(self, name: str, kind: str, words: Sequence[str]) -> None:
@@ -125,14 +143,24 @@ class Bench:
         for way in ("threads", "one thread"):
             value = work_cpu_s / _median_cpu(runs[way])
             self.page.add(
-                Case(f"{name}: processor of {self.n_workers} workers, by that of {way}", value=value, unit="×")
+                Case(
+                    f"{name}: processor of {self.n_workers} workers, by that of {way}",
+                    value=value,
+                    unit="×",
+                )
             )
-        self.page.add(Case(f"{name}: largest process", value=rss_bytes / 1e6, unit="MB", ours=runs["workers"]))
-        done = self.timed([word for word in (*launched(self.n_workers, command), "--json") if word != "-q"])
+        self.page.add(
+            Case(f"{name}: largest process", value=rss_bytes / 1e6, unit="MB", ours=runs["workers"])
+        )
+        done = self.timed(
+            [word for word in (*launched(self.n_workers, command), "--json") if word != "-q"]
+        )
         found = json.loads(done.stdout[done.stdout.index("{") :])["launch"]
         self.page.add(
             Case(f"{name}: largest worker's bytes", BALANCE, value=found["balance"], unit="× mean"),
-            Case(f"{name}: meetings, all workers", value=found["collective_bytes"] / 1e3, unit="kB"),
+            Case(
+                f"{name}: meetings, all workers", value=found["collective_bytes"] / 1e3, unit="kB"
+            ),
             Case(f"{name}: to and from the store", value=found["store_bytes"] / 1e3, unit="kB"),
         )
 
@@ -142,7 +170,16 @@ class Bench:
         folder = self.page.scratch_dir / f"{model}-sparse"
         print(f"making {model}", file=sys.stderr, flush=True)
         here = Path(__file__)
-        run([sys.executable, here.with_name("scale_sources.py"), model, folder, "--optimizer", "distributed"])
+        run(
+            [
+                sys.executable,
+                here.with_name("scale_sources.py"),
+                model,
+                folder,
+                "--optimizer",
+                "distributed",
+            ]
+        )
         planner = [sys.executable, here.with_name("launch_plan.py"), folder, name, str(size)]
         runs = [run([*planner, *map(str, N_WORKERS)]) for _ in range(self.options.runs)]
         found = [json.loads(done.stdout.splitlines()[-1]) for done in runs]
@@ -153,15 +190,28 @@ class Bench:
         what = f"{model} with optimizer, {name.upper()} {size}"
         rss_bytes = max(one["rss_bytes"] for one in found)
         self.page.add(
-            Case(f"plan of {what}", PLAN_S, value=median(lambda one: one["plan_s"] + one["write_s"]), unit="s"),
+            Case(
+                f"plan of {what}",
+                PLAN_S,
+                value=median(lambda one: one["plan_s"] + one["write_s"]),
+                unit="s",
+            ),
             Case(f"plan of {what}: processor", value=median(lambda one: one["cpu_s"]), unit="s"),
-            Case(f"plan of {what}: of it the plan file", value=median(lambda one: one["write_s"]), unit="s"),
+            Case(
+                f"plan of {what}: of it the plan file",
+                value=median(lambda one: one["write_s"]),
+                unit="s",
+            ),
             Case(f"plan of {what}: the plan file", value=found[0]["file_bytes"] / 1e6, unit="MB"),
             Case(f"plan of {what}: memory", value=rss_bytes / 1e6, unit="MB"),
         )
         for n_workers in N_WORKERS:
             balance = found[0]["balance"][str(n_workers)]
-            self.page.add(Case(f"{what}: largest of {n_workers} workers", BALANCE, value=balance, unit="× mean"))
+            self.page.add(
+                Case(
+                    f"{what}: largest of {n_workers} workers", BALANCE, value=balance, unit="× mean"
+                )
+            )
         remove(folder)
 
 
@@ -176,9 +226,15 @@ def _median_cpu(runs: Sequence[Run]) -> float:
 def main() -> int:
     parser = page_parser("bench launch", __doc__, runs=3)
     n_cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--bytes", type=int, default=4 * GIB, metavar="N", help="size of a checkpoint [4 GiB]")
-    parser.add_argument("--workers", type=int, default=n_cores, metavar="N", help=f"workers [one a core: {n_cores}]")
-    parser.add_argument("--tiny", action="store_true", help="a small model in place of the large ones")
+    parser.add_argument(
+        "--bytes", type=int, default=4 * GIB, metavar="N", help="size of a checkpoint [4 GiB]"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=n_cores, metavar="N", help=f"workers [one a core: {n_cores}]"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model in place of the large ones"
+    )
     options = parser.parse_args()
 
     def measure(page: Page) -> None:

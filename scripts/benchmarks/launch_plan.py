@@ -33,7 +33,9 @@ def loads_of(plan: Plan, divisions: list[Division], *, band_bytes: int) -> list[
         shared = [one.shared.get(number) for one in divisions]
         starts = [None if parts is None else [part.start for _, part in parts] for parts in shared]
         begin = 0
-        for item in items_of(plan.match(key), places=plan.places, bind=lambda array: array, band_bytes=band_bytes):
+        for item in items_of(
+            plan.match(key), places=plan.places, bind=lambda array: array, band_bytes=band_bytes
+        ):
             weight = weight_of(item)
             for load, one, parts, at in zip(loads, divisions, shared, starts, strict=True):
                 if parts is None or at is None:

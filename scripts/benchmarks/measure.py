@@ -126,7 +126,9 @@ def ckpt(*arguments: str | Path) -> list[str | Path]:
 
 
 def files_of(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file())
+    return (
+        [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file())
+    )
 
 
 def copy(src: Path, dst: Path, *, fsync: bool) -> float:
@@ -220,11 +222,20 @@ class Page:
 def page_parser(prog: str, description: str | None, *, runs: int) -> argparse.ArgumentParser:
     """A parser with the options that all benches have."""
     parser = argparse.ArgumentParser(
-        prog=f"scripts/{prog}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"scripts/{prog}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=int, default=runs, metavar="N", help=f"runs of each command [{runs}]")
+    parser.add_argument(
+        "--runs", type=int, default=runs, metavar="N", help=f"runs of each command [{runs}]"
+    )
     parser.add_argument("--only", metavar="REGEX", help="measure only the rows whose names match")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to work [the system's temporary directory]")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="where to work [the system's temporary directory]",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     return parser
 
@@ -265,7 +276,9 @@ def table(cases: Sequence[Case]) -> str:
                 case.name,
                 f"{case.result:.3g} {case.unit}",
                 f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else "",
-                "" if case.reach is None else f"{'≤' if case.is_lower_better else '≥'} {case.reach:g}",
+                ""
+                if case.reach is None
+                else f"{'≤' if case.is_lower_better else '≥'} {case.reach:g}",
                 "" if case.aim is None else f"{case.aim:g}",
                 {None: "", True: "yes", False: "NO"}[case.is_met],
                 f"{statistics.median(run.wall_s for run in case.ours):.2f} s" if case.ours else "",
@@ -275,5 +288,8 @@ def table(cases: Sequence[Case]) -> str:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

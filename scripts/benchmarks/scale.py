@@ -48,14 +48,18 @@ class Bench:
 
     def source(self, model: str, optimizer: str, *more: str) -> Path:
         """A checkpoint, made at its first use."""
-        folder = self.page.scratch_dir / "-".join((model, optimizer, *(word.strip("-") for word in more)))
+        folder = self.page.scratch_dir / "-".join(
+            (model, optimizer, *(word.strip("-") for word in more))
+        )
         if not folder.exists():
             print(f"making {folder.name}", file=sys.stderr, flush=True)
             maker = Path(__file__).with_name("scale_sources.py")
             run([sys.executable, maker, model, folder, "--optimizer", optimizer, *more])
         return folder
 
-    def measure(self, name: str, command: Sequence[str | Path], *, reach_s: float | None, reach_bytes: int) -> None:
+    def measure(
+        self, name: str, command: Sequence[str | Path], *, reach_s: float | None, reach_bytes: int
+    ) -> None:
         """Two rows: the seconds and the peak RSS of a command."""
         with self.page.tolerant(name):
             runs = [run(command) for _ in range(self.options.runs)]
@@ -63,7 +67,14 @@ class Bench:
             rss_bytes = max(done.rss_bytes for done in runs)
             self.page.add(
                 Case(name, reach_s, None, runs, value=wall_s, unit="s"),
-                Case(f"{name}: memory", reach_bytes / 1e6, None, runs, value=rss_bytes / 1e6, unit="MB"),
+                Case(
+                    f"{name}: memory",
+                    reach_bytes / 1e6,
+                    None,
+                    runs,
+                    value=rss_bytes / 1e6,
+                    unit="MB",
+                ),
             )
 
     def rank_files(self, reshards: Sequence[Reshard]) -> None:
@@ -71,12 +82,17 @@ class Bench:
         for reshard in reshards:
             for optimizer in OPTIMIZERS:
                 what = "weights" if optimizer == "none" else f"{optimizer} optimizer"
-                names = [f"{verb}, {reshard.model}, {what}" for verb in ("inspect", "inspect --all")]
+                names = [
+                    f"{verb}, {reshard.model}, {what}" for verb in ("inspect", "inspect --all")
+                ]
                 plan = f"plan {reshard.label}, {reshard.model}, {what}"
                 if not any(map(self.page.wants, [*names, plan])):
                     continue
                 src = self.source(reshard.model, optimizer)
-                for name, more, reach_s in ((names[0], (), INSPECT_S), (names[1], ("--all",), None)):
+                for name, more, reach_s in (
+                    (names[0], (), INSPECT_S),
+                    (names[1], ("--all",), None),
+                ):
                     if self.page.wants(name):
                         command = ckpt("inspect", src, *more)
                         self.measure(name, command, reach_s=reach_s, reach_bytes=PLAN_BYTES)
@@ -98,7 +114,9 @@ class Bench:
 def main() -> int:
     parser = page_parser("bench scale", __doc__, runs=3)
     parser.add_argument("--memory", default=MEMORY, help=f"--memory of the plans [{MEMORY}]")
-    parser.add_argument("--tiny", action="store_true", help="a small model instead: a test of this script")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model instead: a test of this script"
+    )
     options = parser.parse_args()
 
     def measure(page: Page) -> None:

@@ -35,7 +35,11 @@ from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_ordere
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "golden.tar.xz"
 GOLDEN_FILE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010/mp_rank_00/model_optim_rng.pt"
-MODEL_FILE, OPTIM_FILE, TRACKER = "model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt"
+MODEL_FILE, OPTIM_FILE, TRACKER = (
+    "model_optim_rng.pt",
+    "distrib_optim.pt",
+    "latest_checkpointed_iteration.txt",
+)
 ITERATION = 10
 OPTIMIZERS = ("none", "float16", "distributed")
 Shape = tuple[int, ...]
@@ -117,10 +121,18 @@ MODELS = {
         },
     ),
     "deepseek-v3": _latent_moe(
-        Topology(tp=1, pp=16, ep=64), dense_layers=3, num_attention_heads=128, num_experts=256, vocab_size=129280
+        Topology(tp=1, pp=16, ep=64),
+        dense_layers=3,
+        num_attention_heads=128,
+        num_experts=256,
+        vocab_size=129280,
     ),
     "kimi-k2": _latent_moe(
-        Topology(tp=1, pp=16, ep=16), dense_layers=1, num_attention_heads=64, num_experts=384, vocab_size=163840
+        Topology(tp=1, pp=16, ep=16),
+        dense_layers=1,
+        num_attention_heads=64,
+        num_experts=384,
+        vocab_size=163840,
     ),
     "tiny": _latent_moe(
         Topology(tp=1, pp=4, ep=2),
@@ -182,7 +194,9 @@ def held_by(model: Model, stages: Stages, pp_rank: int) -> Held:
         else:
             heads = size("num_attention_heads") + 2 * size("num_query_groups")
             width = size("kv_channels")
-            held.module(f"{start}self_attention.linear_proj", h, size("num_attention_heads") * width // tp)
+            held.module(
+                f"{start}self_attention.linear_proj", h, size("num_attention_heads") * width // tp
+            )
             held.module(f"{start}self_attention.linear_qkv", heads * width // tp, h, norm=h)
             held.add(f"{start}self_attention.core_attention._extra_state", 0, dtype="uint8")
         if first + number < model.dense_layers:
@@ -199,7 +213,9 @@ def held_by(model: Model, stages: Stages, pp_rank: int) -> Held:
 
 def _latent_attention(held: Held, start: str, model: Model) -> None:
     size = model.size
-    h, heads, q_rank, kv_rank = (size(n) for n in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    h, heads, q_rank, kv_rank = (
+        size(n) for n in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
+    )
     queries = size("qk_head_dim") + size("qk_pos_emb_head_dim")
     at = f"{start}self_attention."
     held.add(f"{start}input_layernorm.weight", h)
@@ -208,12 +224,20 @@ def _latent_attention(held: Held, start: str, model: Model) -> None:
     held.module(f"{at}linear_q_down_proj", q_rank, h)
     held.module(f"{at}linear_q_up_proj", heads * queries, q_rank, norm=q_rank)
     held.module(f"{at}linear_kv_down_proj", kv_rank + size("qk_pos_emb_head_dim"), h)
-    held.module(f"{at}linear_kv_up_proj", heads * (size("qk_head_dim") + size("v_head_dim")), kv_rank, norm=kv_rank)
+    held.module(
+        f"{at}linear_kv_up_proj",
+        heads * (size("qk_head_dim") + size("v_head_dim")),
+        kv_rank,
+        norm=kv_rank,
+    )
 
 
 def _experts(held: Held, start: str, model: Model) -> None:
     size = model.size
-    h, ffn, shared = (size(n) for n in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
+    h, ffn, shared = (
+        size(n)
+        for n in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    )
     n_local = size("num_experts") // model.topology.ep
     held.add(f"{start}pre_mlp_layernorm.weight", h)
     held.add(f"{start}mlp.router.weight", size("num_experts"), h)
@@ -329,9 +353,15 @@ def optimizer_of(tree: Tree, model: Model, held: Held, found: Golden, *, kind: s
                 del group["params"]
             param_groups.append(group)
             for shape in params.values() if kind == "float16" else ():
-                state[number] = {name: tree.leaf("float32", *shape) for name in ("exp_avg", "exp_avg_sq")}
+                state[number] = {
+                    name: tree.leaf("float32", *shape) for name in ("exp_avg", "exp_avg_sq")
+                }
                 number += 1
-            masters.append([tree.leaf("float32", *shape) for shape in params.values()] if kind == "float16" else [])
+            masters.append(
+                [tree.leaf("float32", *shape) for shape in params.values()]
+                if kind == "float16"
+                else []
+            )
         if kind == "distributed":
             made.append({"optimizer": {"param_groups": param_groups}})
         else:
@@ -352,7 +382,9 @@ def buffers_of(tree: Tree, model: Model, held: Held, *, ep_rank: int) -> object:
         for name in reversed(list(held.params)):
             if name in names:
                 n = -(-n // 64) * 64 + prod(names[name])
-        states: dict[object, object] = {state: tree.leaf("float32", n) for state in ("param", "exp_avg", "exp_avg_sq")}
+        states: dict[object, object] = {
+            state: tree.leaf("float32", n) for state in ("param", "exp_avg", "exp_avg_sq")
+        }
         dtypes = (Global("torch", "bfloat16"), Global("torch", "float32"))
         made.append({"buckets_coalesced": True, 0: {dtypes: {**states, "numel_unpadded": n}}})
     return made if len(made) > 1 else made[0]
@@ -377,7 +409,13 @@ class Stage:
     """The files of one pipeline stage; they differ by a few numbers in the arguments."""
 
     def __init__(self, model: Model, found: Golden, args: Inert, held: Held, kind: str) -> None:
-        self._model, self._found, self._args, self._held, self._kind = model, found, args, held, kind
+        self._model, self._found, self._args, self._held, self._kind = (
+            model,
+            found,
+            args,
+            held,
+            kind,
+        )
         self._patterns: dict[int, tuple[TreePlan, list[int]]] = {}
         self._buffers: dict[bool, TreePlan] = {}
 
@@ -412,9 +450,13 @@ class Stage:
 
     def _planned(self, number: int) -> TreePlan:
         tree = Tree()
-        args = Inert(self._args.how, self._args.fn, self._args.args, state={**fields_of(self._args)})
+        args = Inert(
+            self._args.how, self._args.fn, self._args.args, state={**fields_of(self._args)}
+        )
         fields_of(args).update(rank=number, local_rank=number % 8)
-        entries = {name: tree.leaf(dtype, *shape) for name, (dtype, shape) in self._held.tensors.items()}
+        entries = {
+            name: tree.leaf(dtype, *shape) for name, (dtype, shape) in self._held.tensors.items()
+        }
         root: dict[object, object] = {}
         for name, value in self._found.root.items():
             if name == "args":
@@ -424,7 +466,9 @@ class Stage:
             elif name != "optimizer":
                 root[name] = self._found.copied(tree, value)
             elif self._kind != "none":
-                root[name] = optimizer_of(tree, self._model, self._held, self._found, kind=self._kind)
+                root[name] = optimizer_of(
+                    tree, self._model, self._held, self._found, kind=self._kind
+                )
         return tree.plan(root, MODEL_FILE)
 
 
@@ -437,7 +481,10 @@ def make(model: Model, root: Path, *, optimizer: str = "none") -> None:
     stages = facts.stages(topology.pp)
     iteration_dir = root / f"iter_{ITERATION:07d}"
     iteration_dir.mkdir(parents=True)
-    of_stage = [Stage(model, found, args, held_by(model, stages, pp_rank), optimizer) for pp_rank in range(topology.pp)]
+    of_stage = [
+        Stage(model, found, args, held_by(model, stages, pp_rank), optimizer)
+        for pp_rank in range(topology.pp)
+    ]
     for number, rank in enumerate(topology.ranks()):
         folder = iteration_dir / rank_dir(topology, rank)
         folder.mkdir()
@@ -447,7 +494,9 @@ def make(model: Model, root: Path, *, optimizer: str = "none") -> None:
 
 def make_torch_dist(ranks: Path, root: Path) -> None:
     """The same weights as torch_dist, by this project's own layout."""
-    with prepare(Job(src=ranks, dst=root, to="torch_dist", optim="drop", memory_bytes=1 << 40)) as prepared:
+    with prepare(
+        Job(src=ranks, dst=root, to="torch_dist", optim="drop", memory_bytes=1 << 40)
+    ) as prepared:
         write_images(root, prepared.images)
 
 
@@ -464,7 +513,9 @@ def _placed(image: FileImage) -> Iterator[Literal]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none")

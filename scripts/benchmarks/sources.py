@@ -90,7 +90,11 @@ class Values:
         n = 2 * FFN * HIDDEN + self._N_OFFSETS
         rng = np.random.default_rng(7)
         if self.are_normal:
-            bits = (rng.standard_normal(n, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+            bits = (
+                (rng.standard_normal(n, dtype=np.float32).view(np.uint32) >> 16)
+                .astype(np.uint16)
+                .view(np.int16)
+            )
         else:
             bits = np.frombuffer(rng.bytes(2 * n), dtype=np.int16)
         self._bits = torch.from_numpy(bits.copy())
@@ -106,7 +110,9 @@ class Values:
         if weight.axis is None:
             return whole.clone()
         parts = whole.chunk(weight.n_parts, weight.axis)
-        return torch.cat([part.chunk(n_ranks, weight.axis)[rank] for part in parts], weight.axis).contiguous()
+        return torch.cat(
+            [part.chunk(n_ranks, weight.axis)[rank] for part in parts], weight.axis
+        ).contiguous()
 
 
 def args_for(n_layers: int, tp: int) -> argparse.Namespace:
@@ -189,8 +195,19 @@ def optimizer_dict(model: dict[str, Any]) -> dict[str, Any]:
         for param in mine:
             state[len(state)] = {"exp_avg": param.float() * 2, "exp_avg_sq": param.float() ** 2}
         masters.append([param.float() for param in mine])
-        settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1 * decays, "step": ITERATION}
-        known = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        settings = {
+            "lr": 1e-4,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.1 * decays,
+            "step": ITERATION,
+        }
+        known = {
+            "wd_mult": float(decays),
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+        }
         groups.append({**known, **settings, "params": list(range(first, len(state)))})
     return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
 
@@ -215,14 +232,23 @@ def make_torch(folder: Path, n_bytes: int) -> None:
 
 
 def _dcp_state(n_layers: int, model: dict[str, Any]) -> dict[str, Any]:
-    return {"args": args_for(n_layers, 1), "iteration": ITERATION, "checkpoint_version": 3.0, "model": model}
+    return {
+        "args": args_for(n_layers, 1),
+        "iteration": ITERATION,
+        "checkpoint_version": 3.0,
+        "model": model,
+    }
 
 
 def make_dcp_1(folder: Path, n_bytes: int) -> None:
     n_layers = n_layers_for(n_bytes)
     values = Values()
     model = {weight.key: values.of(weight) for weight in weights(n_layers)}
-    dcp.save(_dcp_state(n_layers, model), storage_writer=filesystem.FileSystemWriter(folder), no_dist=True)
+    dcp.save(
+        _dcp_state(n_layers, model),
+        storage_writer=filesystem.FileSystemWriter(folder),
+        no_dist=True,
+    )
 
 
 def make_dcp_4(folder: Path, n_bytes: int) -> None:
@@ -261,13 +287,22 @@ def make_safetensors(folder: Path, n_bytes: int) -> None:
     weight_map = {}
     for number, part in enumerate((every[: len(every) // 2], every[len(every) // 2 :]), start=1):
         name = f"model-{number:05d}-of-00002.safetensors"
-        save_file({weight.key: values.of(weight).clone() for weight in part}, folder / name, metadata={"format": "pt"})
+        save_file(
+            {weight.key: values.of(weight).clone() for weight in part},
+            folder / name,
+            metadata={"format": "pt"},
+        )
         weight_map |= {weight.key: name for weight in part}
-    index = {"metadata": {"total_size": sum(2 * int(np.prod(w.shape)) for w in every)}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(2 * int(np.prod(w.shape)) for w in every)},
+        "weight_map": weight_map,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _make_tensorstore(folder: Path, n_bytes: int, spec_of: Callable[[str, list[int]], dict[str, Any]]) -> None:
+def _make_tensorstore(
+    folder: Path, n_bytes: int, spec_of: Callable[[str, list[int]], dict[str, Any]]
+) -> None:
     import ml_dtypes
     import tensorstore as ts
 
@@ -278,7 +313,9 @@ def _make_tensorstore(folder: Path, n_bytes: int, spec_of: Callable[[str, list[i
         rows = min(weight.shape[0], max(1, (16 << 20) // row_bytes))
         chunk = [rows, *weight.shape[1:]]
         data = values.of(weight).view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        store = ts.open(spec_of(weight.key, chunk), create=True, shape=list(weight.shape), dtype=ts.bfloat16).result()
+        store = ts.open(
+            spec_of(weight.key, chunk), create=True, shape=list(weight.shape), dtype=ts.bfloat16
+        ).result()
         store.write(data).result()
 
 
@@ -331,7 +368,9 @@ def make_chunks(folder: Path, n_chunks: int) -> None:
         size = torch.Size([64 * CHUNKS_PER_TENSOR, 1024])
         state[key] = metadata.TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
     planner_data = {key: (key,) for key in state}
-    whole = metadata.Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)
+    whole = metadata.Metadata(
+        state_dict_metadata=state, planner_data=planner_data, storage_data=storage
+    )
     whole.storage_meta = metadata.StorageMeta()
     (folder / ".metadata").write_bytes(pickle.dumps(whole))
     for n, end in enumerate(ends):
@@ -347,7 +386,10 @@ def make_shards(folder: Path, n_files: int) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    names = {f"model.layers.{n}.weight": f"model-{n + 1:05}-of-{n_files:05}.safetensors" for n in range(n_files)}
+    names = {
+        f"model.layers.{n}.weight": f"model-{n + 1:05}-of-{n_files:05}.safetensors"
+        for n in range(n_files)
+    }
     for n, (key, name) in enumerate(names.items()):
         save_file({key: torch.full((8, 8), float(n))}, folder / name)
     index = {"metadata": {"total_size": 256 * n_files}, "weight_map": names}
@@ -358,7 +400,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes one synthetic checkpoint.")
     parser.add_argument("kind")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--bytes", type=int, default=4 << 30, help="size of the weights (of 'chunks': how many)")
+    parser.add_argument(
+        "--bytes", type=int, default=4 << 30, help="size of the weights (of 'chunks': how many)"
+    )
     parser.add_argument("--normal", action="store_true", help="normal numbers in place of any bits")
     options = parser.parse_args()
     Values.are_normal = options.normal

@@ -13,7 +13,18 @@ import statistics
 import sys
 from pathlib import Path
 
-from scripts.benchmarks.measure import Case, Page, Run, ckpt, files_of, page_parser, remove, run, run_page, warm
+from scripts.benchmarks.measure import (
+    Case,
+    Page,
+    Run,
+    ckpt,
+    files_of,
+    page_parser,
+    remove,
+    run,
+    run_page,
+    warm,
+)
 
 GIB = 1 << 30
 KINDS = ("megatron-tp4", "torch", "dcp-1", "safetensors", "zarr3", "zarr3-zstd")
@@ -102,7 +113,9 @@ class Bench:
                 warm(src)
                 runs[name].append(run(commands[name]))
         for other, reach in (("read", READ_REACH if "zstd" not in kind else None), ("hash", None)):
-            case = Case(f"--deep, {kind}, against {other}", reach, None, runs["deep"], unit=f"× {other}")
+            case = Case(
+                f"--deep, {kind}, against {other}", reach, None, runs["deep"], unit=f"× {other}"
+            )
             case.copies = [done.wall_s for done in runs[other]]
             self.page.add(case)
         cpu = statistics.median(done.cpu_s for done in runs["deep"]) / statistics.median(
@@ -111,7 +124,14 @@ class Bench:
         rss_bytes = max(done.rss_bytes for done in runs["deep"])
         self.page.add(
             Case(f"--deep, {kind}, CPU seconds", value=cpu, unit="× read"),
-            Case(f"--deep, {kind}, memory", RSS_BYTES / 1e6, None, runs["deep"], value=rss_bytes / 1e6, unit="MB"),
+            Case(
+                f"--deep, {kind}, memory",
+                RSS_BYTES / 1e6,
+                None,
+                runs["deep"],
+                value=rss_bytes / 1e6,
+                unit="MB",
+            ),
         )
         remove(src)
 
@@ -121,22 +141,31 @@ class Bench:
         warm(src)
         found = json.loads(run([sys.executable, "-c", SCANNER, src]).stdout.splitlines()[-1])
         for name, rate in found.items():
-            self.page.add(Case(f"scan: {name}", value=rate, unit="GB a core second", is_lower_better=False))
+            self.page.add(
+                Case(f"scan: {name}", value=rate, unit="GB a core second", is_lower_better=False)
+            )
         remove(src)
 
     def metadata(self) -> None:
         """The lowest level, with many files."""
         src = self.source("shards", N_FILES)
-        for name, more, reach in (("metadata", (), METADATA_S), ("--headers", ("--headers",), None)):
+        for name, more, reach in (
+            ("metadata", (), METADATA_S),
+            ("--headers", ("--headers",), None),
+        ):
             runs = [run(ckpt("validate", "-q", *more, src)) for _ in range(self.options.runs)]
             wall_s = statistics.median(done.wall_s for done in runs)
-            self.page.add(Case(f"{name}, {N_FILES} shards", reach, None, runs, value=wall_s, unit="s"))
+            self.page.add(
+                Case(f"{name}, {N_FILES} shards", reach, None, runs, value=wall_s, unit="s")
+            )
         remove(src)
 
 
 def main() -> int:
     parser = page_parser("bench validate", __doc__, runs=5)
-    parser.add_argument("--bytes", type=int, default=2 * GIB, metavar="N", help="size of a checkpoint [2 GiB]")
+    parser.add_argument(
+        "--bytes", type=int, default=2 * GIB, metavar="N", help="size of a checkpoint [2 GiB]"
+    )
     options = parser.parse_args()
 
     def measure(page: Page) -> None:

@@ -32,13 +32,19 @@ OURS = {
 }
 """Keyword-only parameters with defaults that are there in addition."""
 
-METHOD_KINDS = {"methods": types.FunctionType, "classmethods": classmethod, "staticmethods": staticmethod}
+METHOD_KINDS = {
+    "methods": types.FunctionType,
+    "classmethods": classmethod,
+    "staticmethods": staticmethod,
+}
 
 
 def rows(kind: str) -> list[Any]:
     """(module, what it documents of a kind), one for each of the kind."""
     return [
-        pytest.param(module, item, id=f"{module.removeprefix(PACKAGE).lstrip('.')}:{item.split('(')[0]}")
+        pytest.param(
+            module, item, id=f"{module.removeprefix(PACKAGE).lstrip('.')}:{item.split('(')[0]}"
+        )
         for module, stated in SURFACE.items()
         for item in stated.get(kind, ())
     ]
@@ -48,7 +54,11 @@ def members() -> list[Any]:
     """(module, class, kind of method, signature)."""
     return [
         pytest.param(
-            module, name, kind, signature, id=f"{module.removeprefix(PACKAGE)}:{name}.{signature.split('(')[0]}"
+            module,
+            name,
+            kind,
+            signature,
+            id=f"{module.removeprefix(PACKAGE)}:{name}.{signature.split('(')[0]}",
         )
         for module, stated in SURFACE.items()
         for name, parts in stated.get("classes", {}).items()
@@ -71,12 +81,26 @@ def namespace(module: str) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     import zarr
 
-    found = {**vars(typing), "core": importlib.import_module("core"), "torch": torch, "pathlib": pathlib, "np": numpy}
-    found |= {"logging": logging, "ABC": ABC, "abc": importlib.import_module("abc"), "enum": enum, "Enum": enum.Enum}
+    found = {
+        **vars(typing),
+        "core": importlib.import_module("core"),
+        "torch": torch,
+        "pathlib": pathlib,
+        "np": numpy,
+    }
+    found |= {
+        "logging": logging,
+        "ABC": ABC,
+        "abc": importlib.import_module("abc"),
+        "enum": enum,
+        "Enum": enum.Enum,
+    }
     found |= {name: getattr(dcp, name) for name in ("DefaultSavePlanner", "DefaultLoadPlanner")}
     found |= {"FileSystemWriter": dcp.FileSystemWriter, "FileSystemReader": dcp.FileSystemReader}
     found |= {"numpy": numpy, "zarr": zarr, "Path": pathlib.Path}
-    mapping = importlib.import_module(f"{PACKAGE}.mapping")  # where types alone need them, modules do not import these
+    mapping = importlib.import_module(
+        f"{PACKAGE}.mapping"
+    )  # where types alone need them, modules do not import these
     return found | vars(mapping) | vars(module_of(module))
 
 
@@ -95,14 +119,19 @@ def normal(annotation: Any, module: str) -> Any:
     if origin is None:
         return annotation
     inner = (
-        tuple(normal(part, module) for part in arg) if isinstance(arg, list) else normal(arg, module) for arg in args
+        tuple(normal(part, module) for part in arg)
+        if isinstance(arg, list)
+        else normal(arg, module)
+        for arg in args
     )
     return (origin, *inner)
 
 
 def optional(annotation: Any) -> Any:
     """With None among the types: what a default of None says, whether or not the annotation does."""
-    return (annotation if isinstance(annotation, frozenset) else frozenset([annotation])) | {type(None)}
+    return (annotation if isinstance(annotation, frozenset) else frozenset([annotation])) | {
+        type(None)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +160,18 @@ def stated(signature: str, module: str) -> tuple[list[Parameter], Any]:
 
 def _parameters(args: Any, defaults: Any, kind: Any, module: str) -> Iterator[Parameter]:
     for arg, default in zip(args, defaults, strict=True):
-        value = inspect.Parameter.empty if default is None else evaluated(ast.unparse(default), module)
+        value = (
+            inspect.Parameter.empty if default is None else evaluated(ast.unparse(default), module)
+        )
         annotation = None if arg.annotation is None else normal(ast.unparse(arg.annotation), module)
         yield Parameter(arg.arg, kind, value, annotation)
 
 
 def is_same_default(one: Any, other: Any) -> bool:
     if isinstance(one, types.LambdaType) and one.__name__ == "<lambda>":
-        return callable(other) and one(one) is other(one)  # the documented ones return what they are given
+        return callable(other) and one(one) is other(
+            one
+        )  # the documented ones return what they are given
     return type(one) is type(other) and bool(one == other)
 
 
@@ -146,13 +179,20 @@ def check_signature(function: Any, text: str, module: str, name: str) -> None:
     expected, returned = stated(text, module)
     signature = inspect.signature(function)
     extra = OURS.get(name, set())
-    actual = [parameter for parameter in signature.parameters.values() if parameter.name not in extra]
+    actual = [
+        parameter for parameter in signature.parameters.values() if parameter.name not in extra
+    ]
     for parameter in signature.parameters.values():
         if parameter.name in extra:
-            assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+            assert (
+                parameter.kind is parameter.KEYWORD_ONLY
+                and parameter.default is not parameter.empty
+            )
     assert [(p.name, p.kind) for p in actual] == [(p.name, p.kind) for p in expected]
     for mine, theirs in zip(actual, expected, strict=True):
-        assert is_same_default(theirs.default, mine.default), f"{mine.name}: {mine.default!r}, not {theirs.default!r}"
+        assert is_same_default(theirs.default, mine.default), (
+            f"{mine.name}: {mine.default!r}, not {theirs.default!r}"
+        )
         if theirs.annotation is not None:
             assert mine.annotation is not mine.empty, f"{mine.name} has no annotation"
             found, wanted = normal(mine.annotation, module), theirs.annotation
@@ -163,7 +203,9 @@ def check_signature(function: Any, text: str, module: str, name: str) -> None:
         assert normal(signature.return_annotation, module) == returned
 
 
-@pytest.mark.parametrize("module", [name for name in SURFACE if SURFACE[name]["source"] != "382eeea"])
+@pytest.mark.parametrize(
+    "module", [name for name in SURFACE if SURFACE[name]["source"] != "382eeea"]
+)
 def test_a_module_with_a_page_of_its_own_is_there(module: str) -> None:
     assert module_of(module).__doc__
 
@@ -208,20 +250,34 @@ def check_fields(cls: Any, texts: list[str], module: str) -> None:
     """A dataclass or named tuple has these fields in this order, with these defaults and annotations."""
     expected, _ = stated(f"fields({', '.join(texts)})", module)
     if dataclasses.is_dataclass(cls):
-        assert [(f.name, f.init) for f in dataclasses.fields(cls)] == [(p.name, True) for p in expected]
-        defaults = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+        assert [(f.name, f.init) for f in dataclasses.fields(cls)] == [
+            (p.name, True) for p in expected
+        ]
+        defaults = {
+            f.name: f.default
+            for f in dataclasses.fields(cls)
+            if f.default is not dataclasses.MISSING
+        }
     else:
         assert list(cls._fields) == [p.name for p in expected]
         defaults = cls._field_defaults
-    annotations = {name: text for base in reversed(cls.__mro__) for name, text in inspect.get_annotations(base).items()}
+    annotations = {
+        name: text
+        for base in reversed(cls.__mro__)
+        for name, text in inspect.get_annotations(base).items()
+    }
     for parameter in expected:
-        assert is_same_default(parameter.default, defaults.get(parameter.name, inspect.Parameter.empty))
+        assert is_same_default(
+            parameter.default, defaults.get(parameter.name, inspect.Parameter.empty)
+        )
         if parameter.annotation is not None:
             assert normal(annotations[parameter.name], module) == parameter.annotation
 
 
 @pytest.mark.parametrize(("module", "name", "kind", "signature"), members())
-def test_a_method_has_the_documented_kind_and_signature(module: str, name: str, kind: str, signature: str) -> None:
+def test_a_method_has_the_documented_kind_and_signature(
+    module: str, name: str, kind: str, signature: str
+) -> None:
     cls, method = getattr(module_of(module), name), signature.split("(")[0]
     found = inspect.getattr_static(cls, method)
     assert isinstance(found, METHOD_KINDS[kind])
@@ -231,10 +287,18 @@ def test_a_method_has_the_documented_kind_and_signature(module: str, name: str, 
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(m, name) for m in SURFACE for name, parts in SURFACE[m].get("classes", {}).items() if "abstract" in parts],
+    [
+        (m, name)
+        for m in SURFACE
+        for name, parts in SURFACE[m].get("classes", {}).items()
+        if "abstract" in parts
+    ],
 )
 def test_a_class_has_the_documented_abstract_methods_and_no_others(module: str, name: str) -> None:
-    cls, abstract = getattr(module_of(module), name), set(SURFACE[module]["classes"][name]["abstract"])
+    cls, abstract = (
+        getattr(module_of(module), name),
+        set(SURFACE[module]["classes"][name]["abstract"]),
+    )
     required = cls.__abstractmethods__ if issubclass(cls, ABC) else frozenset()
     assert required <= abstract
     # The documentation calls abstract whatever does nothing but refuse, whether or not a subclass has to define it.

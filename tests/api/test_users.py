@@ -53,7 +53,11 @@ USERS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [pytest.param(*row, id=f"{user}:{row[0]}") for user, modules in USERS.items() for row in modules.items()],
+    [
+        pytest.param(*row, id=f"{user}:{row[0]}")
+        for user, modules in USERS.items()
+        for row in modules.items()
+    ],
 )
 def test_names_that_other_programs_import_are_there(module: str, names: str) -> None:
     found = importlib.import_module(f"core.dist_checkpointing.{module}")

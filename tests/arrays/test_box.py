@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, boxes_of_flat_range, c_strides, flat_offset, full_box, is_c_contiguous
+from core.arrays.box import (
+    Box,
+    boxes_of_flat_range,
+    c_strides,
+    flat_offset,
+    full_box,
+    is_c_contiguous,
+)
 
 _axes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=3)
 
@@ -25,7 +32,13 @@ def _elements(box: Box) -> set[tuple[int, ...]]:
 @st.composite
 def _pairs(draw: st.DrawFn) -> tuple[Box, Box]:
     first = draw(_axes)
-    second = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=len(first), max_size=len(first)))
+    second = draw(
+        st.lists(
+            st.tuples(st.integers(0, 4), st.integers(0, 4)),
+            min_size=len(first),
+            max_size=len(first),
+        )
+    )
     return _box(first), _box(second)
 
 
@@ -55,7 +68,9 @@ def test_containment_agrees_with_element_sets(pair: tuple[Box, Box]) -> None:
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
-def test_flat_range_boxes_hold_exactly_that_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_flat_range_boxes_hold_exactly_that_range(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, prod(shape)))
     stop = data.draw(st.integers(start, prod(shape)))
     boxes = boxes_of_flat_range(shape, start, stop)

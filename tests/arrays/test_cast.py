@@ -32,19 +32,34 @@ def patterns(dtype: str) -> np.ndarray:
     fine = np.arange(1 << 19, dtype=np.uint32) << 13
     random = rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
     single = np.concatenate(
-        [random, high, high + 1, high + 0x7FFF, high + 0x8000, high + 0x8001, fine + 0x1000, fine + 1]
+        [
+            random,
+            high,
+            high + 1,
+            high + 0x7FFF,
+            high + 0x8000,
+            high + 0x8001,
+            fine + 0x1000,
+            fine + 1,
+        ]
     )
     if size == 4:
         return single
     with np.errstate(all="ignore"):
         wide = single[:: 1 << 2].view(np.float32).astype(np.float64).view(np.uint64)
     random = rng.integers(0, 1 << 64, 1 << 18, dtype=np.uint64)
-    near_ties = np.concatenate([wide + np.uint64(d) for d in (1, 0x0FFFFFFF, 0x10000000, 0x10000001)])
+    near_ties = np.concatenate(
+        [wide + np.uint64(d) for d in (1, 0x0FFFFFFF, 0x10000000, 0x10000001)]
+    )
     return np.concatenate([random, wide, near_ties])
 
 
 def by_torch(raw: np.ndarray, source: str, target: str) -> np.ndarray:
-    values = torch.from_numpy(raw.view(np.uint8).copy()).view(getattr(torch, source)).to(getattr(torch, target))
+    values = (
+        torch.from_numpy(raw.view(np.uint8).copy())
+        .view(getattr(torch, source))
+        .to(getattr(torch, target))
+    )
     return values.view(torch.uint8).numpy().view(f"u{itemsize(target)}")
 
 
@@ -74,7 +89,17 @@ def test_float_casts_equal_torch_bit_for_bit_and_nan_stays_nan(source: str, targ
 INTEGERS = [
     (source, target)
     for source in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-    for target in (*FLOATS[:4], "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+    for target in (
+        *FLOATS[:4],
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+    )
     if source != target
 ]
 
@@ -83,7 +108,9 @@ INTEGERS = [
 def test_integer_casts_keep_every_value_or_are_refused(source: str, target: str) -> None:
     info = np.iinfo(source) if source != "bool" else np.iinfo("uint8")
     top = 1 if source == "bool" else info.max
-    chosen = [v for v in (info.min, info.min + 1, 0, 1, top - 1, top) if source != "bool" or v in (0, 1)]
+    chosen = [
+        v for v in (info.min, info.min + 1, 0, 1, top - 1, top) if source != "bool" or v in (0, 1)
+    ]
     values = np.array(chosen, dtype=source)
     try:
         check_cast(source, target)
@@ -124,4 +151,6 @@ def test_a_dtype_is_always_cast_to_itself() -> None:
 
 def test_scales_are_cast_from_float8_e8m0fnu() -> None:
     raw = np.arange(255, dtype=np.uint8)
-    assert np.array_equal(by_us(raw, "float8_e8m0fnu", "float32"), by_torch(raw, "float8_e8m0fnu", "float32"))
+    assert np.array_equal(
+        by_us(raw, "float8_e8m0fnu", "float32"), by_torch(raw, "float8_e8m0fnu", "float32")
+    )

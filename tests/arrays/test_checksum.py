@@ -92,7 +92,9 @@ def test_aligned_runs_need_no_reading() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 3 * BLOCK_BYTES // 2), min_size=1, max_size=5), st.data())
-def test_what_two_processes_have_of_an_array_joins_to_the_whole(lengths: list[int], data: st.DataObject) -> None:
+def test_what_two_processes_have_of_an_array_joins_to_the_whole(
+    lengths: list[int], data: st.DataObject
+) -> None:
     content = bytes(range(251)) * (sum(lengths) // 251 + 1)
     n = sum(lengths)
     content = content[:n]

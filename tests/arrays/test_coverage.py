@@ -23,7 +23,9 @@ sets_of_boxes = st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), bo
 @given(sets_of_boxes)
 def test_an_overlap_is_found_exactly_if_two_boxes_meet(found: tuple[list[Box], list[Box]]) -> None:
     some, _ = found
-    brute = [(i, j) for j in range(len(some)) for i in range(j) if some[i].intersect(some[j]) is not None]
+    brute = [
+        (i, j) for j in range(len(some)) for i in range(j) if some[i].intersect(some[j]) is not None
+    ]
     answer = first_overlap(some)
     assert (answer in brute) if brute else answer is None
 
@@ -31,7 +33,11 @@ def test_an_overlap_is_found_exactly_if_two_boxes_meet(found: tuple[list[Box], l
 @given(sets_of_boxes)
 def test_the_index_finds_what_comparing_all_would_find(found: tuple[list[Box], list[Box]]) -> None:
     some, (query,) = found
-    wanted = [(number, common) for number, box in enumerate(some) if (common := box.intersect(query)) is not None]
+    wanted = [
+        (number, common)
+        for number, box in enumerate(some)
+        if (common := box.intersect(query)) is not None
+    ]
     assert sorted(BoxIndex(some).meeting(query), key=lambda hit: hit[0]) == wanted
 
 
@@ -54,7 +60,9 @@ def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
         if common is not None:
             for number in range(common.n_elements):
                 index = []
-                for extent, offset in zip(reversed(common.shape), reversed(common.offset), strict=True):
+                for extent, offset in zip(
+                    reversed(common.shape), reversed(common.offset), strict=True
+                ):
                     index.append(offset + number % extent)
                     number //= extent
                 found.add(tuple(index))

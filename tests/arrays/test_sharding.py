@@ -25,8 +25,14 @@ def rows_of(pieces: list[ShardPiece]) -> list[int]:
 
 
 def test_a_gated_mlp_keeps_gate_and_up_apart() -> None:
-    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=0, n=2)) == [*range(6), *range(12, 18)]
-    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=1, n=2)) == [*range(6, 12), *range(18, 24)]
+    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=0, n=2)) == [
+        *range(6),
+        *range(12, 18),
+    ]
+    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=1, n=2)) == [
+        *range(6, 12),
+        *range(18, 24),
+    ]
 
 
 def test_a_mamba_projection_has_five_parts() -> None:
@@ -36,7 +42,9 @@ def test_a_mamba_projection_has_five_parts() -> None:
 
 
 def test_row_parallel_cuts_columns() -> None:
-    assert split_axis((3, 8), 1, parts=[8], rank=1, n=4) == [ShardPiece(Box((0, 2), (3, 2)), (0, 0))]
+    assert split_axis((3, 8), 1, parts=[8], rank=1, n=4) == [
+        ShardPiece(Box((0, 2), (3, 2)), (0, 0))
+    ]
 
 
 def test_pieces_lie_behind_each_other_in_the_shard() -> None:
@@ -79,18 +87,25 @@ def test_a_size_that_does_not_divide_names_those_that_do() -> None:
 
 
 def test_heads_that_do_not_divide_name_the_sizes_that_do() -> None:
-    with pytest.raises(UnsupportedError, match=r"28 attention heads do not divide over TP 8.*: 1, 2, 4, 7, 14, 28$"):
+    with pytest.raises(
+        UnsupportedError, match=r"28 attention heads do not divide over TP 8.*: 1, 2, 4, 7, 14, 28$"
+    ):
         check_heads(n_heads=28, n_groups=28, tp=8, key="k")
 
 
-@pytest.mark.parametrize(("n_heads", "n_groups", "tp"), [(128, 8, 16), (8, 4, 8), (8, 4, 4), (8, 1, 8), (1, 1, 1)])
-def test_tensor_parallelism_may_be_a_multiple_of_the_groups(n_heads: int, n_groups: int, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("n_heads", "n_groups", "tp"), [(128, 8, 16), (8, 4, 8), (8, 4, 4), (8, 1, 8), (1, 1, 1)]
+)
+def test_tensor_parallelism_may_be_a_multiple_of_the_groups(
+    n_heads: int, n_groups: int, tp: int
+) -> None:
     check_heads(n_heads=n_heads, n_groups=n_groups, tp=tp, key="k")
 
 
 def test_groups_that_neither_divide_nor_are_divided_are_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"TP 4 is neither a divisor nor a multiple of the 6 query groups.*: 1, 2"
+        UnsupportedError,
+        match=r"TP 4 is neither a divisor nor a multiple of the 6 query groups.*: 1, 2",
     ):
         check_heads(n_heads=24, n_groups=6, tp=4, key="k")
 

@@ -53,7 +53,11 @@ VALUES: np.ndarray = np.arange(100 * 24, dtype="<i4").reshape(100, 24)
 
 def array_of(name: str, values: np.ndarray, *, rows: int) -> tuple[StoredArray, bytes, Deflated]:
     data, encoding = encoded(values, rows=rows)
-    return StoredArray(name, "int32", values.shape, Extent(f"{name}.z", 0, encoding=encoding)), data, encoding
+    return (
+        StoredArray(name, "int32", values.shape, Extent(f"{name}.z", 0, encoding=encoding)),
+        data,
+        encoding,
+    )
 
 
 def test_any_range_of_an_encoded_array_can_be_read() -> None:
@@ -63,7 +67,14 @@ def test_any_range_of_an_encoded_array_can_be_read() -> None:
     name = placed.extent.file
     dense = VALUES.tobytes()
     assert store.size(name) == len(dense)
-    for start, stop in [(0, len(dense)), (1, 2), (670, 675), (671, 3000), (len(dense) - 1, len(dense)), (5, 5)]:
+    for start, stop in [
+        (0, len(dense)),
+        (1, 2),
+        (670, 675),
+        (671, 3000),
+        (len(dense) - 1, len(dense)),
+        (5, 5),
+    ]:
         assert store.read(name, start, stop - start) == dense[start:stop]
     assert sorted(set(encoding.counts)) == list(range(15))
     assert len(encoding.counts) == 15, "every unit was decoded once"
@@ -113,7 +124,9 @@ def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
     spans = (*encoding.spans, (len(data), len(zlib.compress(b"1234"))))
     wrong = replace(wrong, extent=replace(array.extent, encoding=replace(encoding, spans=spans)))
     placed = store.placed(wrong)
-    with pytest.raises(CorruptError, match="zlib data of array 'w' decode to 4 bytes, not 96") as caught:
+    with pytest.raises(
+        CorruptError, match="zlib data of array 'w' decode to 4 bytes, not 96"
+    ) as caught:
         store.read(placed.extent.file, 9600, 96)
     assert caught.value.file == "w.z"
 
@@ -127,7 +140,9 @@ def test_arrays_of_one_name_in_one_file_are_told_apart() -> None:
     store = DecodedStore(MemoryStore({"w.z": data + more}))
     names = [store.placed(array).extent.file for array in (one, replica, computed)]
     wanted = [VALUES, VALUES + 1, VALUES * 2]
-    assert [store.read(name, 0, VALUES.nbytes) for name in names] == [values.tobytes() for values in wanted]
+    assert [store.read(name, 0, VALUES.nbytes) for name in names] == [
+        values.tobytes() for values in wanted
+    ]
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,9 @@ def test_what_is_computed_from_encoded_arrays_shares_their_cache() -> None:
     one, data, encoding = array_of("w", VALUES, rows=7)
     store = DecodedStore(MemoryStore({"w.z": data}))
     for number in range(5):
-        computed = replace(one, name=f"double {number}", extent=replace(one.extent, encoding=Doubled(one)))
+        computed = replace(
+            one, name=f"double {number}", extent=replace(one.extent, encoding=Doubled(one))
+        )
         placed = store.placed(computed)
         assert store.read(placed.extent.file, 0, VALUES.nbytes) == (VALUES * 2).tobytes()
     assert len(encoding.counts) == 15, "every unit was decoded once"
@@ -169,12 +186,18 @@ def test_an_array_that_nobody_copies_any_more_is_forgotten() -> None:
 
 def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
     """A tensor in two encoded halves, side by side."""
-    halves = [np.ascontiguousarray(VALUES[:, :n_columns]), np.ascontiguousarray(VALUES[:, n_columns:])]
+    halves = [
+        np.ascontiguousarray(VALUES[:, :n_columns]),
+        np.ascontiguousarray(VALUES[:, n_columns:]),
+    ]
     made = [array_of(f"w{i}", half, rows=9) for i, half in enumerate(halves)]
     fragments = [
-        Fragment("w", Box((0, i * n_columns), half.shape), made[i][0], (0, 0)) for i, half in enumerate(halves)
+        Fragment("w", Box((0, i * n_columns), half.shape), made[i][0], (0, 0))
+        for i, half in enumerate(halves)
     ]
-    catalog = Catalog("fake", None, {"w": TensorMeta("w", "int32", VALUES.shape)}, lambda key: fragments)
+    catalog = Catalog(
+        "fake", None, {"w": TensorMeta("w", "int32", VALUES.shape)}, lambda key: fragments
+    )
     return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(made)})
 
 
@@ -214,11 +237,17 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
         return found
 
     target, images = merged()
-    roomy = make_plan(replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=512 * MIB)
+    roomy = make_plan(
+        replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=512 * MIB
+    )
     assert roomy.threads == 2
     assert roomy.memory_bytes <= 512 * MIB
-    tight = make_plan(replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=360 * MIB)
+    tight = make_plan(
+        replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=360 * MIB
+    )
     assert tight.threads == 1
     assert tight.memory_bytes <= 360 * MIB
     with pytest.raises(CapacityError, match="the largest encoded piece"):
-        make_plan(replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=300 * MIB)
+        make_plan(
+            replace(source, fragments_of=heavy), target, images, threads=2, memory_bytes=300 * MIB
+        )

@@ -5,7 +5,11 @@ import pytest
 from core.catalog.key_patterns import folded, matching, ranges
 from core.errors import UsageError
 
-KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + ["embedding.weight", "embedding.weightless", "a[0].b"]
+KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + [
+    "embedding.weight",
+    "embedding.weightless",
+    "a[0].b",
+]
 
 
 def test_a_name_selects_itself_and_what_is_below_it() -> None:
@@ -45,7 +49,13 @@ def test_bad_ranges_are_usage_errors() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([0], "0"), ([0, 1, 2], "0-2"), ([0, 2, 4], "0-4:2"), ([1, 2, 5, 7, 8], "1-2,5,7-8"), ([3, 1], "1,3")],
+    [
+        ([0], "0"),
+        ([0, 1, 2], "0-2"),
+        ([0, 2, 4], "0-4:2"),
+        ([1, 2, 5, 7, 8], "1-2,5,7-8"),
+        ([3, 1], "1,3"),
+    ],
 )
 def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
@@ -54,14 +64,40 @@ def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
 
 
 def test_lines_about_equal_keys_of_layers_and_experts_become_one() -> None:
-    lines = [f"decoder.layers.{n}.mlp.experts.{e}._extra_state (packed)" for n in range(4) for e in range(8)]
-    assert folded(lines, end=" (") == ["decoder.layers.[0-3].mlp.experts.[0-7]._extra_state (packed)"]
+    lines = [
+        f"decoder.layers.{n}.mlp.experts.{e}._extra_state (packed)"
+        for n in range(4)
+        for e in range(8)
+    ]
+    assert folded(lines, end=" (") == [
+        "decoder.layers.[0-3].mlp.experts.[0-7]._extra_state (packed)"
+    ]
     assert folded(lines[3:4], end=" (") == lines[3:4]
-    uneven = ["a.0.x.1 (why)", "a.0.x.2 (why)", "a.1.x.1 (why)", "a.1.x.1 (else)", "b", "a.2 and 5 more"]
-    assert folded(uneven, end=" (") == ["a.0.x.[1-2] (why)", "a.1.x.1 (why)", "a.1.x.1 (else)", "b", "a.2 and 5 more"]
+    uneven = [
+        "a.0.x.1 (why)",
+        "a.0.x.2 (why)",
+        "a.1.x.1 (why)",
+        "a.1.x.1 (else)",
+        "b",
+        "a.2 and 5 more",
+    ]
+    assert folded(uneven, end=" (") == [
+        "a.0.x.[1-2] (why)",
+        "a.1.x.1 (why)",
+        "a.1.x.1 (else)",
+        "b",
+        "a.2 and 5 more",
+    ]
 
 
 def test_numbers_inside_names_and_outside_of_keys_do_not_fold() -> None:
-    lines = ["x.fc1: 4 rows", "x.fc2: 4 rows", "y.1: 4 rows", "y.2: 5 rows", "mp_rank_00: z", "mp_rank_01: z"]
+    lines = [
+        "x.fc1: 4 rows",
+        "x.fc2: 4 rows",
+        "y.1: 4 rows",
+        "y.2: 5 rows",
+        "mp_rank_00: z",
+        "mp_rank_01: z",
+    ]
     assert folded(lines, end=": ") == lines
     assert folded([], end=": ") == []

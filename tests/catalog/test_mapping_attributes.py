@@ -72,7 +72,9 @@ def test_attributes_are_told_where_tensors_have_their_paths_as_names(
     is_root: bool, kind: type, to: str, tmp_path: Path
 ) -> None:
     inner = mapping(kind, {"w": numbers(2)}, ema=numbers(3), queue=[numbers(1)], title="x")
-    report = converted(saved(inner if is_root else {"m": inner}, tmp_path / "x.pt"), tmp_path / "out", to)
+    report = converted(
+        saved(inner if is_root else {"m": inner}, tmp_path / "x.pt"), tmp_path / "out", to
+    )
     before = "" if is_root else "m."
     note, dropped = told(report)
     assert note == f"attributes of mappings are left out: {before}title"
@@ -80,8 +82,13 @@ def test_attributes_are_told_where_tensors_have_their_paths_as_names(
 
 
 @pytest.mark.parametrize("to", ["safetensors", "zarr3"])
-def test_attributes_are_kept_where_the_nesting_is_described_beside_the_tensors(to: str, tmp_path: Path) -> None:
-    state = {"m": mapping(collections.OrderedDict, {"w": numbers(2)}, ema=numbers(3), title="x"), "step": 5}
+def test_attributes_are_kept_where_the_nesting_is_described_beside_the_tensors(
+    to: str, tmp_path: Path
+) -> None:
+    state = {
+        "m": mapping(collections.OrderedDict, {"w": numbers(2)}, ema=numbers(3), title="x"),
+        "step": 5,
+    }
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
     assert told(report) == ("", "")
     converted(tmp_path / "out", tmp_path / "y.pt", "torch")
@@ -103,13 +110,20 @@ def test_a_torch_file_keeps_attributes(options: dict[str, Any], kind: type, tmp_
 
 def test_a_torch_file_under_new_names_tells_what_is_left_out(tmp_path: Path) -> None:
     state = {"m": mapping(collections.OrderedDict, {"w": numbers(2)}, ema=numbers(3), title="x")}
-    report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", rename=(("^m", "n"),))
+    report = converted(
+        saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", rename=(("^m", "n"),)
+    )
     assert "attributes of mappings are left out: m.ema, m.title" in report.notes
     assert torch.equal(torch.load(tmp_path / "y.pt")["n.w"], numbers(2))
 
 
-def test_entries_that_are_left_out_take_the_attributes_of_their_mapping_along(tmp_path: Path) -> None:
-    state = {"m": mapping(collections.OrderedDict, {"w": numbers(2)}, ema=numbers(3)), "v": numbers(1)}
+def test_entries_that_are_left_out_take_the_attributes_of_their_mapping_along(
+    tmp_path: Path,
+) -> None:
+    state = {
+        "m": mapping(collections.OrderedDict, {"w": numbers(2)}, ema=numbers(3)),
+        "v": numbers(1),
+    }
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", exclude=("m",))
     assert "attributes of mappings are left out: m.ema" in report.notes
 

@@ -12,7 +12,9 @@ def test_a_planned_array_keeps_all_but_its_place_when_it_is_placed() -> None:
 
 
 def test_a_target_has_the_sources_entries_and_arrays_of_its_own() -> None:
-    source = catalog_of_arrays(format="x", arrays={"w": StoredArray("w", "int8", (4,), Extent("f", 0))}, version="2")
+    source = catalog_of_arrays(
+        format="x", arrays={"w": StoredArray("w", "int8", (4,), Extent("f", 0))}, version="2"
+    )
     array = PlannedArray("new", "int8", (4,))
     target = source.as_target("y", lambda key: (whole_fragment(key, array),))
     assert (target.format, target.version, target.tensors) == ("y", None, source.tensors)

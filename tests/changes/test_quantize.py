@@ -33,13 +33,17 @@ SHAPES = [(1, 1), (128, 128), (129, 127), (5, 300), (300, 5), (257, 384), (128, 
 
 
 def seeded(key: str) -> torch.Generator:
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little"))
+    return torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little")
+    )
 
 
 def weights(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Values of widely different size, zeros among them."""
     generator = seeded(key)
-    values = torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))
+    values = torch.randn(shape, generator=generator) * torch.exp(
+        4 * torch.randn(shape, generator=generator)
+    )
     return torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, values).to(dtype)
 
 
@@ -67,13 +71,18 @@ def content(catalog: Catalog, store: MemoryStore, key: str) -> bytes:
     (fragment,) = catalog.fragments(key)
     assert fragment.array is not None
     assert fragment.box == full_box(catalog.tensors[key].shape)
-    assert (fragment.array.dtype, fragment.array.shape) == (catalog.tensors[key].dtype, catalog.tensors[key].shape)
+    assert (fragment.array.dtype, fragment.array.shape) == (
+        catalog.tensors[key].dtype,
+        catalog.tensors[key].shape,
+    )
     decoded = DecodedStore(store)
     array = decoded.placed(catalog.bind(store, fragment.array))
     return decoded.read(array.extent.file, array.extent.offset, array.n_bytes)
 
 
-def expanded(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def expanded(
+    scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int] = (128, 128)
+) -> torch.Tensor:
     """The scales of blocks, one for each element."""
     wide = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return wide[..., : shape[-2], : shape[-1]]
@@ -99,7 +108,9 @@ def reference_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_blocks_are_multiplied_out_as_torch_does_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_blocks_are_multiplied_out_as_torch_does_it(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     weight = weights("w", shape, torch.float32).clamp(-448, 448).to(E4M3)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=seeded("s")) * 3
     catalog, store = stored({"a.weight": weight, "a.weight_scale_inv": scale, "b": torch.ones(2)})
@@ -113,15 +124,25 @@ def test_blocks_are_multiplied_out_as_torch_does_it(shape: tuple[int, int], dtyp
 
 @pytest.mark.parametrize(
     ("suffix", "scale_shape"),
-    [("_scale_inv", ()), ("_scale_inv", (1,)), ("_scale", (1,)), ("_scale", (1, 1)), ("_scale", (300, 1))],
+    [
+        ("_scale_inv", ()),
+        ("_scale_inv", (1,)),
+        ("_scale", (1,)),
+        ("_scale", (1, 1)),
+        ("_scale", (300, 1)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_scale_a_tensor_or_a_row(suffix: str, scale_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_one_scale_a_tensor_or_a_row(
+    suffix: str, scale_shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     weight = weights("w", (300, 200), torch.float32).clamp(-448, 448).to(E4M3)
     scale = (torch.rand(scale_shape, generator=seeded("s")) + 0.1).to(dtype)
     catalog, store = stored({"a.weight": weight, f"a.weight{suffix}": scale})
     made = dequantize(catalog).catalog
-    assert content(made, store, "a.weight") == raw((weight.float() * scale.float()).to(torch.bfloat16))
+    assert content(made, store, "a.weight") == raw(
+        (weight.float() * scale.float()).to(torch.bfloat16)
+    )
 
 
 def test_every_pattern_of_float8_comes_out_right() -> None:
@@ -129,14 +150,18 @@ def test_every_pattern_of_float8_comes_out_right() -> None:
         weight = torch.arange(256, dtype=torch.uint8).view(kind).reshape(2, 128)
         scale = torch.tensor([[0.37]])
         catalog, store = stored({"w": weight, "w_scale_inv": scale})
-        found = torch.frombuffer(bytearray(content(dequantize(catalog).catalog, store, "w")), dtype=torch.bfloat16)
+        found = torch.frombuffer(
+            bytearray(content(dequantize(catalog).catalog, store, "w")), dtype=torch.bfloat16
+        )
         wanted = (weight.float() * scale).to(torch.bfloat16).reshape(-1)
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
 
 
 def test_stacked_experts_have_blocks_of_their_own_and_units_may_end_inside_one() -> None:
-    weight = weights("w", (3, 200, 4096), torch.float32).clamp(-448, 448).to(E4M3)  # a unit is 512 rows
+    weight = (
+        weights("w", (3, 200, 4096), torch.float32).clamp(-448, 448).to(E4M3)
+    )  # a unit is 512 rows
     scale = torch.rand(3, 2, 32, generator=seeded("s"))
     catalog, store = stored({"w": weight, "w_scale_inv": scale})
     wanted = (weight.float() * expanded(scale, weight.shape)).to(torch.bfloat16)
@@ -170,7 +195,15 @@ def test_empty_tensors_stay_empty(shape: tuple[int, int]) -> None:
 
 def test_float8_without_scales_is_left_alone_and_told() -> None:
     w = torch.ones(2, 2).to(E4M3)
-    catalog, _ = stored({"a": w, "a_scale_inv": torch.ones(()), "b": w, "c.weight": w, "c.input_scale": torch.ones(())})
+    catalog, _ = stored(
+        {
+            "a": w,
+            "a_scale_inv": torch.ones(()),
+            "b": w,
+            "c.weight": w,
+            "c.input_scale": torch.ones(()),
+        }
+    )
     made = dequantize(catalog)
     assert made.remaining == ("b", "c.weight")
     assert made.catalog.tensors["b"].dtype == "float8_e4m3fn"
@@ -184,11 +217,27 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
         ({"w": torch.ones(2, 2)}, UsageError, "no float8 or int8 tensor"),
         ({"w": torch.ones(2, 2).to(E4M3)}, UsageError, "no float8 or int8 tensor has scales"),
         ({"w_scale_inv": torch.ones(1, 1)}, CorruptError, "is missing"),
-        ({"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(2, 2)}, CorruptError, "do not fit"),
-        ({"w": torch.ones(130, 2).to(E4M3), "w_scale_inv": torch.ones(1, 2)}, CorruptError, "do not fit"),
+        (
+            {"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(2, 2)},
+            CorruptError,
+            "do not fit",
+        ),
+        (
+            {"w": torch.ones(130, 2).to(E4M3), "w_scale_inv": torch.ones(1, 2)},
+            CorruptError,
+            "do not fit",
+        ),
         ({"w": torch.ones(130).to(E4M3), "w_scale_inv": torch.ones(2)}, CorruptError, "do not fit"),
-        ({"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(1, 1).int()}, CorruptError, "scales cannot be"),
-        ({"w": torch.ones(2, 2).to(E4M3), "w_scale": torch.ones(1, 1).to(E4M3)}, CorruptError, "scales cannot be"),
+        (
+            {"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(1, 1).int()},
+            CorruptError,
+            "scales cannot be",
+        ),
+        (
+            {"w": torch.ones(2, 2).to(E4M3), "w_scale": torch.ones(1, 1).to(E4M3)},
+            CorruptError,
+            "scales cannot be",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_errors_by_name(
@@ -199,7 +248,9 @@ def test_scales_that_do_not_fit_are_errors_by_name(
         dequantize(catalog)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("int32", UsageError), ("fp8", UsageError), ("f7", UnsupportedError)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("int32", UsageError), ("fp8", UsageError), ("f7", UnsupportedError)]
+)
 def test_only_wider_floats_can_be_asked_for(dtype: str, error: type[Exception]) -> None:
     catalog, _ = stored({"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(1, 1)})
     with pytest.raises(error):
@@ -210,7 +261,9 @@ def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
     w, s = torch.ones(2, 2).to(E4M3), torch.ones(1, 1)
     tensors = {"a": w, "a_scale_inv": s, "b": w, "b_scale_inv": s, "c": w, "c_scale_inv": 2 * s}
     catalog, _ = stored(tensors, skeleton={key: TensorLeaf(key) for key in tensors})
-    made = dequantize(replace(catalog, aliases={"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})).catalog
+    made = dequantize(
+        replace(catalog, aliases={"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})
+    ).catalog
     assert made.skeleton == {key: TensorLeaf(key) for key in "abc"}
     assert made.aliases == {"b": "a"}
 
@@ -234,7 +287,9 @@ def test_blocks_are_made_as_the_definition_says(shape: tuple[int, int], dtype: t
     assert content(made.catalog, store, "a.weight") == raw(numbers)
     assert content(made.catalog, store, "a.weight_scale_inv") == raw(scale)
     again = quantize(catalog, [(None, "block")]).catalog
-    assert content(again, store, "a.weight_scale_inv") == raw(scale)  # without the numbers having been made before
+    assert content(again, store, "a.weight_scale_inv") == raw(
+        scale
+    )  # without the numbers having been made before
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (129, 300), (700, 8500)])
@@ -244,7 +299,9 @@ def test_one_scale_for_a_tensor(shape: tuple[int, int]) -> None:
     made = quantize(catalog, [("a.weight", "tensor")]).catalog
     scale = weight.float().abs().max() / torch.tensor(448.0)
     assert made.tensors["a.weight_scale_inv"].shape == ()
-    assert content(made, store, "a.weight") == raw((weight.float() / scale).clamp(-448, 448).to(E4M3))
+    assert content(made, store, "a.weight") == raw(
+        (weight.float() / scale).clamp(-448, 448).to(E4M3)
+    )
     assert content(made, store, "a.weight_scale_inv") == raw(scale)
 
 
@@ -330,7 +387,9 @@ def test_by_default_what_deepseek_quantises_is_quantised() -> None:
 
 
 def test_later_rules_win_and_none_takes_out() -> None:
-    arrays = {f"l.{n}.weight": StoredArray(f"{n}", "bfloat16", (2, 2), Extent("f", 0)) for n in range(4)}
+    arrays = {
+        f"l.{n}.weight": StoredArray(f"{n}", "bfloat16", (2, 2), Extent("f", 0)) for n in range(4)
+    }
     catalog = catalog_of_arrays(format="test", arrays=arrays)
     made = quantize(catalog, [(None, "block"), ("l.[1-2]*", "tensor"), ("l.2.*", "none")]).catalog
     shapes = {key: meta.shape for key, meta in made.tensors.items() if key.endswith("_scale_inv")}
@@ -351,7 +410,9 @@ def test_later_rules_win_and_none_takes_out() -> None:
     ],
 )
 def test_rules_that_cannot_be_met_are_usage_errors(rules: list[tuple[str, str]], text: str) -> None:
-    catalog, _ = stored({"a.weight": torch.ones(2, 2), "a.weight_scale_inv": torch.ones(2), "norm": torch.ones(2)})
+    catalog, _ = stored(
+        {"a.weight": torch.ones(2, 2), "a.weight_scale_inv": torch.ones(2), "norm": torch.ones(2)}
+    )
     with pytest.raises(UsageError, match=text):
         quantize(catalog, rules)
 
@@ -363,13 +424,19 @@ def test_without_a_linear_weight_the_default_is_an_error() -> None:
     assert quantize(catalog, [("conv.weight", "block")]).keys == ("conv.weight",)
 
 
-@pytest.mark.parametrize("shape", [(3, 256, 130), (3, 200, 70), (2, 3, 129, 5), (9, 1000, 1100), (0, 4, 4), (2, 0, 4)])
+@pytest.mark.parametrize(
+    "shape", [(3, 256, 130), (3, 200, 70), (2, 3, 129, 5), (9, 1000, 1100), (0, 4, 4), (2, 0, 4)]
+)
 @pytest.mark.parametrize("kind", ["block", "tensor"])
 def test_stacked_layers_and_experts_are_many_matrices(shape: tuple[int, ...], kind: str) -> None:
     weight = weights("w", shape)
     catalog, store = stored({"model.layers.up.weight": weight})
     made = quantize(catalog, [(None, kind)]).catalog
-    parts = [reference_quantized(matrix) for matrix in weight.reshape(-1, *shape[-2:])] if weight.numel() else []
+    parts = (
+        [reference_quantized(matrix) for matrix in weight.reshape(-1, *shape[-2:])]
+        if weight.numel()
+        else []
+    )
     if kind == "block":
         scale = b"".join(raw(part) for _, part in parts)
         numbers = b"".join(raw(part) for part, _ in parts)
@@ -403,7 +470,9 @@ def test_scales_stand_beside_their_tensors_in_the_skeleton() -> None:
 # --- where the source lies --------------------------------------------------------------------------------------------
 
 
-def cut(tensor: torch.Tensor, boxes: Sequence[Box], *, key: str = "a.weight") -> tuple[Catalog, MemoryStore]:
+def cut(
+    tensor: torch.Tensor, boxes: Sequence[Box], *, key: str = "a.weight"
+) -> tuple[Catalog, MemoryStore]:
     """A tensor in pieces: every second one transposed in its file, every third one late-bound."""
     fragments, files = [], {}
     late: dict[str, StoredArray] = {}
@@ -419,7 +488,9 @@ def cut(tensor: torch.Tensor, boxes: Sequence[Box], *, key: str = "a.weight") ->
         array = plain
         if number % 3 == 2:
             late[name] = plain
-            array = StoredArray(name, plain.dtype, plain.shape, Extent(name, 0, None, item_bytes=7 + len(data)))
+            array = StoredArray(
+                name, plain.dtype, plain.shape, Extent(name, 0, None, item_bytes=7 + len(data))
+            )
         fragments.append(Fragment(key, box, array, (0, 0)))
     catalog = Catalog(
         "test",
@@ -431,7 +502,11 @@ def cut(tensor: torch.Tensor, boxes: Sequence[Box], *, key: str = "a.weight") ->
     return catalog, MemoryStore(files)
 
 
-GRID = [Box((r, c), (h, w)) for r, h in ((0, 100), (100, 37), (137, 163)) for c, w in ((0, 33), (33, 200), (233, 67))]
+GRID = [
+    Box((r, c), (h, w))
+    for r, h in ((0, 100), (100, 37), (137, 163))
+    for c, w in ((0, 33), (33, 200), (233, 67))
+]
 
 
 @pytest.mark.parametrize("kind", ["block", "tensor"])
@@ -480,11 +555,16 @@ def test_replicas_are_compared() -> None:
 def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
     stack = weights("s", (3, 4, 5))
     array = StoredArray("s", "bfloat16", (3, 4, 5), Extent("s", 0))
-    fragments = [Fragment("w", Box((0, 0), (4, 5)), array, (1, 0, 0)), Fragment("w", Box((4, 0), (2, 5)), None, ())]
+    fragments = [
+        Fragment("w", Box((0, 0), (4, 5)), array, (1, 0, 0)),
+        Fragment("w", Box((4, 0), (2, 5)), None, ()),
+    ]
     catalog = Catalog("test", None, {"w": TensorMeta("w", "bfloat16", (6, 5))}, lambda _: fragments)
     source = source_of(catalog, "w")
     found = source.read(MemoryStore({"s": raw(stack)}), Box((2, 1), (3, 4)))
-    assert bytes(found) == raw(torch.cat([stack[1], torch.zeros(2, 5, dtype=torch.bfloat16)])[2:5, 1:5])
+    assert bytes(found) == raw(
+        torch.cat([stack[1], torch.zeros(2, 5, dtype=torch.bfloat16)])[2:5, 1:5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -496,16 +576,22 @@ def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
         (Box((0,), (2,)), (0,), (2,)),
     ],
 )
-def test_pieces_that_lie_outside_are_corrupt(box: Box, at: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_pieces_that_lie_outside_are_corrupt(
+    box: Box, at: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     fragment = Fragment("w", box, StoredArray("w", "bfloat16", shape, Extent("f", 0)), at)
-    catalog = Catalog("test", None, {"w": TensorMeta("w", "bfloat16", (2, 2))}, lambda _: [fragment])
+    catalog = Catalog(
+        "test", None, {"w": TensorMeta("w", "bfloat16", (2, 2))}, lambda _: [fragment]
+    )
     with pytest.raises(CorruptError, match="does not fit"):
         source_of(catalog, "w")
 
 
 def test_several_dtypes_and_short_files_are_errors() -> None:
     fragments = [
-        Fragment("w", Box((n, 0), (1, 2)), StoredArray(f"w{n}", dtype, (1, 2), Extent("f", 0)), (0, 0))
+        Fragment(
+            "w", Box((n, 0), (1, 2)), StoredArray(f"w{n}", dtype, (1, 2), Extent("f", 0)), (0, 0)
+        )
         for n, dtype in enumerate(("bfloat16", "float16"))
     ]
     meta = TensorMeta("w", "bfloat16", (2, 2))
@@ -547,7 +633,9 @@ def test_torch_float8_rounding_agrees_with_ours_on_every_tie() -> None:
     """The definition leans on ml_dtypes for one step; here it is torch's for every float8 tie and its neighbours."""
     values = torch.arange(0x00, 0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = (values[:-1] + values[1:]) / 2
-    both = torch.cat([ties, torch.nextafter(ties, torch.zeros(())), torch.nextafter(ties, torch.full((), 1e9))])
+    both = torch.cat(
+        [ties, torch.nextafter(ties, torch.zeros(())), torch.nextafter(ties, torch.full((), 1e9))]
+    )
     weight = torch.cat([both, -both, torch.full((1,), 448.0)]).reshape(1, -1)[:, -128:]
     weight[0, 0] = 448.0
     catalog, store = stored({"a.weight": weight})

@@ -19,7 +19,10 @@ from core.pickle.inert import TensorLeaf
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
-W, S = "model.layers.{}.mlp.up_proj.weight", "optimizer.state.model.layers.{}.mlp.up_proj.weight.step"
+W, S = (
+    "model.layers.{}.mlp.up_proj.weight",
+    "optimizer.state.model.layers.{}.mlp.up_proj.weight.step",
+)
 N_LAYERS = 12
 
 
@@ -28,7 +31,10 @@ def numbered(shape: tuple[int, ...], first: int) -> np.ndarray:
 
 
 def catalog_of(tensors: Mapping[str, np.ndarray], **more: object) -> tuple[Catalog, MemoryStore]:
-    arrays = {key: StoredArray(key, "int32", value.shape, Extent(key, 0)) for key, value in tensors.items()}
+    arrays = {
+        key: StoredArray(key, "int32", value.shape, Extent(key, 0))
+        for key, value in tensors.items()
+    }
     store = MemoryStore({key: value.tobytes() for key, value in tensors.items()})
     return catalog_of_arrays(format="test", arrays=arrays, **more), store  # type: ignore[arg-type]
 
@@ -92,24 +98,36 @@ def test_back_and_there_is_the_identity_of_every_number() -> None:
     assert (values(apart, store, "decoder.layers.2.a") == stacked["decoder.layers.a"][2]).all()
     assert (values(apart, store, "steps.layers.1.c") == 201).all()
     back = stack_layers(apart).catalog
-    assert {key: meta.shape for key, meta in back.tensors.items()} == {k: v.shape for k, v in stacked.items()}
+    assert {key: meta.shape for key, meta in back.tensors.items()} == {
+        k: v.shape for k, v in stacked.items()
+    }
     for key, wanted in stacked.items():
         assert (values(back, store, key) == wanted).all()
 
 
 def test_pieces_of_a_stack_go_to_the_layers_they_hold() -> None:
     whole = numbered((4, 2, 6), 0)
-    store = MemoryStore({"left": whole[:, :, :2].tobytes(), "top": whole[:3, :, 2:].tobytes(), "one": b""})
+    store = MemoryStore(
+        {"left": whole[:, :, :2].tobytes(), "top": whole[:3, :, 2:].tobytes(), "one": b""}
+    )
     one = StoredArray("one", "int32", (2, 4), Extent("one", 0))
     store.contents["one"] = bytearray(whole[3, :, 2:].tobytes())
     fragments = [
         Fragment(
-            "m.layers.w", Box((0, 0, 0), (4, 2, 2)), StoredArray("l", "int32", (4, 2, 2), Extent("left", 0)), (0,) * 3
+            "m.layers.w",
+            Box((0, 0, 0), (4, 2, 2)),
+            StoredArray("l", "int32", (4, 2, 2), Extent("left", 0)),
+            (0,) * 3,
         ),
         Fragment(
-            "m.layers.w", Box((0, 0, 2), (3, 2, 4)), StoredArray("t", "int32", (3, 2, 4), Extent("top", 0)), (0,) * 3
+            "m.layers.w",
+            Box((0, 0, 2), (3, 2, 4)),
+            StoredArray("t", "int32", (3, 2, 4), Extent("top", 0)),
+            (0,) * 3,
         ),
-        Fragment("m.layers.w", Box((3, 0, 2), (1, 2, 4)), one, (0, 0)),  # an array of one layer, an axis less
+        Fragment(
+            "m.layers.w", Box((3, 0, 2), (1, 2, 4)), one, (0, 0)
+        ),  # an array of one layer, an axis less
     ]
     meta = TensorMeta("m.layers.w", "int32", (4, 2, 6))
     apart = unstack_layers(Catalog("test", None, {meta.key: meta}, lambda _: fragments)).catalog
@@ -139,22 +157,38 @@ def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> No
         *(f"model.layers.{n}.experts" for n in (1, 2)),
         *(f"model.layers.{n}.odd" for n in range(3)),
     }
-    assert any("model.layers.[0].dense and 1 more" in note and "3 layers" in note for note in made.notes)
+    assert any(
+        "model.layers.[0].dense and 1 more" in note and "3 layers" in note for note in made.notes
+    )
     assert any("model.layers.[0-2].odd" in note and "shapes" in note for note in made.notes)
 
 
 def test_nested_skeletons_and_facts_follow(per_layer: dict[str, np.ndarray]) -> None:
-    keys = [key for key in per_layer if key.startswith("model.layers.") and key.endswith("up_proj.weight")]
+    keys = [
+        key
+        for key in per_layer
+        if key.startswith("model.layers.") and key.endswith("up_proj.weight")
+    ]
     nested = {str(n): {"mlp.up_proj.weight": TensorLeaf(key)} for n, key in enumerate(keys)}
     flat = {key.removeprefix("model."): TensorLeaf(key) for key in keys}
     for skeleton, wanted in (
         (
             {"model": {"layers": nested}, "note": "x"},
-            {"model": {"layers": {"mlp.up_proj.weight": TensorLeaf("model.layers.mlp.up_proj.weight")}}, "note": "x"},
+            {
+                "model": {
+                    "layers": {"mlp.up_proj.weight": TensorLeaf("model.layers.mlp.up_proj.weight")}
+                },
+                "note": "x",
+            },
         ),
         (
             {"model": flat, "note": "x"},
-            {"model": {"layers.mlp.up_proj.weight": TensorLeaf("model.layers.mlp.up_proj.weight")}, "note": "x"},
+            {
+                "model": {
+                    "layers.mlp.up_proj.weight": TensorLeaf("model.layers.mlp.up_proj.weight")
+                },
+                "note": "x",
+            },
         ),
     ):
         catalog, _ = catalog_of(
@@ -199,7 +233,9 @@ def test_stacks_that_cannot_be_taken_apart_are_usage_errors(
     shapes: dict[str, tuple[int, ...]], patterns: tuple[str, ...], text: str
 ) -> None:
     with pytest.raises(UsageError, match=text):
-        unstack_layers(catalog_of({key: numbered(shape, 0) for key, shape in shapes.items()})[0], patterns)
+        unstack_layers(
+            catalog_of({key: numbered(shape, 0) for key, shape in shapes.items()})[0], patterns
+        )
 
 
 def test_a_tensor_with_too_many_layers_is_none() -> None:
@@ -209,7 +245,11 @@ def test_a_tensor_with_too_many_layers_is_none() -> None:
 
 
 def test_globs_say_which_tensors_are_stacked() -> None:
-    tensors = {"m.layers.a": numbered((2, 3), 0), "m.layers.b": numbered((5,), 0), "v.blocks.c": numbered((4, 1), 0)}
+    tensors = {
+        "m.layers.a": numbered((2, 3), 0),
+        "m.layers.b": numbered((5,), 0),
+        "v.blocks.c": numbered((4, 1), 0),
+    }
     made = unstack_layers(catalog_of(tensors)[0], ["m.layers.a", "v.*"])
     assert made.n_groups == 2
     assert list(made.catalog.tensors) == [
@@ -222,7 +262,9 @@ def test_parameter_groups_list_the_stacked_names_and_the_single_ones() -> None:
     names = ["layers.0.w", "layers.1.w", "norm"]
     key = "optimizer.param_groups.0.params"
     tensors = {f"model.{name}": numbered((2,), n) for n, name in enumerate(names)}
-    tensors |= {f"optimizer.state.{name}.exp_avg": numbered((2,), 9 + n) for n, name in enumerate(names)}
+    tensors |= {
+        f"optimizer.state.{name}.exp_avg": numbered((2,), 9 + n) for n, name in enumerate(names)
+    }
     catalog, _ = catalog_of(tensors, objects={key: StoredObject(key, value=names)})
     made = stack_layers(catalog)
     assert made.catalog.objects[key].value == ["layers.w", "norm"]

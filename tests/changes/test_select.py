@@ -12,7 +12,16 @@ from core.catalog.catalog import Catalog, StoredObject, TensorMeta, catalog_of_a
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import Extent, StoredArray
 from core.changes.rename import RenamedCatalog
-from core.changes.select import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
+from core.changes.select import (
+    add_prefix,
+    cast_of,
+    is_optimizer_key,
+    rename,
+    select,
+    strip_prefix,
+    tie,
+    untie,
+)
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
@@ -25,7 +34,10 @@ def _catalog() -> Catalog:
     return catalog_of_arrays(
         format="torch",
         arrays={key: StoredArray(key, "float32", (2, 3), Extent("f", 0)) for key in keys},
-        objects={"optim.lr": StoredObject("optim.lr", value=0.1), "note": StoredObject("note", value="x")},
+        objects={
+            "optim.lr": StoredObject("optim.lr", value=0.1),
+            "note": StoredObject("note", value="x"),
+        },
         skeleton={
             "model": {"a.weight": TensorLeaf(keys[0]), "b.bias": TensorLeaf(keys[1])},
             "optim": {"state": {0: {"exp_avg": TensorLeaf(keys[2])}}, "lr": 0.1},
@@ -38,11 +50,16 @@ def test_include_and_exclude_choose_tensors_and_objects_and_prune_the_skeleton()
     chosen = select(_catalog(), include=["model.*", "note"], exclude=["*.bias"])
     assert list(chosen.catalog.tensors) == ["model.a.weight"]
     assert list(chosen.catalog.objects) == ["note"]
-    assert chosen.catalog.skeleton == {"model": {"a.weight": TensorLeaf("model.a.weight")}, "note": "x"}
+    assert chosen.catalog.skeleton == {
+        "model": {"a.weight": TensorLeaf("model.a.weight")},
+        "note": "x",
+    }
     assert chosen.left_out == ("model.b.bias", "optim.state.0.exp_avg", "optim.lr")
 
 
-@pytest.mark.parametrize(("include", "exclude"), [(["nothing.*"], []), ([], ["typo*"]), (["note"], [])])
+@pytest.mark.parametrize(
+    ("include", "exclude"), [(["nothing.*"], []), ([], ["typo*"]), (["note"], [])]
+)
 def test_globs_that_choose_nothing_are_errors(include: list[str], exclude: list[str]) -> None:
     with pytest.raises(UsageError):
         select(_catalog(), include=include, exclude=exclude)
@@ -70,7 +87,14 @@ def test_rename_moves_keys_and_skeleton_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [[("(", "x")], [("absent", "x")], [(r".*", "same")], [(r"^model\.a\.weight$", "")], [("model", r"\9")]]
+    "rules",
+    [
+        [("(", "x")],
+        [("absent", "x")],
+        [(r".*", "same")],
+        [(r"^model\.a\.weight$", "")],
+        [("model", r"\9")],
+    ],
 )
 def test_renames_that_cannot_be_are_errors(rules: list[tuple[str, str]]) -> None:
     with pytest.raises(UsageError):
@@ -93,7 +117,13 @@ def test_plain_dtype_casts_only_the_model_and_globs_reach_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["optimizer.state.exp_avg.a", "app.optim.state.w.exp_avg_sq", "optim.param_groups.0.lr", "x.exp_avg"]
+    "key",
+    [
+        "optimizer.state.exp_avg.a",
+        "app.optim.state.w.exp_avg_sq",
+        "optim.param_groups.0.lr",
+        "x.exp_avg",
+    ],
 )
 def test_optimizer_keys_are_recognised(key: str) -> None:
     assert is_optimizer_key(key)
@@ -105,7 +135,12 @@ def test_model_keys_are_not_optimizer_keys() -> None:
 
 
 def _prefixed() -> Catalog:
-    keys = ["model.a.weight", "b", "optimizer.state.model.a.weight.exp_avg", "optimizer.state.other.exp_avg"]
+    keys = [
+        "model.a.weight",
+        "b",
+        "optimizer.state.model.a.weight.exp_avg",
+        "optimizer.state.other.exp_avg",
+    ]
     catalog = catalog_of_arrays(
         format="torch",
         arrays={key: StoredArray(key, "float32", (2, 3), Extent("f", 0)) for key in keys},
@@ -128,7 +163,9 @@ def _prefixed() -> Catalog:
             "iteration": 3,
         },
     )
-    return replace(catalog, unsupported={"model.a.weight": "thing"}).with_facet(MegatronModel(order=tuple(keys[:2])))
+    return replace(catalog, unsupported={"model.a.weight": "thing"}).with_facet(
+        MegatronModel(order=tuple(keys[:2]))
+    )
 
 
 def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
@@ -172,8 +209,13 @@ def test_a_prefix_comes_before_the_models_keys_only() -> None:
 
 
 def test_prefixes_go_one_after_the_other() -> None:
-    arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("module.model.a", "module.b", "c")}
-    made = strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."]).catalog
+    arrays = {
+        key: StoredArray(key, "float32", (1,), Extent("f", 0))
+        for key in ("module.model.a", "module.b", "c")
+    }
+    made = strip_prefix(
+        catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."]
+    ).catalog
     assert list(made.tensors) == ["a", "b", "c"]
 
 
@@ -201,7 +243,9 @@ def test_two_keys_that_would_become_one_are_named() -> None:
 
 def test_names_that_the_containers_cannot_hold_are_usage_errors() -> None:
     arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("l.0", "l.1")}
-    catalog = catalog_of_arrays(format="torch", arrays=arrays, skeleton={"l": [TensorLeaf("l.0"), TensorLeaf("l.1")]})
+    catalog = catalog_of_arrays(
+        format="torch", arrays=arrays, skeleton={"l": [TensorLeaf("l.0"), TensorLeaf("l.1")]}
+    )
     with pytest.raises(UsageError, match="containers"):
         rename(catalog, [(r"l\.1", "l.x")])
 
@@ -212,13 +256,19 @@ HEAD, EMBED = "lm_head.weight", "model.embed.weight"
 def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog, MemoryStore]:
     arrays = {
         EMBED: StoredArray("e", "int8", (2, 3), Extent("e", 0)),
-        HEAD: StoredArray("e" if shared else "h", "int8", (2, 3), Extent("e" if shared else "h", 0)),
+        HEAD: StoredArray(
+            "e" if shared else "h", "int8", (2, 3), Extent("e" if shared else "h", 0)
+        ),
         "norm": StoredArray("n", "int8", (3,), Extent("n", 0)),
     }
     catalog = catalog_of_arrays(
         format="torch",
         arrays=arrays,
-        skeleton={"model": {"embed.weight": TensorLeaf(EMBED)}, HEAD: TensorLeaf(HEAD), "norm": TensorLeaf("norm")},
+        skeleton={
+            "model": {"embed.weight": TensorLeaf(EMBED)},
+            HEAD: TensorLeaf(HEAD),
+            "norm": TensorLeaf("norm"),
+        },
     )
     return replace(catalog, aliases={HEAD: EMBED} if shared else {}), MemoryStore(
         {"e": values[0], "h": values[1], "n": bytes(3)}
@@ -229,7 +279,10 @@ def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
     catalog, store = _two((b"abcdef", b"abcdef"))
     made = tie(catalog, [(HEAD, EMBED)])
     assert list(made.tensors) == [EMBED, "norm"]
-    assert made.skeleton == {"model": {"embed.weight": TensorLeaf(EMBED)}, "norm": TensorLeaf("norm")}
+    assert made.skeleton == {
+        "model": {"embed.weight": TensorLeaf(EMBED)},
+        "norm": TensorLeaf("norm"),
+    }
     assert moved(made, store)[EMBED] == b"abcdef"
     catalog, store = _two((b"abcdef", b"abcdeX"))
     with pytest.raises(ReplicaMismatchError, match=r"\(1, 2\)") as caught:
@@ -251,13 +304,16 @@ def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
     made = untie(tied, [(HEAD, EMBED), ("model.again.weight", EMBED)])
     assert made.tensors[HEAD].shape == (2, 3)
     assert made.skeleton == {
-        "model": {"embed.weight": TensorLeaf(EMBED), "again.weight": TensorLeaf("model.again.weight")},
+        "model": {
+            "embed.weight": TensorLeaf(EMBED),
+            "again.weight": TensorLeaf("model.again.weight"),
+        },
         HEAD: TensorLeaf(HEAD),
         "norm": TensorLeaf("norm"),
     }
-    assert {key: data for key, data in moved(made, store).items() if key != "norm"} == dict.fromkeys(
-        (HEAD, EMBED, "model.again.weight"), b"abcdef"
-    )
+    assert {
+        key: data for key, data in moved(made, store).items() if key != "norm"
+    } == dict.fromkeys((HEAD, EMBED, "model.again.weight"), b"abcdef")
 
 
 def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() -> None:
@@ -357,7 +413,12 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
 
 
 def test_numbers_of_parameters_are_no_names() -> None:
-    keys = ["model.list.0", "model.list.1", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"]
+    keys = [
+        "model.list.0",
+        "model.list.1",
+        "optimizer.state.0.exp_avg",
+        "optimizer.state.1.exp_avg",
+    ]
     arrays = {key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys}
     made = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."]).catalog
     assert list(made.tensors) == ["list.0", "list.1", *keys[2:]]
@@ -372,7 +433,10 @@ def test_a_prefix_that_stands_inside_is_told() -> None:
 
 def test_entries_of_parameter_groups_follow_as_states_do() -> None:
     keys = ["model.w", "optimizer.state.model.w.exp_avg"]
-    objects = {"optimizer.param_groups.model.w.lr": 0.1, "optimizer.param_groups.0.params": ["model.w"]}
+    objects = {
+        "optimizer.param_groups.model.w.lr": 0.1,
+        "optimizer.param_groups.0.params": ["model.w"],
+    }
     catalog = catalog_of_arrays(
         format="dcp",
         arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
@@ -409,7 +473,10 @@ def test_a_cast_of_the_model_does_not_pass_over_float8_with_scales() -> None:
 
 
 def test_float8_with_scales_is_not_cast_without_them() -> None:
-    metas = [TensorMeta(key, dtype, (2, 2)) for key, dtype in (("w", "float8_e4m3fn"), ("v", "float8_e4m3fn"))]
+    metas = [
+        TensorMeta(key, dtype, (2, 2))
+        for key, dtype in (("w", "float8_e4m3fn"), ("v", "float8_e4m3fn"))
+    ]
     dtype_for = cast_of([("[vw]", "bf16")], ["w", "w_scale_inv", "v"])
     assert dtype_for(metas[1]) == "bfloat16"
     with pytest.raises(UsageError, match="w_scale_inv") as caught:

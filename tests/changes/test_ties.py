@@ -53,7 +53,9 @@ def test_the_option_that_the_note_proposes_writes_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "zarr3", "torch_dist"])
-def test_formats_without_ties_say_that_tied_tensors_are_written_separately(to: str, tmp_path: Path) -> None:
+def test_formats_without_ties_say_that_tied_tensors_are_written_separately(
+    to: str, tmp_path: Path
+) -> None:
     report = converted(tied_file(tmp_path / "x.pt"), tmp_path / "out", to)
     assert report.n_tensors == 4
     assert "tied tensors are written separately: b (a), c.d (a)" in report.notes

@@ -18,7 +18,9 @@ DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
 ZARR = "mcore0121_zarr/dense_gqa/tp2_pp2"
 
 
-def test_ranks_of_another_step_are_named_and_the_others_are_not(golden: Path, tmp_path: Path) -> None:
+def test_ranks_of_another_step_are_named_and_the_others_are_not(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, RANKS, tmp_path)
     edit_rank(folder / "mp_rank_00_000", lambda loaded: loaded.update(iteration=20))
 
@@ -28,7 +30,9 @@ def test_ranks_of_another_step_are_named_and_the_others_are_not(golden: Path, tm
         del loaded["rng_state"]
 
     edit_rank(folder / "mp_rank_01_001", change)
-    found = {(finding.code, finding.rank, finding.key) for finding in found_in(folder, Level.HEADERS)}
+    found = {
+        (finding.code, finding.rank, finding.key) for finding in found_in(folder, Level.HEADERS)
+    }
     assert found == {
         ("CK503", "mp_rank_00_000", "iteration"),
         ("CK503", "mp_rank_01_001", "checkpoint_version"),
@@ -73,7 +77,9 @@ def test_a_backend_that_does_not_lie_there_is_found(golden: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("source", [DIST, ZARR])
-@pytest.mark.parametrize("config", [{"sharded_backend": name} for name in ("evil", "../x", 7, None)] + [{}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"sharded_backend": name} for name in ("evil", "../x", 7, None)] + [{}], ids=str
+)
 def test_an_unknown_backend_is_refused_and_found(
     golden: Path, tmp_path: Path, source: str, config: dict[str, object]
 ) -> None:
@@ -95,13 +101,19 @@ def test_a_metadata_json_of_other_software_says_nothing(golden: Path, tmp_path: 
     assert checkpoint.format.name == "dcp"
 
 
-def test_a_version_of_the_backend_that_is_not_known_is_an_error(golden: Path, tmp_path: Path) -> None:
+def test_a_version_of_the_backend_that_is_not_known_is_an_error(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, DIST, tmp_path)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}')
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
+    )
     assert counted(found_in(folder)) == {"CK506": 1}
 
 
-def test_absent_arguments_are_a_warning_where_the_names_are_megatrons(golden: Path, tmp_path: Path) -> None:
+def test_absent_arguments_are_a_warning_where_the_names_are_megatrons(
+    golden: Path, tmp_path: Path
+) -> None:
     import torch
 
     folder = copied(golden, "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path)
@@ -116,7 +128,9 @@ def _exchange(a: Path, b: Path) -> None:
     aside.rename(b)
 
 
-def test_rank_directories_that_were_exchanged_are_found_by_the_numbers_in_them(golden: Path, tmp_path: Path) -> None:
+def test_rank_directories_that_were_exchanged_are_found_by_the_numbers_in_them(
+    golden: Path, tmp_path: Path
+) -> None:
     ranks = {
         RANKS: ("mp_rank_00_001", "mp_rank_01_001"),
         "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt": ("mp_rank_00", "mp_rank_01"),

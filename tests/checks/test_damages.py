@@ -30,7 +30,20 @@ from core.megatron.reshard.reshard import load_rules
 from core.opening.open import locate_checkpoint
 from core.validate.run import validate
 from tests.support import broken as b
-from tests.support.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
+from tests.support.damages import (
+    FIRST,
+    ITER,
+    RANKS,
+    SECOND,
+    SHARDS,
+    STEP,
+    TABLE,
+    TORCH,
+    ZARR,
+    ZARR3,
+    ZERO,
+    Row,
+)
 from tests.support.facets import with_facts
 from tests.support.zarr_files import source_of, written
 
@@ -38,8 +51,12 @@ from tests.support.zarr_files import source_of, written
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A zarr 3 group with an array of shards of four inner chunks each."""
-    catalog, store = source_of({"w": ("float32", (8, 10)), "b": ("float32", (3,))}, chunks={"w": (4, 10)})
-    return written(catalog, store, zarr3.FORMAT, tmp_path_factory.mktemp("zarr3") / "group", shard_bytes=159)
+    catalog, store = source_of(
+        {"w": ("float32", (8, 10)), "b": ("float32", (3,))}, chunks={"w": (4, 10)}
+    )
+    return written(
+        catalog, store, zarr3.FORMAT, tmp_path_factory.mktemp("zarr3") / "group", shard_bytes=159
+    )
 
 
 def copied(source: Path, tmp_path: Path) -> Path:
@@ -54,7 +71,11 @@ def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, *items.CODES)}
     known |= {code.code for code in (common_state.BACKEND, unsafe.DANGEROUS, unsafe.UNKNOWN)}
     return sorted(
-        {(f.code, f.file) for f in findings if f.code in known | {"CK100"} and f.severity > Severity.NOTE},
+        {
+            (f.code, f.file)
+            for f in findings
+            if f.code in known | {"CK100"} and f.severity > Severity.NOTE
+        },
         key=lambda found: (found[0], found[1] or ""),
     )
 
@@ -70,7 +91,9 @@ def test_a_damage_is_found_and_named(row: Row, golden: Path, sharded: Path, tmp_
     row.breaks(path / row.at if row.at else path)
     for level in (Level.METADATA, Level.HEADERS):
         found = validate(path, level=level).findings
-        assert own(found) == (sorted(row.found, key=lambda one: (one[0], one[1] or "")) if level >= row.level else [])
+        assert own(found) == (
+            sorted(row.found, key=lambda one: (one[0], one[1] or "")) if level >= row.level else []
+        )
         for finding in found:
             assert finding.hint and finding.message and (finding.file or finding.key), finding
 
@@ -105,7 +128,12 @@ def test_several_damages_of_one_zip_are_found(golden: Path, tmp_path: Path) -> N
         b.inside(path, "byteorder", b"little", b"middle"),
     ):
         b.patched(path, change)
-    assert [code for code, _ in own(validate(path).findings)] == ["CK122", "CK123", "CK124", "CK127"]
+    assert [code for code, _ in own(validate(path).findings)] == [
+        "CK122",
+        "CK123",
+        "CK124",
+        "CK127",
+    ]
 
 
 def test_several_damages_of_a_dcp_checkpoint_are_found(golden: Path, tmp_path: Path) -> None:
@@ -154,20 +182,31 @@ def test_items_that_share_bytes_are_found(golden: Path, tmp_path: Path) -> None:
     path = copied(golden / "torch_dcp/tp2_only", tmp_path)
     stated = stated_metadata(LocalStore(path))
     rows = [
-        TensorRow(key, tensor.dtype, tensor.shape, [ChunkRow(*box_and_place(*chunk)) for chunk in stated.chunks(key)])
+        TensorRow(
+            key,
+            tensor.dtype,
+            tensor.shape,
+            [ChunkRow(*box_and_place(*chunk)) for chunk in stated.chunks(key)],
+        )
         for key, tensor in stated.tensors.items()
     ]
     first, second = rows[0], rows[1]
     (chunk, *_), (other, *rest) = list(first.chunks), list(second.chunks)
-    moved = other._replace(file=chunk.file, item_offset=chunk.item_offset + 8, item_bytes=chunk.item_bytes)
+    moved = other._replace(
+        file=chunk.file, item_offset=chunk.item_offset + 8, item_bytes=chunk.item_bytes
+    )
     (path / ".metadata").write_bytes(
-        write_metadata([first, second._replace(chunks=[moved, *rest]), *rows[2:]], planner_data=None)
+        write_metadata(
+            [first, second._replace(chunks=[moved, *rest]), *rows[2:]], planner_data=None
+        )
     )
     found = own(validate(path, level=Level.HEADERS).findings)
     assert {("CK151", chunk.file), ("CK152", chunk.file)} <= set(found)
 
 
-def box_and_place(box: Box, item: DcpItem) -> tuple[tuple[int, ...], tuple[int, ...], str, int, int]:
+def box_and_place(
+    box: Box, item: DcpItem
+) -> tuple[tuple[int, ...], tuple[int, ...], str, int, int]:
     return box.offset, box.shape, item.file, item.offset, item.n_bytes
 
 
@@ -199,7 +238,9 @@ def test_weights_without_a_configuration_are_a_note(golden: Path, tmp_path: Path
 
 
 def test_what_the_system_refuses_is_a_finding() -> None:
-    finding = finding_of(StorageError("cannot read: input/output error", file="a.pt"), default=file_codes.MALFORMED)
+    finding = finding_of(
+        StorageError("cannot read: input/output error", file="a.pt"), default=file_codes.MALFORMED
+    )
     assert (finding.code, finding.file) == ("CK105", "a.pt")
 
 

@@ -84,7 +84,10 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
     tried = n_named = 0
     for file in sorted(validated_files(opened)):
         for one in stated(file, opened.store.size(file), report=fail):
-            kind = ("".join(c for c in file if not c.isdigit()), "".join(c for c in one.name if not c.isdigit()))
+            kind = (
+                "".join(c for c in file if not c.isdigit()),
+                "".join(c for c in one.name if not c.isdigit()),
+            )
             if kind in seen or tried >= 9:
                 continue
             seen.add(kind)
@@ -96,10 +99,17 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
             assert found, (file, one)
             if one.name.startswith("record data/"):
                 wrong = next(finding for finding in found if finding.code == "CK701")
-                assert wrong.span == (one.start, one.stop) and wrong.expected == f"CRC-32 {one.crc:08x}"
+                assert (
+                    wrong.span == (one.start, one.stop)
+                    and wrong.expected == f"CRC-32 {one.crc:08x}"
+                )
                 n_named += wrong.key is not None
     opened.store.close()
-    assert tried >= 2 and (n_named or not name.startswith(("mcore_", "torch_dcp"))) and errors(path) == []
+    assert (
+        tried >= 2
+        and (n_named or not name.startswith(("mcore_", "torch_dcp")))
+        and errors(path) == []
+    )
 
 
 def fail(error: CheckpointingException) -> None:
@@ -138,7 +148,10 @@ def test_metadata_that_cannot_be_read_leaves_the_files_to_be_checked(copied: Cop
     size = files[-1].stat().st_size
     flip(files[-1], size // 2)
     names = {finding.file for finding in errors(path)}
-    assert {files[0].parent.name + "/" + files[0].name, files[-1].parent.name + "/" + files[-1].name} <= names
+    assert {
+        files[0].parent.name + "/" + files[0].name,
+        files[-1].parent.name + "/" + files[-1].name,
+    } <= names
 
 
 @pytest.mark.parametrize(
@@ -165,15 +178,26 @@ def test_a_manifest_is_a_checksum_and_tells_a_flipped_bit(copied: Copied) -> Non
 
 
 def test_nothing_is_said_of_a_whole_checkpoint_with_checksums(golden: Path) -> None:
-    for name in ("mcore_legacy/dense_gqa/tp4_pp1_optim", "torch_dcp/fsdp2_dp2", "hf/llama/bin_sharded"):
+    for name in (
+        "mcore_legacy/dense_gqa/tp4_pp1_optim",
+        "torch_dcp/fsdp2_dp2",
+        "hf/llama/bin_sharded",
+    ):
         assert [finding for finding in deep(golden / name) if finding.code.startswith("CK7")] == []
 
 
 CODECS = {
-    "crc32c": ([{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}], True),
+    "crc32c": (
+        [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        True,
+    ),
     "gzip": ([{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "gzip"}], True),
     "zstd+crc32c": (
-        [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}, {"name": "crc32c"}],
+        [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd"},
+            {"name": "crc32c"},
+        ],
         True,
     ),
     "plain": ([{"name": "bytes", "configuration": {"endian": "little"}}], False),
@@ -181,7 +205,9 @@ CODECS = {
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_flipped_bit_of_a_zarr_chunk_is_found_where_its_codec_has_a_checksum(tmp_path: Path, codec: str) -> None:
+def test_a_flipped_bit_of_a_zarr_chunk_is_found_where_its_codec_has_a_checksum(
+    tmp_path: Path, codec: str
+) -> None:
     import tensorstore
 
     codecs, is_checked = CODECS[codec]
@@ -210,7 +236,9 @@ def test_a_flipped_bit_of_a_zarr_chunk_is_found_where_its_codec_has_a_checksum(t
         flip(chunk, at, bit=5)
         assert bool(found) is is_checked
         if found:
-            assert {(finding.code, finding.file, finding.key) for finding in found} == {("CK702", "w/c/1/0", "w")}
+            assert {(finding.code, finding.file, finding.key) for finding in found} == {
+                ("CK702", "w/c/1/0", "w")
+            }
 
 
 def test_nan_and_infinities_are_counted_in_the_global_tensor(copied: Copied) -> None:
@@ -232,17 +260,31 @@ def test_nan_and_infinities_are_counted_in_the_global_tensor(copied: Copied) -> 
 def test_nan_in_a_chunk_has_its_index_in_the_tensor(copied: Copied, name: str) -> None:
     path = copied(name)
     opened = open_checkpoint(path)
-    key = next(meta.key for meta in opened.catalog.tensors.values() if len(opened.catalog.fragments(meta.key)) > 1)
+    key = next(
+        meta.key
+        for meta in opened.catalog.tensors.values()
+        if len(opened.catalog.fragments(meta.key)) > 1
+    )
     meta = opened.catalog.tensors[key]
     opened.store.close()
     index = tuple(n - 1 for n in meta.shape)
     nan = {"bfloat16": b"\xc0\x7f", "float32": b"\x00\x00\xc0\x7f"}[meta.dtype]
     put(path, key, index, nan, is_stored=True)
     (finding,) = [finding for finding in deep(path) if finding.code == "CK710"]
-    assert finding.key == key and finding.message.startswith("1 of ") and str(index) in finding.message
+    assert (
+        finding.key == key and finding.message.startswith("1 of ") and str(index) in finding.message
+    )
 
 
-def put(path: Path, key: str, index: tuple[int, ...], data: bytes, *, is_stored: bool = False, copy: int = 0) -> Path:
+def put(
+    path: Path,
+    key: str,
+    index: tuple[int, ...],
+    data: bytes,
+    *,
+    is_stored: bool = False,
+    copy: int = 0,
+) -> Path:
     """Overwrites an element of a tensor in the (``copy``-th) file that holds it."""
     opened = open_checkpoint(path)
     catalog = opened.catalog
@@ -252,10 +294,15 @@ def put(path: Path, key: str, index: tuple[int, ...], data: bytes, *, is_stored:
         (piece, piece.array)
         for piece in catalog.fragments(key)
         if piece.array is not None
-        and all(start <= i < end for start, i, end in zip(piece.box.offset, index, piece.box.end, strict=True))
+        and all(
+            start <= i < end
+            for start, i, end in zip(piece.box.offset, index, piece.box.end, strict=True)
+        )
     ]
     piece, array = holders[copy]
-    inside = [i - start + at for i, start, at in zip(index, piece.box.offset, piece.at, strict=True)]
+    inside = [
+        i - start + at for i, start, at in zip(index, piece.box.offset, piece.at, strict=True)
+    ]
     file, address = place_of(catalog, opened, array, inside)
     opened.store.close()
     with file.open("r+b") as target:
@@ -264,7 +311,9 @@ def put(path: Path, key: str, index: tuple[int, ...], data: bytes, *, is_stored:
     return file
 
 
-def place_of(catalog: Catalog, opened: Checkpoint, array: StoredArray, index: list[int]) -> tuple[Path, int]:
+def place_of(
+    catalog: Catalog, opened: Checkpoint, array: StoredArray, index: list[int]
+) -> tuple[Path, int]:
     bound = catalog.bind(opened.store, array)
     assert bound.extent.strides is None
     flat = 0
@@ -279,8 +328,14 @@ def test_a_copy_that_differs_is_named_with_its_rank_and_the_index(copied: Copied
     key = "decoder.layers.1.input_layernorm.weight"
     file = put(path, key, (17,), b"\x34\x12", copy=0)
     (finding,) = [finding for finding in deep(path) if finding.code == "CK720"]
-    assert finding.key == key and finding.rank == file.parent.name == "mp_rank_00"  # the odd one of four
-    assert "1 of 64 elements" in finding.message and "(17,)" in finding.message and finding.found == "3412"
+    assert (
+        finding.key == key and finding.rank == file.parent.name == "mp_rank_00"
+    )  # the odd one of four
+    assert (
+        "1 of 64 elements" in finding.message
+        and "(17,)" in finding.message
+        and finding.found == "3412"
+    )
 
 
 def test_a_tied_copy_on_another_stage_is_compared(copied: Copied) -> None:
@@ -294,7 +349,9 @@ def test_a_tied_copy_on_another_stage_is_compared(copied: Copied) -> None:
 def test_padding_rows_may_differ_and_hold_anything(golden: Path) -> None:
     for name in ("mcore_legacy/dense_gqa/tp4_pp1", "mcore_legacy/dense_gelu/tp2_pp2_padnoise"):
         if (golden / name).exists():
-            assert not [finding for finding in deep(golden / name) if finding.code.startswith("CK7")]
+            assert not [
+                finding for finding in deep(golden / name) if finding.code.startswith("CK7")
+            ]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -312,13 +369,18 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def found_in(folder: Path, state: dict[str, torch.Tensor]) -> dict[tuple[str, str | None], Finding]:
     save_file(state, folder / "model.safetensors")
-    found = [finding for finding in deep(folder / "model.safetensors") if finding.code not in ("CK704",)]
+    found = [
+        finding for finding in deep(folder / "model.safetensors") if finding.code not in ("CK704",)
+    ]
     return {(finding.code, finding.key): finding for finding in found}
 
 
 def test_what_is_usual_in_a_new_model_is_no_finding(tmp_path: Path) -> None:
     found = found_in(tmp_path, tensors())
-    assert set(found) == {("CK711", "attn.mask")} and found["CK711", "attn.mask"].severity == Severity.NOTE
+    assert (
+        set(found) == {("CK711", "attn.mask")}
+        and found["CK711", "attn.mask"].severity == Severity.NOTE
+    )
 
 
 def test_what_is_not_usual_is_one(tmp_path: Path) -> None:
@@ -338,7 +400,10 @@ def test_what_is_not_usual_is_one(tmp_path: Path) -> None:
         ("CK710", "fp8"): "error",
         ("CK714", "optimizer.state.exp_avg.layers.0.weight"): "note",
     }
-    assert "(3, 4)" in found["CK715", "layers.2.weight"].message and "(1, 2)" in found["CK710", "fp8"].message
+    assert (
+        "(3, 4)" in found["CK715", "layers.2.weight"].message
+        and "(1, 2)" in found["CK710", "fp8"].message
+    )
 
 
 def test_a_file_that_grew_shorter_is_said_once(copied: Copied) -> None:

@@ -23,7 +23,10 @@ MOST_CALLS = 1000
 
 def without_items(path: Path, n: int) -> Path:
     """A checkpoint whose metadata lists tensors of which no file holds a byte, which is an error each."""
-    rows = [TensorRow(f"layers.{i}.w", "float32", (4,), [ChunkRow((0,), (4,), "x", 0, 0)]) for i in range(n)]
+    rows = [
+        TensorRow(f"layers.{i}.w", "float32", (4,), [ChunkRow((0,), (4,), "x", 0, 0)])
+        for i in range(n)
+    ]
     (path / ".metadata").write_bytes(write_metadata(rows, planner_data=None))
     return path
 
@@ -31,7 +34,12 @@ def without_items(path: Path, n: int) -> Path:
 def without_files(path: Path, n: int) -> Path:
     """A checkpoint of which only the metadata are there, a file a tensor."""
     rows = [
-        TensorRow(f"layers.{i}.w", "float32", (4,), [ChunkRow((0,), (4,), f"__{i}_0.distcp", 0, len(ITEM))])
+        TensorRow(
+            f"layers.{i}.w",
+            "float32",
+            (4,),
+            [ChunkRow((0,), (4,), f"__{i}_0.distcp", 0, len(ITEM))],
+        )
         for i in range(n)
     ]
     (path / ".metadata").write_bytes(write_metadata(rows, planner_data=None))
@@ -75,8 +83,12 @@ def n_calls(path: Path, level: Level, *, of: Callable[..., object] | None = None
     return count
 
 
-@pytest.mark.parametrize("level", [Level.METADATA, Level.HEADERS], ids=lambda level: level.name.lower())
-@pytest.mark.parametrize("make", [without_items, without_files, a_zip, many_roots], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "level", [Level.METADATA, Level.HEADERS], ids=lambda level: level.name.lower()
+)
+@pytest.mark.parametrize(
+    "make", [without_items, without_files, a_zip, many_roots], ids=lambda make: make.__name__
+)
 def test_the_work_grows_with_the_number_of_entries(
     make: Callable[[Path, int], Path], level: Level, tmp_path: Path
 ) -> None:

@@ -88,7 +88,17 @@ def tensors(n: int) -> bytes:
     return b"}(" + b"".join(text(f"layers.{i}.w") + FOUR for i in range(n)) + b"u"
 
 
-GROWING = [attributes, late_appends, late_entries, members, mappings, lists, names, streams, tensors]
+GROWING = [
+    attributes,
+    late_appends,
+    late_entries,
+    members,
+    mappings,
+    lists,
+    names,
+    streams,
+    tensors,
+]
 
 
 def saved(path: Path, opcodes: bytes) -> Path:
@@ -99,7 +109,9 @@ def saved(path: Path, opcodes: bytes) -> Path:
 
 
 @pytest.mark.parametrize("make", GROWING, ids=lambda make: make.__name__)
-def test_the_work_grows_with_the_length_of_the_pickle(make: Callable[[int], bytes], tmp_path: Path) -> None:
+def test_the_work_grows_with_the_length_of_the_pickle(
+    make: Callable[[int], bytes], tmp_path: Path
+) -> None:
     few, many = (n_calls(saved(tmp_path / f"{n}.pt", make(n)), Level.HEADERS) for n in (250, 1000))
     assert many < 4.5 * few + 2000
 
@@ -117,7 +129,16 @@ def test_states_are_merged_in_place() -> None:
 
 def test_merging_a_state_leaves_what_else_stands_for_the_first_one() -> None:
     shared = b"}" + text("a") + b"K\x01sq\x00"
-    data = b"\x80\x02" + NAMESPACE + shared + b"b}" + text("b") + b"K\x02sb}" + text("c") + b"K\x03sbh\x00\x86."
+    data = (
+        b"\x80\x02"
+        + NAMESPACE
+        + shared
+        + b"b}"
+        + text("b")
+        + b"K\x02sb}"
+        + text("c")
+        + b"K\x03sbh\x00\x86."
+    )
     record, first = load(data, label="x")  # type: ignore[misc]
     assert record.state == {"a": 1, "b": 2, "c": 3}
     assert first == {"a": 1}
@@ -131,8 +152,14 @@ REPEATED = {
     "a frozenset": (ARGUMENT, b"cbuiltins\nfrozenset\nh\x00\x85R0"),
     "an OrderedDict": (PAIRS, b"ccollections\nOrderedDict\nh\x00\x85R0"),
     "a size": (ARGUMENT, b"ctorch\nSize\nh\x00\x85R0"),
-    "bytes": (text("x" * 9000) + b"q\x000", b"c_codecs\nencode\nh\x00" + text("latin1") + b"\x86R0"),
-    "a bytearray": (text("x" * 9000) + b"q\x000", b"cbuiltins\nbytearray\nh\x00" + text("latin1") + b"\x86R0"),
+    "bytes": (
+        text("x" * 9000) + b"q\x000",
+        b"c_codecs\nencode\nh\x00" + text("latin1") + b"\x86R0",
+    ),
+    "a bytearray": (
+        text("x" * 9000) + b"q\x000",
+        b"cbuiltins\nbytearray\nh\x00" + text("latin1") + b"\x86R0",
+    ),
     "a state": (STATE + NAMESPACE + b"}b", b"h\x00b"),
     "arguments": (b"(" + b"K\x01" * 3000 + b"tq\x000", b"cmine\nC\nh\x00R0"),
 }

@@ -13,7 +13,11 @@ from core.validate.run import validate
 
 CHECKPOINTS = (
     *("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_torch_dist/dense_gqa/tp2_pp2"),
-    *("mcore0161_torch_dist/dense_gqa/tp2_pp2", "mcore0121_zarr/dense_gqa/tp2_pp2", "torch_dcp/fsdp2_dp2"),
+    *(
+        "mcore0161_torch_dist/dense_gqa/tp2_pp2",
+        "mcore0121_zarr/dense_gqa/tp2_pp2",
+        "torch_dcp/fsdp2_dp2",
+    ),
     *("torch_dcp/hf_storage_dp2", "hf/llama/safetensors_sharded", "hf/llama/bin_sharded"),
     *("deepspeed/zero1_dp2_bf16", "deepspeed/zero3_dp2_bf16", "deepspeed_universal/zero1_dp2_bf16"),
 )
@@ -36,19 +40,29 @@ def _halved(path: Path) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    found = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name not in NO_PART]
+    found = [
+        path for path in sorted(root.rglob("*")) if path.is_file() and path.name not in NO_PART
+    ]
     shown = [path for path in found if not any(part.endswith(".sync") for part in path.parts)]
     return shown[:: max(1, len(shown) // MOST)]
 
 
-@pytest.mark.parametrize("damage", [_removed, _emptied, _halved], ids=["removed", "emptied", "halved"])
+@pytest.mark.parametrize(
+    "damage", [_removed, _emptied, _halved], ids=["removed", "emptied", "halved"]
+)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_damaged_file_is_noticed(name: str, damage: Callable[[Path], None], golden: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(golden / name, tmp_path / "checkpoint", copy_function=shutil.copyfile))
+def test_a_damaged_file_is_noticed(
+    name: str, damage: Callable[[Path], None], golden: Path, tmp_path: Path
+) -> None:
+    root = Path(
+        shutil.copytree(golden / name, tmp_path / "checkpoint", copy_function=shutil.copyfile)
+    )
     for path in _files(root):
         data = path.read_bytes()
         damage(path)
         found = [finding for finding in validate(root).findings if finding.severity > Severity.NOTE]
         assert found, path.relative_to(root)
         path.write_bytes(data)
-    assert [finding for finding in validate(root).findings if finding.severity > Severity.NOTE] == []
+    assert [
+        finding for finding in validate(root).findings if finding.severity > Severity.NOTE
+    ] == []

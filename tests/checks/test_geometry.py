@@ -30,7 +30,9 @@ def test_several_kinds_of_damage_are_found_in_one_run(golden: Path, tmp_path: Pa
     def damage(rows: Rows) -> None:
         chunks_of(rows, FC1).pop(0)
         first = chunks_of(rows, FC2)[0]
-        chunks_of(rows, FC2)[1] = chunks_of(rows, FC2)[1]._replace(offset=first.offset, shape=first.shape)
+        chunks_of(rows, FC2)[1] = chunks_of(rows, FC2)[1]._replace(
+            offset=first.offset, shape=first.shape
+        )
         chunks_of(rows, PROJ).append(chunks_of(rows, PROJ)[0])
         last = chunks_of(rows, QKV)[-1]
         chunks_of(rows, QKV)[-1] = last._replace(offset=tuple(i + 1 for i in last.offset))
@@ -55,7 +57,10 @@ def test_overlapping_chunks_are_told_from_gaps(golden: Path, tmp_path: Path) -> 
         chunks_of(rows, key)[1] = second._replace(offset=(second.offset[0] - 1, 0))
 
     edit_rows(folder, damage)
-    assert {(finding.code, finding.key) for finding in found_in(folder)} == {("CK202", key), ("CK201", key)}
+    assert {(finding.code, finding.key) for finding in found_in(folder)} == {
+        ("CK202", key),
+        ("CK201", key),
+    }
 
 
 @pytest.mark.parametrize("n_lost", [1, 3])
@@ -64,7 +69,11 @@ def test_every_chunk_without_an_item_is_named(golden: Path, tmp_path: Path, n_lo
     lost: list[Any] = []
 
     def damage(metadata: Any) -> None:
-        indexes = [index for index in metadata.storage_data if index.offset is not None and "lm_head" in index.fqn]
+        indexes = [
+            index
+            for index in metadata.storage_data
+            if index.offset is not None and "lm_head" in index.fqn
+        ]
         lost.extend(indexes[:n_lost])
         for index in lost:
             del metadata.storage_data[index]
@@ -75,7 +84,9 @@ def test_every_chunk_without_an_item_is_named(golden: Path, tmp_path: Path, n_lo
     assert {finding.key for finding in findings} == {index.fqn for index in lost}
 
 
-def test_an_object_without_an_item_and_a_shape_that_is_none_are_named(golden: Path, tmp_path: Path) -> None:
+def test_an_object_without_an_item_and_a_shape_that_is_none_are_named(
+    golden: Path, tmp_path: Path
+) -> None:
     import torch
 
     folder = copied(golden, DCP, tmp_path)
@@ -111,7 +122,8 @@ def test_items_of_another_dtype_or_shape_are_found_when_they_are_opened(
                 continue
             chunks = [
                 chunk._replace(
-                    offset=(2 * chunk.offset[0], *chunk.offset[1:]), shape=(2 * chunk.shape[0], *chunk.shape[1:])
+                    offset=(2 * chunk.offset[0], *chunk.offset[1:]),
+                    shape=(2 * chunk.shape[0], *chunk.shape[1:]),
                 )
                 for chunk in chunks_of(rows, key)
             ]
@@ -119,6 +131,12 @@ def test_items_of_another_dtype_or_shape_are_found_when_they_are_opened(
             rows[key] = row._replace(shape=(2 * shape[0], *shape[1:]), chunks=chunks)  # type: ignore[call-arg]
 
     edit_rows(folder, damage)
-    assert {finding.code for finding in found_in(folder)} <= {"CK403"}  # states have not that shape, either
-    found = {(finding.code, finding.key) for finding in found_in(folder, Level.HEADERS) if finding.code == "CK207"}
+    assert {finding.code for finding in found_in(folder)} <= {
+        "CK403"
+    }  # states have not that shape, either
+    found = {
+        (finding.code, finding.key)
+        for finding in found_in(folder, Level.HEADERS)
+        if finding.code == "CK207"
+    }
     assert found == {("CK207", key) for key in keys}

@@ -40,8 +40,12 @@ def config_of_two_layers(golden: Path, folder: Path) -> Path:
     return folder / "config.json"
 
 
-@pytest.mark.parametrize("row", MODELS, ids=lambda row: f"{row.source}-{row.what}".replace(" ", "_").replace("/", "_"))
-def test_what_validate_finds_a_conversion_to_hugging_face_refuses(row: Row, golden: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row", MODELS, ids=lambda row: f"{row.source}-{row.what}".replace(" ", "_").replace("/", "_")
+)
+def test_what_validate_finds_a_conversion_to_hugging_face_refuses(
+    row: Row, golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / row.source, tmp_path)
     assert own(validate(path).findings) == []
     row.breaks(path)
@@ -60,39 +64,67 @@ def test_what_validate_finds_a_conversion_to_hugging_face_refuses(row: Row, gold
         assert row.found[0][0] == "CK539" or any("do not have v_head" in note for note in notes)
 
 
-def test_a_tied_output_layer_that_is_stored_as_well_is_no_problem(golden: Path, tmp_path: Path) -> None:
+def test_a_tied_output_layer_that_is_stored_as_well_is_no_problem(
+    golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / TIED, tmp_path)
     tensors_changed(
-        path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+        path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
     )
     assert own(validate(path, level=Level.DEEP).findings) == []
 
 
 def test_every_code_has_a_damage() -> None:
-    assert {code for row in MODELS for code, _ in row.found} == {code.code for code in hf_model.CODES}
+    assert {code for row in MODELS for code, _ in row.found} == {
+        code.code for code in hf_model.CODES
+    }
 
 
 def test_a_prefix_and_a_configuration_of_another_model_are_refused_with_the_prefix(
     golden: Path, tmp_path: Path
 ) -> None:
     config = golden / ONE / "config.json"
-    with pytest.raises(UnknownTensorError, match=r"begin with 'app\.model\.'.* states 3 layers, .* of 2") as refusal:
+    with pytest.raises(
+        UnknownTensorError, match=r"begin with 'app\.model\.'.* states 3 layers, .* of 2"
+    ) as refusal:
         run(Job(src=golden / APP, dst=tmp_path / "out", to="hf", config=config, fsync=False))
     assert "--strip-prefix app.model. --no-optim" in str(refusal.value.hint)
     stripped = ("app.model.",)
     with pytest.raises(CorruptError, match="states 3 layers, but there are tensors of 2"):
-        run(Job(src=golden / APP, dst=tmp_path / "out", to="hf", config=config, strip_prefix=stripped, optim="drop"))
+        run(
+            Job(
+                src=golden / APP,
+                dst=tmp_path / "out",
+                to="hf",
+                config=config,
+                strip_prefix=stripped,
+                optim="drop",
+            )
+        )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "safetensors"])
-def test_the_refusals_options_lead_to_a_model_that_transformers_loads(to: str, golden: Path, tmp_path: Path) -> None:
+def test_the_refusals_options_lead_to_a_model_that_transformers_loads(
+    to: str, golden: Path, tmp_path: Path
+) -> None:
     config = config_of_two_layers(golden, tmp_path)
     job = Job(src=golden / APP, dst=tmp_path / "out", to=to, config=config, fsync=False)
     with pytest.raises(UnknownTensorError, match=r"begin with 'app\.model\.'") as refusal:
         run(job)
     assert refusal.value.hint == "remove it with --strip-prefix app.model. --no-optim"
-    again = Job(src=job.src, dst=job.dst, to=to, config=config, strip_prefix=("app.model.",), optim="drop", fsync=False)
+    again = Job(
+        src=job.src,
+        dst=job.dst,
+        to=to,
+        config=config,
+        strip_prefix=("app.model.",),
+        optim="drop",
+        fsync=False,
+    )
     assert run(again).n_tensors > 0
     if to != "megatron":
         loaded_model(tmp_path / "out")
@@ -102,21 +134,41 @@ def test_the_refusals_options_lead_to_a_model_that_transformers_loads(to: str, g
 def test_optimizer_state_is_refused_beside_a_model(golden: Path, tmp_path: Path) -> None:
     config = config_of_two_layers(golden, tmp_path)
     with pytest.raises(UnsupportedError, match="cannot store optimizer state") as refusal:
-        run(Job(src=golden / APP, dst=tmp_path / "out", to="hf", config=config, strip_prefix=("app.model.",)))
+        run(
+            Job(
+                src=golden / APP,
+                dst=tmp_path / "out",
+                to="hf",
+                config=config,
+                strip_prefix=("app.model.",),
+            )
+        )
     assert refusal.value.hint == "drop it with --no-optim"
 
 
-def test_a_tensor_too_many_is_refused_where_the_user_names_the_configuration(golden: Path, tmp_path: Path) -> None:
+def test_a_tensor_too_many_is_refused_where_the_user_names_the_configuration(
+    golden: Path, tmp_path: Path
+) -> None:
     (tmp_path / "source").mkdir()
     tensors = load_file(golden / ONE / "model.safetensors")
-    save_file({**tensors, "v_head.weight": torch.ones(3)}, tmp_path / "source" / "model.safetensors")
-    job = Job(src=tmp_path / "source", dst=tmp_path / "out", to="hf", config=golden / ONE / "config.json", fsync=False)
+    save_file(
+        {**tensors, "v_head.weight": torch.ones(3)}, tmp_path / "source" / "model.safetensors"
+    )
+    job = Job(
+        src=tmp_path / "source",
+        dst=tmp_path / "out",
+        to="hf",
+        config=golden / ONE / "config.json",
+        fsync=False,
+    )
     with pytest.raises(UnknownTensorError, match="no such tensor") as refusal:
         run(job)
     assert refusal.value.key == "v_head.weight"
 
 
-def test_what_was_written_under_a_prefix_is_found_and_the_prefix_named(golden: Path, tmp_path: Path) -> None:
+def test_what_was_written_under_a_prefix_is_found_and_the_prefix_named(
+    golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / ONE, tmp_path)
     tensors_changed(path, prefixed)
     config_changed(path, num_hidden_layers=2)
@@ -125,7 +177,9 @@ def test_what_was_written_under_a_prefix_is_found_and_the_prefix_named(golden: P
     assert finding.hint == "convert it again with --strip-prefix app.model."
 
 
-def test_the_file_of_a_whole_model_alone_is_compared_with_its_configuration(golden: Path, tmp_path: Path) -> None:
+def test_the_file_of_a_whole_model_alone_is_compared_with_its_configuration(
+    golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / ONE, tmp_path)
     assert own(validate(path / "model.safetensors").findings) == []
     config_changed(path, num_hidden_layers=5)
@@ -135,7 +189,9 @@ def test_the_file_of_a_whole_model_alone_is_compared_with_its_configuration(gold
 @pytest.mark.parametrize(
     "name", ["model-00001-of-00003.safetensors", "weights.safetensors", "adapter_model.safetensors"]
 )
-def test_a_file_that_is_no_whole_model_is_not_judged(name: str, golden: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_whole_model_is_not_judged(
+    name: str, golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / ONE, tmp_path)
     tensors_changed(path, lambda tensors: tensors.pop("model.norm.weight"))
     (path / "model.safetensors").rename(path / name)
@@ -148,7 +204,11 @@ def test_a_file_that_is_no_whole_model_is_not_judged(name: str, golden: Path, tm
         {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30", "sample_size": 64},
         {"architecture": "resnet50", "num_classes": 1000},
         {"dim": 4096, "n_layers": 32, "vocab_size": 32000},
-        {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+        },
     ],
     ids=["diffusers", "timm", "mistral", "eagle"],
 )
@@ -169,10 +229,14 @@ def test_weights_that_mlx_wrote_are_not_judged(golden: Path, tmp_path: Path) -> 
     assert own(validate(path).findings) == []
 
 
-def test_an_adapter_beside_the_configuration_of_its_model_is_not_judged(golden: Path, tmp_path: Path) -> None:
+def test_an_adapter_beside_the_configuration_of_its_model_is_not_judged(
+    golden: Path, tmp_path: Path
+) -> None:
     path = copied(golden / ONE, tmp_path)
     (path / "model.safetensors").unlink()
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    save_file({key: torch.ones(2, 32)}, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {key: torch.ones(2, 32)}, path / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
     assert own(validate(path).findings) == []

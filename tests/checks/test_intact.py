@@ -22,7 +22,13 @@ from core.validate.run import validate
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 TRAINERS = ("trainer", "accelerate", "lightning")
 FAMILIES = (
-    *("mcore_legacy", "mcore0121_legacy", "mcore_torch_dist", "mcore0161_torch_dist", "mcore0121_torch_dist"),
+    *(
+        "mcore_legacy",
+        "mcore0121_legacy",
+        "mcore_torch_dist",
+        "mcore0161_torch_dist",
+        "mcore0121_torch_dist",
+    ),
     *("mcore0121_zarr", "deepspeed", "deepspeed_universal", "torch_dcp", "hf", *TRAINERS),
 )
 
@@ -44,7 +50,11 @@ def checkpoints(family: Path) -> list[Path]:
 def alarms(path: Path, level: Level) -> list[tuple[str, str | None, str]]:
     """The findings above a note."""
     findings = validate(path, level=level).findings
-    return [(finding.code, finding.file, finding.message) for finding in findings if finding.severity > Severity.NOTE]
+    return [
+        (finding.code, finding.file, finding.message)
+        for finding in findings
+        if finding.severity > Severity.NOTE
+    ]
 
 
 @pytest.mark.parametrize("level", list(Level), ids=lambda level: level.name.lower())
@@ -61,18 +71,25 @@ def test_safetensors_items_of_dcp_have_no_findings(level: Level, tmp_path: Path)
     tensors = {f"w{n}": torch.arange(1.0, 20 + n) for n in range(5)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
-        for name, state in (("tensors", tensors), ("objects", {**tensors, "step": 3, "groups": [{"lr": 0.5}]})):
+        for name, state in (
+            ("tensors", tensors),
+            ("objects", {**tensors, "step": 3, "groups": [{"lr": 0.5}]}),
+        ):
             for n_files in (1, 3):
                 folder = tmp_path / f"{name}-{n_files}"
                 writer = FileSystemWriter(
-                    folder, thread_count=n_files, serialization_format=SerializationFormat.SAFETENSORS
+                    folder,
+                    thread_count=n_files,
+                    serialization_format=SerializationFormat.SAFETENSORS,
                 )
                 save(state, storage_writer=writer)
                 assert alarms(folder, level) == [], folder
 
 
 @pytest.mark.parametrize("level", list(Level), ids=lambda level: level.name.lower())
-def test_a_dcp_in_a_folder_of_its_own_has_no_findings(golden: Path, level: Level, tmp_path: Path) -> None:
+def test_a_dcp_in_a_folder_of_its_own_has_no_findings(
+    golden: Path, level: Level, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(golden / "torch_dcp/fsdp2_dp2", folder / "checkpoint")
     torch.save({"w": torch.ones(3)}, folder / "checkpoint.pt")
@@ -81,7 +98,9 @@ def test_a_dcp_in_a_folder_of_its_own_has_no_findings(golden: Path, level: Level
     assert [code for code, _, _ in alarms(folder, level)] == ["CK100"]
 
 
-def test_a_damaged_item_of_a_dcp_in_a_folder_of_its_own_is_found(golden: Path, tmp_path: Path) -> None:
+def test_a_damaged_item_of_a_dcp_in_a_folder_of_its_own_is_found(
+    golden: Path, tmp_path: Path
+) -> None:
     shutil.copytree(golden / "torch_dcp/fsdp2_dp2", tmp_path / "checkpoint/part")
     torch.save({"w": torch.ones(3)}, tmp_path / "checkpoint/model.pt")
     path = tmp_path / "checkpoint/part/__0_0.distcp"

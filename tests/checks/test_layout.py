@@ -11,7 +11,16 @@ import pytest
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
-from tests.support.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing
+from tests.support.edited import (
+    Rows,
+    chunks_of,
+    copied,
+    counted,
+    edit_rank,
+    edit_rows,
+    found_in,
+    nothing,
+)
 from tests.support.rank_files import MODEL_FILE
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
@@ -52,7 +61,9 @@ def test_every_argument_that_a_rank_contradicts_is_named(golden: Path, tmp_path:
     ]
 
 
-def test_tensors_that_some_ranks_lack_or_hold_otherwise_are_named_with_the_rank(golden: Path, tmp_path: Path) -> None:
+def test_tensors_that_some_ranks_lack_or_hold_otherwise_are_named_with_the_rank(
+    golden: Path, tmp_path: Path
+) -> None:
     import torch
 
     folder = copied(golden, RANKS, tmp_path)
@@ -77,7 +88,9 @@ def test_a_tensor_that_the_first_rank_lacks_is_said_once(golden: Path, tmp_path:
     folder = copied(golden, "mcore_legacy/dense_gqa/tp4_pp1", tmp_path)
     edit_rank(folder / "mp_rank_00", lambda loaded: loaded["model"].pop(FC1))
     findings = [finding for finding in found_in(folder) if finding.code == "CK303"]
-    assert [(finding.rank, finding.message.split()[0]) for finding in findings] == [("mp_rank_00", FC1)]
+    assert [(finding.rank, finding.message.split()[0]) for finding in findings] == [
+        ("mp_rank_00", FC1)
+    ]
 
 
 def test_missing_layers_and_tensors_are_all_named(golden: Path, tmp_path: Path) -> None:
@@ -91,21 +104,30 @@ def test_missing_layers_and_tensors_are_all_named(golden: Path, tmp_path: Path) 
     for rank in ("mp_rank_00_001", "mp_rank_01_001"):
         edit_rank(folder / rank, change)
     for rank in ("mp_rank_00_000", "mp_rank_01_000"):
-        edit_rank(folder / rank, lambda loaded: loaded["model"].pop("embedding.word_embeddings.weight"))
+        edit_rank(
+            folder / rank, lambda loaded: loaded["model"].pop("embedding.word_embeddings.weight")
+        )
     findings = found_in(folder)
     assert {"CK304", "CK311"} <= set(counted(findings))
     assert any(finding.key == "embedding.word_embeddings.weight" for finding in findings)
 
 
-def test_a_tied_copy_that_is_missing_or_of_another_shape_is_named(golden: Path, tmp_path: Path) -> None:
+def test_a_tied_copy_that_is_missing_or_of_another_shape_is_named(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, TIED, tmp_path)
     head = "output_layer.weight"
-    edit_rank(folder / "mp_rank_00_001", lambda loaded: loaded["model"].update({head: loaded["model"][head][:-1]}))
+    edit_rank(
+        folder / "mp_rank_00_001",
+        lambda loaded: loaded["model"].update({head: loaded["model"][head][:-1]}),
+    )
     findings = found_in(folder)
     assert ("CK305", "mp_rank_00_001") in {(finding.code, finding.rank) for finding in findings}
     for rank in ("mp_rank_00_001", "mp_rank_01_001"):
         edit_rank(folder / rank, lambda loaded: loaded["model"].pop(head))
-    assert counted(found_in(folder)) == {"CK306": 1}  # ranks of one length: the first stands for both
+    assert counted(found_in(folder)) == {
+        "CK306": 1
+    }  # ranks of one length: the first stands for both
     findings = [finding for finding in found_in(folder, Level.HEADERS) if finding.code == "CK306"]
     assert [finding.rank for finding in findings] == ["mp_rank_00_001", "mp_rank_01_001"]
 
@@ -133,17 +155,23 @@ def test_shapes_that_contradict_the_arguments_are_named(golden: Path, tmp_path: 
     assert {finding.severity for finding in findings} == {Severity.ERROR}
 
 
-def test_a_rank_that_is_missing_is_said_once_and_not_by_what_follows(golden: Path, tmp_path: Path) -> None:
+def test_a_rank_that_is_missing_is_said_once_and_not_by_what_follows(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, EXPERTS, tmp_path)
     shutil.rmtree(folder / "mp_rank_01_001")
-    edit_rank(folder / "mp_rank_00_000", lambda loaded: loaded["args"].__dict__.update(ffn_hidden_size=1))
+    edit_rank(
+        folder / "mp_rank_00_000", lambda loaded: loaded["args"].__dict__.update(ffn_hidden_size=1)
+    )
     findings = found_in(folder)
     assert counted(findings)["CK160"] == 1
     assert "CK313" not in counted(findings)
     assert "CK301" in counted(findings)  # another damage is found all the same
 
 
-def test_a_rank_file_that_cannot_be_read_hides_no_damage_to_others(golden: Path, tmp_path: Path) -> None:
+def test_a_rank_file_that_cannot_be_read_hides_no_damage_to_others(
+    golden: Path, tmp_path: Path
+) -> None:
     import torch
 
     folder = copied(golden, RANKS, tmp_path)
@@ -161,9 +189,14 @@ def test_an_unknown_tensor_is_a_note(golden: Path, tmp_path: Path) -> None:
     import torch
 
     folder = copied(golden, RANKS, tmp_path)
-    every_rank(folder, lambda loaded: loaded["model"].update({"decoder.layers.0.surprise.weight": torch.zeros(4)}))
+    every_rank(
+        folder,
+        lambda loaded: loaded["model"].update({"decoder.layers.0.surprise.weight": torch.zeros(4)}),
+    )
     assert found_in(folder) == []
-    notes = {finding.key for finding in found_in(folder, least=Severity.NOTE) if finding.code == "CK315"}
+    notes = {
+        finding.key for finding in found_in(folder, least=Severity.NOTE) if finding.code == "CK315"
+    }
     assert notes == {f"decoder.layers.{number}.surprise.weight" for number in (0, 2)}
 
 
@@ -181,11 +214,16 @@ def test_odd_padding_of_the_vocabulary_is_found(
     folder = copied(golden, RANKS, tmp_path)
     every_rank(folder, lambda loaded: vars(loaded["args"]).update(args))
     findings = [finding for finding in found_in(folder) if finding.code == "CK316"]
-    assert {finding.key for finding in findings} == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert {finding.key for finding in findings} == {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
     assert {finding.severity for finding in findings} == {severity}
 
 
-def test_a_global_checkpoint_that_lacks_tensors_and_layers_is_incomplete(golden: Path, tmp_path: Path) -> None:
+def test_a_global_checkpoint_that_lacks_tensors_and_layers_is_incomplete(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path)
     stack = "decoder.layers.mlp.linear_fc2.weight"
 
@@ -223,9 +261,12 @@ def test_extra_states_of_different_lengths_are_no_damage(golden: Path, tmp_path:
 
     folder = copied(golden, RANKS, tmp_path)
     name = "decoder.layers.0.mlp.linear_fc1._extra_state"
-    every_rank(folder, lambda loaded: loaded["model"].update({name: torch.zeros(47, dtype=torch.uint8)}))
+    every_rank(
+        folder, lambda loaded: loaded["model"].update({name: torch.zeros(47, dtype=torch.uint8)})
+    )
     edit_rank(
-        folder / "mp_rank_01_000", lambda loaded: loaded["model"].update({name: torch.zeros(0, dtype=torch.uint8)})
+        folder / "mp_rank_01_000",
+        lambda loaded: loaded["model"].update({name: torch.zeros(0, dtype=torch.uint8)}),
     )
     assert found_in(folder, Level.HEADERS) == []
 
@@ -233,15 +274,23 @@ def test_extra_states_of_different_lengths_are_no_damage(golden: Path, tmp_path:
 @pytest.mark.parametrize(
     ("lost", "named"),
     [
-        ("decoder.layers.mlp.experts.experts.linear_fc1.weight", "mlp.experts.local_experts.3.linear_fc1.weight"),
-        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", "mlp.experts.local_experts.3.linear_fc2.weight"),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            "mlp.experts.local_experts.3.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+            "mlp.experts.local_experts.3.linear_fc2.weight",
+        ),
         ("decoder.layers.mlp.router.weight", "mlp.router.weight"),
         ("decoder.layers.self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
         ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
         ("decoder.final_layernorm.weight", None),
     ],
 )
-def test_what_every_layer_lacks_is_missed(golden: Path, tmp_path: Path, lost: str, named: str | None) -> None:
+def test_what_every_layer_lacks_is_missed(
+    golden: Path, tmp_path: Path, lost: str, named: str | None
+) -> None:
     folder = copied(golden, "mcore0121_zarr/moe_seq/tp2_pp2_ep2", tmp_path)
     shutil.rmtree(folder / lost)
     findings = found_in(folder)

@@ -33,7 +33,11 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
 
 def found(path: Path, *, level: Level = Level.DEEP, against: Path | None = None) -> list[Finding]:
     """Findings of the codes of this file."""
-    return [one for one in validate(path, level=level, against=against).findings if one.code.startswith("CK8")]
+    return [
+        one
+        for one in validate(path, level=level, against=against).findings
+        if one.code.startswith("CK8")
+    ]
 
 
 def codes(path: Path, *, level: Level = Level.DEEP, against: Path | None = None) -> list[str]:
@@ -51,7 +55,9 @@ def test_an_intact_checkpoint_has_no_findings(checkpoint: Path) -> None:
         assert validate(checkpoint, level=level).findings == ()
 
 
-def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data(checkpoint: Path) -> None:
+def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data(
+    checkpoint: Path,
+) -> None:
     folder = checkpoint / "iter_0000010"
     (folder / "notes.txt").write_text("read me")
     write_inventory(read_inventory(checkpoint), force=True)
@@ -62,7 +68,9 @@ def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data
     got = {(one.code, one.file) for one in found(checkpoint, level=Level.METADATA)}
     size = ("CK803", "mp_rank_00_000/model_optim_rng.pt")
     assert (
-        {("CK802", "notes.txt"), ("CK804", "more.txt")} <= got <= {("CK802", "notes.txt"), ("CK804", "more.txt"), size}
+        {("CK802", "notes.txt"), ("CK804", "more.txt")}
+        <= got
+        <= {("CK802", "notes.txt"), ("CK804", "more.txt"), size}
     )
 
 
@@ -71,7 +79,11 @@ def test_a_flipped_bit_in_a_tensor_is_found_and_the_tensor_named(checkpoint: Pat
     array = next(one for one in manifest.arrays if one.key == "embedding.word_embeddings.weight")
     flip(checkpoint / "iter_0000010" / array.file, array.offset + 77)
     (finding,) = found(checkpoint)
-    assert (finding.code, finding.file, finding.key) == ("CK806", array.file, "embedding.word_embeddings.weight")
+    assert (finding.code, finding.file, finding.key) == (
+        "CK806",
+        array.file,
+        "embedding.word_embeddings.weight",
+    )
     assert found(checkpoint, level=Level.HEADERS) == []
 
 
@@ -84,7 +96,9 @@ def test_a_flipped_bit_between_the_tensors_is_found(checkpoint: Path) -> None:
     assert (finding.code, finding.file) == ("CK805", "notes.txt")
 
 
-def test_the_manifest_of_a_conversion_is_found_beside_the_tracker(golden: Path, tmp_path: Path) -> None:
+def test_the_manifest_of_a_conversion_is_found_beside_the_tracker(
+    golden: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     run(Job(src=golden / CASE, dst=root, to="megatron", fsync=False))
     assert (root / MANIFEST).exists() and codes(root) == codes(root / "iter_0000010") == []
@@ -98,14 +112,24 @@ def test_the_manifest_of_a_conversion_is_found_beside_the_tracker(golden: Path, 
 
 def test_arrays_are_checked_where_the_files_have_no_crc(golden: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run(Job(src=golden / "hf/llama/safetensors_single", dst=out, to="safetensors", crc=False, fsync=False))
+    run(
+        Job(
+            src=golden / "hf/llama/safetensors_single",
+            dst=out,
+            to="safetensors",
+            crc=False,
+            fsync=False,
+        )
+    )
     manifest = read_manifest(LocalStore(out))
     assert manifest.files[0].crc is None and codes(out) == []
     flip(out / manifest.arrays[3].file, manifest.arrays[3].offset)
     assert [(one.code, one.key) for one in found(out)] == [("CK806", manifest.arrays[3].key)]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "ckpt-manifest", "version": 9}', '{"files": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"schema": "ckpt-manifest", "version": 9}', '{"files": 1}']
+)
 def test_a_broken_manifest_is_a_finding(checkpoint: Path, text: str) -> None:
     (checkpoint / "iter_0000010" / MANIFEST).write_text(text)
     for level in (Level.METADATA, Level.DEEP):
@@ -143,7 +167,9 @@ def test_a_manifest_is_not_replaced_without_force(checkpoint: Path) -> None:
     before = (checkpoint / "iter_0000010" / MANIFEST).read_bytes()
     write_inventory(made, force=True)
     assert (checkpoint / "iter_0000010" / MANIFEST).read_bytes() == before
-    assert sorted(path.name for path in (checkpoint / "iter_0000010").iterdir() if path.is_file()) == [MANIFEST]
+    assert sorted(
+        path.name for path in (checkpoint / "iter_0000010").iterdir() if path.is_file()
+    ) == [MANIFEST]
 
 
 def integrity_of(folder: Path) -> None:
@@ -153,7 +179,9 @@ def integrity_of(folder: Path) -> None:
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != "integrity.json"
     }
-    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
+    (folder / "integrity.json").write_text(
+        json.dumps({"algorithm": "sha256", "files": files}, indent=2)
+    )
 
 
 def test_megatrons_integrity_json_is_checked(golden: Path, tmp_path: Path) -> None:
@@ -169,12 +197,21 @@ def test_megatrons_integrity_json_is_checked(golden: Path, tmp_path: Path) -> No
     assert [(one.code, one.file) for one in found(copied)] == [("CK812", data.name)]
     assert codes(copied, level=Level.HEADERS) == []
     (folder / "notes.txt").unlink()
-    assert [(one.code, one.file) for one in found(copied, level=Level.METADATA)] == [("CK811", "notes.txt")]
+    assert [(one.code, one.file) for one in found(copied, level=Level.METADATA)] == [
+        ("CK811", "notes.txt")
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"files": 3}', '{"files": {"a": 1}}', '{"algorithm": "md5", "files": {}}', '{"algorithm": "sha256"}'],
+    [
+        "",
+        "[]",
+        '{"files": 3}',
+        '{"files": {"a": 1}}',
+        '{"algorithm": "md5", "files": {}}',
+        '{"algorithm": "sha256"}',
+    ],
 )
 def test_a_broken_integrity_json_is_a_finding(golden: Path, tmp_path: Path, text: str) -> None:
     copied = tmp_path / "copy"
@@ -194,11 +231,15 @@ def test_other_layouts_of_the_same_weights_are_equal_to_a_manifest(
 
 
 @pytest.mark.parametrize("level", (Level.METADATA, Level.DEEP))
-def test_any_change_is_seen_against_another_layout(golden: Path, checkpoint: Path, level: Level) -> None:
+def test_any_change_is_seen_against_another_layout(
+    golden: Path, checkpoint: Path, level: Level
+) -> None:
     """Whatever byte of a tensor changes: exactly the tensor that it belongs to differs."""
     other = golden / "mcore_legacy/dense_gelu/tp1_pp1"
     arrays = list(read_manifest(LocalStore(checkpoint / "iter_0000010")).arrays)
-    arrays = [one for one in arrays if ":" not in one.key and "word_embeddings" not in one.name]  # no random states
+    arrays = [
+        one for one in arrays if ":" not in one.key and "word_embeddings" not in one.name
+    ]  # no random states
     chance = random.Random(int(level))
     for array in chance.sample(arrays, 4):
         file = checkpoint / "iter_0000010" / array.file
@@ -232,7 +273,9 @@ def test_missing_extra_and_other_tensors_are_told_apart(golden: Path, tmp_path: 
 
 
 def test_names_that_have_nothing_in_common_are_one_finding(golden: Path) -> None:
-    (finding,) = found(golden / CASE, level=Level.METADATA, against=golden / "hf/llama/safetensors_single")
+    (finding,) = found(
+        golden / CASE, level=Level.METADATA, against=golden / "hf/llama/safetensors_single"
+    )
     assert finding.code == "CK821" and finding.hint is not None and "Hugging Face" in finding.hint
 
 

@@ -64,13 +64,16 @@ def test_groups_settings_and_steps_are_compared(golden: Path, tmp_path: Path) ->
 
     edit_rank(folder / "mp_rank_00_001", fewer)
     edit_rank(
-        folder / "mp_rank_01_000", lambda loaded: torch_optimizer(loaded)["param_groups"][0].update(betas=(0.5, 0.5))
+        folder / "mp_rank_01_000",
+        lambda loaded: torch_optimizer(loaded)["param_groups"][0].update(betas=(0.5, 0.5)),
     )
     found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
     assert ("CK404", "mp_rank_00_001") in found
     assert ("CK405", "mp_rank_01_000") in found
     edit_rank(folder / "mp_rank_01_001", no_master)
-    assert ("CK402", "mp_rank_01_001") in {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+    assert ("CK402", "mp_rank_01_001") in {
+        (finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)
+    }
 
 
 def test_a_rank_without_the_optimizer_of_the_others_is_named(golden: Path, tmp_path: Path) -> None:
@@ -82,9 +85,14 @@ def test_a_rank_without_the_optimizer_of_the_others_is_named(golden: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", [NUMBERED, FLAT])
-def test_every_weight_that_was_edited_is_found_by_its_master(golden: Path, tmp_path: Path, name: str) -> None:
+def test_every_weight_that_was_edited_is_found_by_its_master(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
     folder = copied(golden, name, tmp_path)
-    keys = ["decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.self_attention.linear_qkv.weight"]
+    keys = [
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+    ]
 
     def change(loaded: dict[str, Any]) -> None:
         for key in keys:
@@ -124,7 +132,11 @@ def test_named_states_are_compared_with_their_parameters(
 ) -> None:
     folder = copied(golden, name, tmp_path)
     first, second, third = (
-        ("output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc2.weight")
+        (
+            "output_layer.weight",
+            "decoder.final_layernorm.weight",
+            "decoder.layers.mlp.linear_fc2.weight",
+        )
         if name == DIST
         else ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")
     )
@@ -133,18 +145,27 @@ def test_named_states_are_compared_with_their_parameters(
         del rows[weight.format(first)]
         del rows[state.format(second)]
         row = rows[state.format(third)]
-        chunks = [chunk._replace(shape=(1, *chunk.shape[1:])) for chunk in chunks_of(rows, state.format(third))[:1]]
+        chunks = [
+            chunk._replace(shape=(1, *chunk.shape[1:]))
+            for chunk in chunks_of(rows, state.format(third))[:1]
+        ]
         rows[state.format(third)] = row._replace(shape=(1, *row.shape[1:]), chunks=chunks)  # type: ignore[union-attr, call-arg]
 
     edit_rows(folder, change)
-    found = {(finding.code, finding.key) for finding in found_in(folder) if finding.code.startswith("CK4")}
+    found = {
+        (finding.code, finding.key)
+        for finding in found_in(folder)
+        if finding.code.startswith("CK4")
+    }
     codes = {code for code, _ in found}
     assert codes == {"CK403", "CK404", "CK409"}
     assert ("CK404", weight.format(second)) in found
     assert ("CK403", state.format(third)) in found
 
 
-def test_masters_of_global_checkpoints_are_compared_with_their_weights(golden: Path, tmp_path: Path) -> None:
+def test_masters_of_global_checkpoints_are_compared_with_their_weights(
+    golden: Path, tmp_path: Path
+) -> None:
     folder = copied(golden, DIST, tmp_path)
     key = "decoder.layers.mlp.linear_fc2.weight"
 
@@ -161,11 +182,15 @@ def test_masters_of_global_checkpoints_are_compared_with_their_weights(golden: P
     findings = found_in(folder, Level.HEADERS)
     assert {finding.code for finding in findings} == {"CK407"}
     assert {finding.severity for finding in findings} == {Severity.WARNING}
-    assert {finding.key for finding in findings} == {f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(4)}
+    assert {finding.key for finding in findings} == {
+        f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(4)
+    }
     assert counted(findings) == {"CK407": 4}
 
 
-def test_states_that_older_megatron_cut_up_are_no_damage_without_its_metadata(golden: Path, tmp_path: Path) -> None:
+def test_states_that_older_megatron_cut_up_are_no_damage_without_its_metadata(
+    golden: Path, tmp_path: Path
+) -> None:
     name = "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space"
     run(Job(src=golden / name, dst=tmp_path / "out", to="dcp", fsync=False))
     assert found_in(tmp_path / "out", Level.HEADERS) == []

@@ -178,9 +178,13 @@ def test_a_damaged_archive_of_numpy_is_found(save: Callable[..., None], weights:
     data = bytearray((weights / "ema.npz").read_bytes())
     data[len(data) // 2] ^= 1
     (weights / "ema.npz").write_bytes(data)
-    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [("CK703", "ema.npz")]
+    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [
+        ("CK703", "ema.npz")
+    ]
     (weights / "ema.npz").write_bytes(data[:-30])
-    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [("CK703", "ema.npz")]
+    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [
+        ("CK703", "ema.npz")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +205,16 @@ def test_what_is_not_looked_into_is_said(name: str, data: bytes, weights: Path) 
 
 
 @pytest.mark.parametrize("name", ["ema.npy", "ema.npz", "state.pkl.gz", "model.joblib"])
-def test_inspect_warns_of_files_beside_the_weights(name: str, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_warns_of_files_beside_the_weights(
+    name: str, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (weights / name).write_bytes(CONTAINERS[name]({**ARRAYS, "last": Call()}, monkeypatch))
     assert any("builtins.eval" in note for note in summarize(open_checkpoint(weights)).notes)
 
 
 def test_inspect_says_what_it_does_not_look_into(weights: Path) -> None:
     (weights / "model.joblib").write_bytes(b"\x04\x22\x4d\x18" + bytes(20))
-    assert any("not looked into: model.joblib" in note for note in summarize(open_checkpoint(weights)).notes)
+    assert any(
+        "not looked into: model.joblib" in note
+        for note in summarize(open_checkpoint(weights)).notes
+    )

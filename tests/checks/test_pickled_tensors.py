@@ -20,7 +20,12 @@ from core.validate.run import validate
 from tests.checks.test_other_files import Call
 
 KEY = "decoder.layers.0.linear._extra_state"
-STATE = {"recipe": None, "scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(2, 3), "extra_fp8_variables": {}}
+STATE = {
+    "recipe": None,
+    "scale_fwd": torch.ones(3),
+    "amax_history_fwd": torch.zeros(2, 3),
+    "extra_fp8_variables": {},
+}
 
 
 def saved(state: object) -> bytes:
@@ -73,8 +78,14 @@ def test_a_call_in_a_tensor_of_bytes_is_found(
     folder.mkdir()
     data = STREAMS[stream]({"filler": list(range(100)), "call": Call()})
     write(folder, {KEY: tensor_of(data), "w": torch.arange(3.0)})
-    findings = [finding for finding in validate(folder, level=Level.DEEP).findings if finding.severity > Severity.NOTE]
-    assert [(finding.code, finding.key, finding.found) for finding in findings] == [("CK601", KEY, findings[0].found)]
+    findings = [
+        finding
+        for finding in validate(folder, level=Level.DEEP).findings
+        if finding.severity > Severity.NOTE
+    ]
+    assert [(finding.code, finding.key, finding.found) for finding in findings] == [
+        ("CK601", KEY, findings[0].found)
+    ]
     assert str(findings[0].found).endswith(".eval")
 
 
@@ -94,5 +105,9 @@ def test_states_of_transformer_engine_in_tensors_have_no_findings(
     if write in (safetensors_file, zarr_group):
         del tensors["empty._extra_state"]
     write(folder, tensors)
-    findings = [finding for finding in validate(folder, level=Level.DEEP).findings if finding.severity > Severity.NOTE]
+    findings = [
+        finding
+        for finding in validate(folder, level=Level.DEEP).findings
+        if finding.severity > Severity.NOTE
+    ]
     assert findings == []

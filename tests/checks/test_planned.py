@@ -23,7 +23,9 @@ def asked(path: Path, text: str) -> dict[str, list[Finding]]:
 
 
 def test_a_request_names_sizes_and_a_format() -> None:
-    assert parse_plan_request("tp=4, PP=2,format=torch_dist") == PlanRequest({"tp": 4, "pp": 2}, "torch_dist")
+    assert parse_plan_request("tp=4, PP=2,format=torch_dist") == PlanRequest(
+        {"tp": 4, "pp": 2}, "torch_dist"
+    )
     assert str(parse_plan_request("tp=4,format=zarr")) == "tp=4,format=zarr"
 
 
@@ -57,10 +59,22 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=2,pp=2", "the checkpoint was saved with these sizes"),
+        (
+            "mcore_legacy/dense_gqa/tp2_pp2",
+            "tp=2,pp=2",
+            "the checkpoint was saved with these sizes",
+        ),
         ("mcore_legacy/dense_gqa/tp2_pp2", "tp=4,pp=1", "ckpt writes it as megatron"),
-        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=2,pp=2,format=torch_dist", "ckpt writes it as torch_dist"),
-        ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "tp=4,pp=1", "Megatron loads torch_dist at these sizes as it is"),
+        (
+            "mcore_legacy/dense_gqa/tp2_pp2",
+            "tp=2,pp=2,format=torch_dist",
+            "ckpt writes it as torch_dist",
+        ),
+        (
+            "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+            "tp=4,pp=1",
+            "Megatron loads torch_dist at these sizes as it is",
+        ),
         (
             "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
             "tp=4,pp=1",
@@ -103,7 +117,11 @@ def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> N
     assert words[:3] == ["run:", "ckpt", "reshard"]
     assert words[-4:] == ["--tp-new", "4", "--pp-new", "1"]
     job = Job(
-        src=Path(words[3]), dst=tmp_path / "out", topology=TopologyChange(tp=4, pp=1), keeps_layout=True, fsync=False
+        src=Path(words[3]),
+        dst=tmp_path / "out",
+        topology=TopologyChange(tp=4, pp=1),
+        keeps_layout=True,
+        fsync=False,
     )
     report = run(job)
     size, n_files = re.findall(r"write ([\d.]+) MiB in (\d+) files", how.message)[0]

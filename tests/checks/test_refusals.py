@@ -42,7 +42,9 @@ def is_found(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("source", sorted({row.source for row in TABLE}))
-def test_what_is_damaged_was_sound(source: str, golden: Path, sharded: Path, tmp_path: Path) -> None:
+def test_what_is_damaged_was_sound(
+    source: str, golden: Path, sharded: Path, tmp_path: Path
+) -> None:
     path = copied(sharded if source == ZARR3 else golden / source, tmp_path)
     assert not is_refused(path, tmp_path / "out")
     assert not is_found(path)
@@ -63,7 +65,9 @@ def reads(path: Path, row: Row) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("row", [row for row in TABLE if row.source in (TORCH, LEGACY, ONE, DCP)], ids=row_id)
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.source in (TORCH, LEGACY, ONE, DCP)], ids=row_id
+)
 def test_what_the_real_reader_refuses_is_refused(row: Row, golden: Path, tmp_path: Path) -> None:
     path = copied(golden / row.source, tmp_path)
     row.breaks(path / row.at if row.at else path)
@@ -72,7 +76,13 @@ def test_what_the_real_reader_refuses_is_refused(row: Row, golden: Path, tmp_pat
 
 
 @pytest.mark.parametrize("row", TABLE, ids=row_id)
-def test_a_damage_is_refused_exactly_where_it_is_found(row: Row, golden: Path, sharded: Path, tmp_path: Path) -> None:
+def test_a_damage_is_refused_exactly_where_it_is_found(
+    row: Row, golden: Path, sharded: Path, tmp_path: Path
+) -> None:
     path = copied(sharded if row.source == ZARR3 else golden / row.source, tmp_path)
     row.breaks(path / row.at if row.at else path)
-    check_agreement(f"{row.source}: {row.what}", is_refused=is_refused(path, tmp_path / "out"), is_found=is_found(path))
+    check_agreement(
+        f"{row.source}: {row.what}",
+        is_refused=is_refused(path, tmp_path / "out"),
+        is_found=is_found(path),
+    )

@@ -32,19 +32,25 @@ def damaged(path: Path, record: str, write: Callable[[bytes], bytes]) -> None:
 
 
 def found(path: Path, code: str) -> Finding:
-    (finding,) = [finding for finding in validate(path, level=Level.DEEP).findings if finding.code == code]
+    (finding,) = [
+        finding for finding in validate(path, level=Level.DEEP).findings if finding.code == code
+    ]
     return finding
 
 
 @pytest.mark.parametrize("code", ["CK701", "CK710"])
-def test_the_weight_of_a_numbered_optimizer_state_is_named(golden: Path, tmp_path: Path, code: str) -> None:
+def test_the_weight_of_a_numbered_optimizer_state_is_named(
+    golden: Path, tmp_path: Path, code: str
+) -> None:
     path = copied(golden / OPTIM, tmp_path)
     damaged(path / "iter_0000010/mp_rank_00_000/model_optim_rng.pt", "data/28", lambda old: NAN)
     assert found(path, code).key == STATE
 
 
 @pytest.mark.parametrize("code", ["CK701", "CK710"])
-def test_the_weight_at_a_place_of_a_flat_buffer_is_named(golden: Path, tmp_path: Path, code: str) -> None:
+def test_the_weight_at_a_place_of_a_flat_buffer_is_named(
+    golden: Path, tmp_path: Path, code: str
+) -> None:
     """Although the masters no longer fit the weights, for which the layout of the buffer is doubted elsewhere."""
     path = copied(golden / DISTOPT, tmp_path)
     damaged(path / "iter_0000010/mp_rank_01/distrib_optim.pt", "data/0", lambda old: NAN)
@@ -76,7 +82,9 @@ def test_the_tensor_of_a_descriptor_is_named(golden: Path, tmp_path: Path) -> No
 def test_every_name_can_be_reached(tmp_path: Path) -> None:
     keys = tuple(f"layer_{letter}.weight" for letter in "abcdefghijklmnop")
     page = verdict([finding(code="CK701", key=keys[0], keys=keys)])
-    few, many = ("\n".join(text_lines(Screen(), [page], limit=n, is_quiet=False)) for n in (None, 0))
+    few, many = (
+        "\n".join(text_lines(Screen(), [page], limit=n, is_quiet=False)) for n in (None, 0)
+    )
     assert all(key in many for key in keys)
     assert [key in few for key in keys] == [number <= LIMIT for number in range(len(keys))]
     assert f"and {len(keys) - 1 - LIMIT} more (--limit 0 shows all)" in few

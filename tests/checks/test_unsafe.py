@@ -47,7 +47,11 @@ def saved(path: Path, value: object, **options: object) -> Path:
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 def test_a_call_in_a_torch_file_is_found(tmp_path: Path, is_zip: bool) -> None:
-    path = saved(tmp_path / "model.pt", {"w": torch.zeros(2), "x": Evil()}, _use_new_zipfile_serialization=is_zip)
+    path = saved(
+        tmp_path / "model.pt",
+        {"w": torch.zeros(2), "x": Evil()},
+        _use_new_zipfile_serialization=is_zip,
+    )
     (finding,) = found(path, "CK601")
     assert finding.file == "model.pt"
     assert finding.found == "posix.system"
@@ -63,7 +67,9 @@ def test_a_call_that_hides_in_bytes_is_found_and_not_converted(tmp_path: Path) -
 
 
 def test_a_call_in_an_object_of_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
-    checkpoint.save({"w": torch.zeros(2), "evil": Evil()}, checkpoint_id=tmp_path / "src", no_dist=True)
+    checkpoint.save(
+        {"w": torch.zeros(2), "evil": Evil()}, checkpoint_id=tmp_path / "src", no_dist=True
+    )
     (finding,) = found(tmp_path / "src", "CK601")
     assert (finding.file, finding.key) == ("__0_0.distcp", "evil")
 
@@ -77,7 +83,9 @@ def test_a_call_that_metadata_drops_again_is_found(tmp_path: Path) -> None:
     assert finding.file == ".metadata"
 
 
-def test_a_call_in_one_of_many_rank_files_is_found_where_all_are_opened(golden: Path, tmp_path: Path) -> None:
+def test_a_call_in_one_of_many_rank_files_is_found_where_all_are_opened(
+    golden: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "src"
     shutil.copytree(golden / RANKS, root, copy_function=shutil.copyfile)
     name = "mp_rank_01_001/model_optim_rng.pt"

@@ -25,12 +25,16 @@ def modules_after(*arguments: str) -> set[str]:
         "sys.exit(code)\n"
     )
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help"), ("convert", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("inspect", "--help"), ("convert", "--help"), ("--version",)]
+)
 def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -> None:
     found = modules_after(*arguments)
     assert not found.intersection(HEAVY)
@@ -42,7 +46,11 @@ def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -
 def test_python_m_is_the_same_program() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "ckpt_cli", "inspect", "--help"], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ckpt_cli", "inspect", "--help"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.startswith("Usage: ckpt inspect [OPTIONS] [PATH]")
 
@@ -61,7 +69,10 @@ def test_python_m_is_the_same_program() -> None:
             "invalid value for '--tp-new': '0' is not a whole number of at least 1",
         ),
         (["convert", "a", "b"], "choose one of: dcp, "),
-        (["convert", "a", "b", "--to"], "option '--to' requires an argument\n  hint: see ckpt convert --help"),
+        (
+            ["convert", "a", "b", "--to"],
+            "option '--to' requires an argument\n  hint: see ckpt convert --help",
+        ),
         (["convert", "a", "b", "--to", "hf", "--rules", "no/such.toml"], "--rules: file not found"),
         (["convert", "a", "b", "-o", "c", "--to", "dcp"], "two destinations"),
         (["convert", "a", "--to", "dcp", "--rank", "0"], "--dry-run"),
@@ -98,7 +109,9 @@ def test_json_prints_the_error_as_an_object(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("words", [["--json"], ["--format", "json"], ["--format=json"]])
-def test_every_way_to_ask_for_json_gets_the_error_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_to_ask_for_json_gets_the_error_so(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["validate", "no/such/path", *words]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
 
@@ -120,7 +133,10 @@ def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFi
 def test_every_command_is_offered_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
-    listed = [line.split()[0] for line in page.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()]
+    listed = [
+        line.split()[0]
+        for line in page.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    ]
     assert listed == [command.name for command in app.registered_commands]
     for name in listed:
         assert main([name, "--help"]) == 0

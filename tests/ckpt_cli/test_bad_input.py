@@ -91,7 +91,9 @@ class Evil:
 def evil_torch_file(golden: Path, folder: Path) -> Path:
     path = folder / "bad.pt"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({"model": {}, "evil": Evil()}, protocol=2))
+        archive.writestr(
+            "archive/data.pkl", pickle.dumps({"model": {}, "evil": Evil()}, protocol=2)
+        )
         archive.writestr("archive/version", "3\n")
         archive.writestr("archive/byteorder", "little")
     return path
@@ -118,14 +120,20 @@ CASES: dict[str, tuple[Make, int]] = {
     "empty directory": (empty, 4),
     "unknown format": (unknown, 4),
     "not a torch file": (text_as_torch, 4),
-    "truncated rank file": (changed(RANKS, cut("iter_0000010/mp_rank_00_001/model_optim_rng.pt")), 3),
+    "truncated rank file": (
+        changed(RANKS, cut("iter_0000010/mp_rank_00_001/model_optim_rng.pt")),
+        3,
+    ),
     "truncated metadata": (changed(DCP, cut(".metadata")), 3),
     "truncated distcp": (changed(DCP, cut("__1_0.distcp")), 3),
     "absent distcp": (changed(DCP, removed("__1_0.distcp")), 3),
     "absent metadata": (changed(DCP, removed(".metadata")), 3),
     "absent rank": (changed(RANKS, removed("iter_0000010/mp_rank_01_001")), 3),
     "absent iteration": (changed(RANKS, written("latest_checkpointed_iteration.txt", b"20")), 3),
-    "bad tracker": (changed(RANKS, written("latest_checkpointed_iteration.txt", b"\xff\x1b[2J")), 3),
+    "bad tracker": (
+        changed(RANKS, written("latest_checkpointed_iteration.txt", b"\xff\x1b[2J")),
+        3,
+    ),
     "bad JSON": (changed(DIST, written("iter_0000010/metadata.json", b'{"sharded_backend": ')), 3),
     "metadata is no pickle": (changed(DCP, written(".metadata", b"{}")), 3),
     "metadata runs code": (changed(DCP, written(".metadata", pickle.dumps(Evil()))), 5),
@@ -165,7 +173,10 @@ def test_bad_checkpoints_are_refused(
 
 
 def test_a_file_that_would_run_code_is_shown_but_not_converted(
-    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = evil_torch_file(golden, tmp_path)
@@ -190,9 +201,13 @@ def test_no_permission_is_an_input_output_error(
     assert "permission denied" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(golden: Path, tmp_path: Path, repo_dir: Path) -> None:
+def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(
+    golden: Path, tmp_path: Path, repo_dir: Path
+) -> None:
     command = f"ulimit -f 16; exec {sys.executable} -m ckpt_cli convert {golden / DCP} {tmp_path / 'out'} --to torch"
-    done = subprocess.run(["bash", "-c", command], cwd=repo_dir, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=repo_dir, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 7
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -200,7 +215,9 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(golden: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "model.nemo", "model.h5", "model.msgpack", "model.onnx"])
+@pytest.mark.parametrize(
+    "name", ["model.gguf", "model.nemo", "model.h5", "model.msgpack", "model.onnx"]
+)
 def test_formats_that_are_not_read_are_refused_as_unsupported(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

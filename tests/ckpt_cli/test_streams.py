@@ -29,7 +29,9 @@ def shell(line: str, repo_dir: Path, **environ: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("arguments", ["convert --help", "inspect {} --flat", "inspect {} --json"])
-def test_a_reader_that_goes_away_ends_the_program_quietly(arguments: str, golden: Path, repo_dir: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_program_quietly(
+    arguments: str, golden: Path, repo_dir: Path
+) -> None:
     line = arguments.format(golden / "torch_dcp/fsdp2_dp4")
     done = shell(f"$CKPT {line} | true; exit ${{PIPESTATUS[0]}}", repo_dir)
     assert (done.returncode, done.stderr) == (141, "")
@@ -52,7 +54,12 @@ def test_closed_streams_change_nothing_but_the_output(closed: str, repo_dir: Pat
 
 
 def test_an_ascii_stream_gets_ascii(golden: Path, repo_dir: Path) -> None:
-    done = shell(f"$CKPT inspect {golden / 'torch_dcp/tp2_only'}", repo_dir, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = shell(
+        f"$CKPT inspect {golden / 'torch_dcp/tp2_only'}",
+        repo_dir,
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
+    )
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert "layers.[0-1]" in done.stdout
@@ -86,7 +93,9 @@ def in_a_terminal(*arguments: str, repo_dir: Path, columns: int, **environ: str)
 
 
 @pytest.mark.parametrize("columns", [80, 140])
-def test_a_terminal_gets_colors_and_wrapped_facts(columns: int, golden: Path, repo_dir: Path) -> None:
+def test_a_terminal_gets_colors_and_wrapped_facts(
+    columns: int, golden: Path, repo_dir: Path
+) -> None:
     path = str(golden / "mcore_legacy/dense_gqa/tp2_pp2")
     page = in_a_terminal("inspect", path, repo_dir=repo_dir, columns=columns, NO_COLOR="")
     assert "\x1b[" in page

@@ -20,7 +20,12 @@ from core.files.store import MemoryStore
 from tests.support.moved import moved
 
 E4M3 = torch.float8_e4m3fn
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -31,13 +36,21 @@ def numbered(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     """Values that no other tensor and no other place has."""
     n = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(sum(key.encode()))
-    return (torch.randperm(max(n, 1), generator=generator)[:n].float() / max(n, 1) * 400 - 200).reshape(shape).to(dtype)
+    return (
+        (torch.randperm(max(n, 1), generator=generator)[:n].float() / max(n, 1) * 400 - 200)
+        .reshape(shape)
+        .to(dtype)
+    )
 
 
-def stored(tensors: dict[str, torch.Tensor], *, config: dict[str, Any] | None = None) -> tuple[Catalog, MemoryStore]:
+def stored(
+    tensors: dict[str, torch.Tensor], *, config: dict[str, Any] | None = None
+) -> tuple[Catalog, MemoryStore]:
     """Every tensor in a file of its own, and a configuration beside them."""
     arrays = {
-        key: StoredArray(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), Extent(f"t-{key}", 0))
+        key: StoredArray(
+            key, str(value.dtype).removeprefix("torch."), tuple(value.shape), Extent(f"t-{key}", 0)
+        )
         for key, value in tensors.items()
     }
     files = {f"t-{key}": raw(value) for key, value in tensors.items()}
@@ -113,15 +126,23 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
     files = moved(made.catalog, store)
     layers = []
     for n in range(3):
-        scale = tensors[f"model.layers.{n}.up.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        layers.append((tensors[f"model.layers.{n}.up.weight"].float() * scale[:200, :256]).to(torch.bfloat16))
+        scale = (
+            tensors[f"model.layers.{n}.up.weight_scale_inv"]
+            .repeat_interleave(128, 0)
+            .repeat_interleave(128, 1)
+        )
+        layers.append(
+            (tensors[f"model.layers.{n}.up.weight"].float() * scale[:200, :256]).to(torch.bfloat16)
+        )
     assert files["m.layers.up.weight"] == raw(torch.stack(layers))
     assert files["m.norm.weight"] == raw(tensors["model.norm.weight"])
     assert files["m.tail.weight"] == raw(tensors["model.norm.weight"].to(torch.bfloat16))
     emb = tensors["model.embed_tokens.weight"].to(torch.bfloat16).float()
     scales = torch.stack([emb[:, :128].abs().max(), emb[:, 128:].abs().max()]) / 448
     assert files["m.emb.weight_scale_inv"] == raw(scales)
-    assert files["m.emb.weight"] == raw((emb / scales.repeat_interleave(128)).clamp(-448, 448).to(E4M3))
+    assert files["m.emb.weight"] == raw(
+        (emb / scales.repeat_interleave(128)).clamp(-448, 448).to(E4M3)
+    )
 
 
 def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
@@ -141,7 +162,9 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     weight = numbered("w", (700, 600), torch.bfloat16)
     catalog, store = stored({"a.weight": weight})
     plain = apply_changes(catalog, job(quantize=((None, "block"),))).catalog
-    left, right = (StoredArray(f"c{n}", "bfloat16", (700, 300), Extent(f"c{n}", 0)) for n in range(2))
+    left, right = (
+        StoredArray(f"c{n}", "bfloat16", (700, 300), Extent(f"c{n}", 0)) for n in range(2)
+    )
     cut = Catalog(
         "test",
         None,
@@ -158,7 +181,12 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
 
 
 def test_a_configuration_loses_its_scales_when_they_are_multiplied_in() -> None:
-    config = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "quantization_config": FP8, "note": None}
+    config = {
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "quantization_config": FP8,
+        "note": None,
+    }
     weight = torch.ones(2, 2).to(E4M3)
     catalog, _ = stored({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 1)}, config=config)
     made = apply_changes(catalog, job(dequantize="bf16"), config=config).catalog
@@ -176,7 +204,12 @@ def test_the_stated_block_size_counts() -> None:
     tensors = {"a.weight": weight, "a.weight_scale_inv": torch.ones(2, 5)}
     config = {"quantization_config": {**FP8, "weight_block_size": [32, 8]}}
     catalog, _ = stored(tensors, config=config)
-    assert apply_changes(catalog, job(dequantize="bf16"), config=config).catalog.tensors["a.weight"].dtype == "bfloat16"
+    assert (
+        apply_changes(catalog, job(dequantize="bf16"), config=config)
+        .catalog.tensors["a.weight"]
+        .dtype
+        == "bfloat16"
+    )
     with pytest.raises(CorruptError, match="128 × 128"):
         apply_changes(catalog, job(dequantize="bf16"))
     for size in ([32], [0, 8], "32", [1.5, 2], [True, 2]):
@@ -204,7 +237,9 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
 
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
-    catalog = replace(catalog, documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
+    catalog = replace(
+        catalog, documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"}
+    )
     made = apply_changes(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
     documents = made.documents
     assert json.loads(documents["config.json"]) == {"dtype": "float16", "new": 2}
@@ -221,7 +256,10 @@ def test_a_configuration_that_nobody_read_is_told_of() -> None:
 def test_float8_without_scales_stays_and_is_told_of() -> None:
     catalog, _ = stored({"a": torch.ones(2).to(E4M3), "b": torch.ones(2)})
     made = apply_changes(catalog, job(dtype=((None, "bf16"),)))
-    assert {key: meta.dtype for key, meta in made.catalog.tensors.items()} == {"a": "float8_e4m3fn", "b": "bfloat16"}
+    assert {key: meta.dtype for key, meta in made.catalog.tensors.items()} == {
+        "a": "float8_e4m3fn",
+        "b": "bfloat16",
+    }
     assert made.notes == ("1 float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them",)
     assert apply_changes(catalog, job(dtype=(("*", "bf16"),))).notes == ()
 

@@ -30,7 +30,10 @@ def test_alike_tensors_share_a_line_that_names_rule_cut_and_row(golden: Path) ->
     assert (rule, cut) == ("split", "axis 0 over TP 4, in 2 parts of 96 + 96")
     assert where.startswith("megatron.toml [[rule]] ")
     assert lines["embedding.word_embeddings.weight"][:2] == ("vocab", "axis 0 over TP 4")
-    assert lines["decoder.final_layernorm.weight"][:2] == ("replicate", "every rank holds all of it")
+    assert lines["decoder.final_layernorm.weight"][:2] == (
+        "replicate",
+        "every rank holds all of it",
+    )
 
 
 def test_experts_are_folded_too(golden: Path) -> None:
@@ -40,7 +43,9 @@ def test_experts_are_folded_too(golden: Path) -> None:
 
 def test_a_users_row_is_named(golden: Path, tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
-    rules.write_text('[[rule]]\npattern = \'layers\\.2\\..*linear_proj\'\nrule = "split"\naxis = 1\nsource = "me"\n')
+    rules.write_text(
+        '[[rule]]\npattern = \'layers\\.2\\..*linear_proj\'\nrule = "split"\naxis = 1\nsource = "me"\n'
+    )
     lines = _lines(golden, "mcore_legacy/dense_gqa/tp2_pp2", rules=rules)
     assert lines["decoder.layers.2.self_attention.linear_proj.weight"][2] == f"{rules} [[rule]] 1"
     assert "decoder.layers.[0,1,3].self_attention.linear_proj.weight" in lines or any(

@@ -26,12 +26,16 @@ def _same_file(one: Path, other: Path) -> bool:
 
 def test_another_layout_of_torch_dist_is_links_alone(golden: Path, tmp_path: Path) -> None:
     src = golden / DIST / "iter_0000010"
-    job = Job(src=golden / DIST, dst=tmp_path / "out", topology=TopologyChange(tp=4), keeps_layout=True)
+    job = Job(
+        src=golden / DIST, dst=tmp_path / "out", topology=TopologyChange(tp=4), keeps_layout=True
+    )
     with prepare(job := Job(**{**_fields(job), "metadata_only": True})) as prepared:
         assert prepared.plan.read_bytes == 0
     report = run(job)
     made = tmp_path / "out" / "iter_0000010"
-    assert sorted(path.name for path in made.iterdir()) == sorted(path.name for path in src.iterdir())
+    assert sorted(path.name for path in made.iterdir()) == sorted(
+        path.name for path in src.iterdir()
+    )
     assert all(_same_file(path, src / path.name) for path in made.iterdir())
     assert (report.bytes_read, report.bytes_written) == (0, 2)  # the tracker
     assert any("loads at any parallel sizes" in note for note in report.notes)
@@ -44,7 +48,9 @@ def _fields(job: Job) -> dict[str, object]:
     return {name: getattr(job, name) for name in Job.__dataclass_fields__}
 
 
-def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(golden: Path, tmp_path: Path) -> None:
+def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
+    golden: Path, tmp_path: Path
+) -> None:
     run(
         Job(
             src=golden / DCP,
@@ -78,10 +84,25 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(golden: Path, 
         (DIST, {"replicas": "first"}, UsageError, "cannot be combined with --on-replica-mismatch"),
         (DIST, {"drop_unknown": True}, UsageError, "cannot be combined with --drop-unknown"),
         (DIST, {"rules": Path("rules.toml")}, UsageError, "cannot be combined with --rules"),
-        (DIST, {"topology": TopologyChange(source={"tp": 4})}, UsageError, "--tp 4 does not match the checkpoint"),
+        (
+            DIST,
+            {"topology": TopologyChange(source={"tp": 4})},
+            UsageError,
+            "--tp 4 does not match the checkpoint",
+        ),
         (DIST, {"topology": TopologyChange(tp=3)}, CheckpointingException, "3"),
-        (DIST, {"topology": TopologyChange(pp=3)}, CheckpointingException, "do not divide over 3 pipeline stages"),
-        (DCP, {"topology": TopologyChange(tp=2)}, UsageError, "cannot be combined with parallel sizes"),
+        (
+            DIST,
+            {"topology": TopologyChange(pp=3)},
+            CheckpointingException,
+            "do not divide over 3 pipeline stages",
+        ),
+        (
+            DCP,
+            {"topology": TopologyChange(tp=2)},
+            UsageError,
+            "cannot be combined with parallel sizes",
+        ),
         (DCP, {"drop_unknown": True}, UsageError, "cannot be combined with --drop-unknown"),
         (DIST, {"to": "dcp"}, UnsupportedError, "needs dcp or torch_dist on both sides"),
         ("mcore_legacy/dense_gqa/tp1_pp1", {}, UnsupportedError, "this is megatron"),
@@ -94,14 +115,21 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(golden: Path, 
     ],
 )
 def test_what_needs_new_data_is_refused(
-    golden: Path, tmp_path: Path, case: str, options: dict[str, object], error: type[Exception], message: str
+    golden: Path,
+    tmp_path: Path,
+    case: str,
+    options: dict[str, object],
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
         run(Job(src=golden / case, dst=tmp_path / "out", metadata_only=True, **options))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
-def test_another_file_system_is_told_apart(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_system_is_told_apart(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 

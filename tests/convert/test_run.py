@@ -41,9 +41,15 @@ def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
         if isinstance(node, torch.Tensor):
             return {".".join(map(str, path)): node}
         if isinstance(node, dict):
-            return {k: v for name, item in node.items() for k, v in walk(item, (*path, name)).items()}
+            return {
+                k: v for name, item in node.items() for k, v in walk(item, (*path, name)).items()
+            }
         if isinstance(node, (list, tuple)):
-            return {k: v for index, item in enumerate(node) for k, v in walk(item, (*path, index)).items()}
+            return {
+                k: v
+                for index, item in enumerate(node)
+                for k, v in walk(item, (*path, index)).items()
+            }
         return {}
 
     file = path / "checkpoint.pt" if path.is_dir() else path
@@ -59,7 +65,12 @@ def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
         for key, meta in metadata.state_dict_metadata.items()
         if isinstance(meta, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    dcp.load(
+        state,
+        checkpoint_id=path,
+        planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
     return state
 
 
@@ -85,14 +96,25 @@ def test_global_formats_convert_into_one_another_bit_for_bit(
     wanted = tensors_of(src, "torch" if source == "torch" else "dcp")
     found = tensors_of(convert(src, tmp_path / "out", to), to)
     assert_same_tensors({key: found[key] for key in wanted}, wanted)
-    assert all("rng" in key or "common_step" in key or "state" in key for key in found.keys() - wanted.keys())
+    assert all(
+        "rng" in key or "common_step" in key or "state" in key
+        for key in found.keys() - wanted.keys()
+    )
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize("source", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp2_pp2_vpp2"])
-def test_rank_files_become_the_true_global_weights(golden: Path, tmp_path: Path, source: str, to: str) -> None:
-    found = tensors_of(convert(golden / "mcore_legacy/dense_gqa" / source, tmp_path / "out", to), to)
-    model = {key.removeprefix("model."): tensor for key, tensor in found.items() if key.startswith("model.")}
+def test_rank_files_become_the_true_global_weights(
+    golden: Path, tmp_path: Path, source: str, to: str
+) -> None:
+    found = tensors_of(
+        convert(golden / "mcore_legacy/dense_gqa" / source, tmp_path / "out", to), to
+    )
+    model = {
+        key.removeprefix("model."): tensor
+        for key, tensor in found.items()
+        if key.startswith("model.")
+    }
     wanted = {}
     for key, tensor in load_file(golden / "oracle/dense_gqa/global.safetensors").items():
         key = key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
@@ -101,7 +123,9 @@ def test_rank_files_become_the_true_global_weights(golden: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("middle", ["torch", "dcp"])
-def test_rank_files_survive_a_detour_through_a_global_format(golden: Path, tmp_path: Path, middle: str) -> None:
+def test_rank_files_survive_a_detour_through_a_global_format(
+    golden: Path, tmp_path: Path, middle: str
+) -> None:
     from tests.support.rank_files import assert_same_weights
 
     convert(golden / _SOURCES["megatron"], tmp_path / "a", middle)
@@ -110,7 +134,9 @@ def test_rank_files_survive_a_detour_through_a_global_format(golden: Path, tmp_p
     assert_same_weights(tmp_path / "b", golden / _SOURCES["megatron"])
 
 
-def test_written_torch_files_load_with_torchs_defaults_and_zip_tools(golden: Path, tmp_path: Path) -> None:
+def test_written_torch_files_load_with_torchs_defaults_and_zip_tools(
+    golden: Path, tmp_path: Path
+) -> None:
     import zipfile
 
     out = convert(golden / _SOURCES["megatron"], tmp_path / "model.pt", "torch")
@@ -139,7 +165,9 @@ def _plain(node: object) -> object:
     if isinstance(node, torch.Tensor):
         return node.tolist()
     if isinstance(node, dict):
-        return {key: _plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
+        return {
+            key: _plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))
+        }
     if isinstance(node, (list, tuple)):
         return [_plain(item) for item in node]
     return node
@@ -148,9 +176,19 @@ def _plain(node: object) -> object:
 def test_two_runs_are_byte_identical(golden: Path, tmp_path: Path) -> None:
     for to in FORMATS:
         convert(golden / _SOURCES["megatron"], tmp_path / "a" / to, to)
-        convert(golden / _SOURCES["megatron"], tmp_path / "b" / to, to, threads=1, memory_bytes=70 << 20)
-    first = {p.relative_to(tmp_path / "a"): p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
-    second = {p.relative_to(tmp_path / "b"): p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()}
+        convert(
+            golden / _SOURCES["megatron"], tmp_path / "b" / to, to, threads=1, memory_bytes=70 << 20
+        )
+    first = {
+        p.relative_to(tmp_path / "a"): p.read_bytes()
+        for p in (tmp_path / "a").rglob("*")
+        if p.is_file()
+    }
+    second = {
+        p.relative_to(tmp_path / "b"): p.read_bytes()
+        for p in (tmp_path / "b").rglob("*")
+        if p.is_file()
+    }
     assert first == second
 
 
@@ -168,7 +206,9 @@ def test_dtype_include_exclude_and_rename_do_what_they_say(golden: Path, tmp_pat
     )
     after = dcp_tensors(out)
     wanted = {
-        key.removeprefix("model."): tensor.to(torch.float16 if key == "model.norm.weight" else torch.float32)
+        key.removeprefix("model."): tensor.to(
+            torch.float16 if key == "model.norm.weight" else torch.float32
+        )
         for key, tensor in before.items()
         if key.startswith("model.") and ".mlp." not in key
     }
@@ -177,7 +217,12 @@ def test_dtype_include_exclude_and_rename_do_what_they_say(golden: Path, tmp_pat
 
 def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: Path) -> None:
     change = TopologyChange(tp=2, source={"tp": 4})
-    job = Job(src=golden / "mcore_legacy/dense_gqa/tp4_pp1", dst=tmp_path / "out", topology=change, keeps_layout=True)
+    job = Job(
+        src=golden / "mcore_legacy/dense_gqa/tp4_pp1",
+        dst=tmp_path / "out",
+        topology=change,
+        keeps_layout=True,
+    )
     with prepare(job) as prepared:
         assert [path for path, _ in prepared.files][-1] == "latest_checkpointed_iteration.txt"
         assert prepared.plan.read_bytes > 0
@@ -192,7 +237,10 @@ def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
         needed = [prepared.files_for_rank(rank) for rank in range(4)]
         with pytest.raises(UsageError, match="no rank 4: the destination has 4 rank directories"):
             prepared.files_for_rank(4)
-    assert {len(files) for files in needed} <= {2, 4}  # copies on other ranks are among them, where there are such
+    assert {len(files) for files in needed} <= {
+        2,
+        4,
+    }  # copies on other ranks are among them, where there are such
     for rank, files in enumerate(needed):
         own = f"mp_rank_{rank // 2:02d}"
         assert {f"{own}/model_optim_rng.pt", f"{own}/distrib_optim.pt"} <= set(files)
@@ -215,9 +263,18 @@ def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
     ],
 )
 def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
-    golden: Path, tmp_path: Path, options: dict[str, Any], error: type[CheckpointingException], text: str
+    golden: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    error: type[CheckpointingException],
+    text: str,
 ) -> None:
-    job = Job(src=golden / "mcore_legacy/dense_gqa/tp4_pp1", dst=tmp_path / "out", keeps_layout=True, **options)
+    job = Job(
+        src=golden / "mcore_legacy/dense_gqa/tp4_pp1",
+        dst=tmp_path / "out",
+        keeps_layout=True,
+        **options,
+    )
     with pytest.raises(error, match=text):
         run(job)
     assert list(tmp_path.iterdir()) == []
@@ -226,10 +283,14 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     "source", ["mcore_legacy/dense_gqa/tp2_pp2_optim", "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt"]
 )
-def test_an_optimizer_is_refused_or_left_out_by_request(golden: Path, tmp_path: Path, source: str) -> None:
+def test_an_optimizer_is_refused_or_left_out_by_request(
+    golden: Path, tmp_path: Path, source: str
+) -> None:
     with pytest.raises(UnsupportedError, match="--no-optim"):
         convert(golden / source, tmp_path / "out", "hf")
-    report = run(Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False))
+    report = run(
+        Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False)
+    )
     assert any("optimizer" in text for text in (*report.notes, *report.dropped))
 
 
@@ -256,7 +317,9 @@ def test_dcp_of_a_megatron_model_becomes_a_stacked_torch_dist(golden: Path, tmp_
 
 
 def test_objects_that_hold_tensors_reach_torch_dist(tmp_path: Path) -> None:
-    dcp.save({"tup": (torch.ones(3), 2), "w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(
+        {"tup": (torch.ones(3), 2), "w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", no_dist=True
+    )
     convert(tmp_path / "a", tmp_path / "b", "torch_dist")
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
@@ -265,12 +328,16 @@ def test_objects_that_hold_tensors_reach_torch_dist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_sizes_for_a_format_without_layout_are_refused(golden: Path, tmp_path: Path, to: str) -> None:
+def test_sizes_for_a_format_without_layout_are_refused(
+    golden: Path, tmp_path: Path, to: str
+) -> None:
     with pytest.raises(UsageError, match="no parallel layout"):
         convert(golden / _SOURCES["megatron"], tmp_path / "a", to, topology=TopologyChange(tp=4))
 
 
-def test_a_vocabulary_size_that_was_given_is_written_into_the_arguments(golden: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_size_that_was_given_is_written_into_the_arguments(
+    golden: Path, tmp_path: Path
+) -> None:
     src = golden / "mcore_legacy/dense_gqa/tp2_pp1"
     convert(src, tmp_path / "a", "megatron", topology=TopologyChange(tp=4), vocab_size=200)
     convert(tmp_path / "a", tmp_path / "b", "megatron", topology=TopologyChange(tp=2))
@@ -307,8 +374,12 @@ def test_changes_that_would_break_a_megatron_model_are_usage_errors(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{"vocab_size": 5}, {"keep_padded_vocab": True}, {"rules": Path("absent.toml")}])
-def test_layout_options_without_a_layout_are_refused(golden: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"vocab_size": 5}, {"keep_padded_vocab": True}, {"rules": Path("absent.toml")}]
+)
+def test_layout_options_without_a_layout_are_refused(
+    golden: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(CheckpointingException):
         convert(golden / _SOURCES["dcp"], tmp_path / "a", "torch", **options)
 
@@ -322,7 +393,11 @@ def test_an_ordinary_args_entry_is_no_megatron_checkpoint(tmp_path: Path) -> Non
 
 
 def test_no_optim_leaves_the_optimizer_of_global_tensors_out(golden: Path, tmp_path: Path) -> None:
-    report = run(Job(src=golden / _SOURCES["torch_dist_optim"], dst=tmp_path / "a", optim="drop", fsync=False))
+    report = run(
+        Job(
+            src=golden / _SOURCES["torch_dist_optim"], dst=tmp_path / "a", optim="drop", fsync=False
+        )
+    )
     assert any("optimizer" in text for text in report.dropped)
     found = open_checkpoint(tmp_path / "a").catalog
     assert not any("optimizer" in key for key in found.tensors)
@@ -331,9 +406,15 @@ def test_no_optim_leaves_the_optimizer_of_global_tensors_out(golden: Path, tmp_p
 def test_what_nesting_loses_is_noted(tmp_path: Path) -> None:
     from collections import OrderedDict
 
-    nested = {"m": OrderedDict(w=torch.nn.Parameter(torch.ones(2))), "t": (torch.ones(1), 2), 0: {"k": torch.ones(3)}}
+    nested = {
+        "m": OrderedDict(w=torch.nn.Parameter(torch.ones(2))),
+        "t": (torch.ones(1), 2),
+        0: {"k": torch.ones(3)},
+    }
     torch.save(nested, tmp_path / "x.pt")
-    notes = " ".join(run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to="dcp", fsync=False)).notes)
+    notes = " ".join(
+        run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to="dcp", fsync=False)).notes
+    )
     for word in ("requires_grad", "OrderedDict", "tuples", "strings"):
         assert word in notes
 
@@ -345,7 +426,9 @@ def test_nesting_that_is_kept_is_not_called_lost(to: str, tmp_path: Path) -> Non
     assert run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to=to, fsync=False)).notes == ()
     run(Job(src=tmp_path / "a", dst=tmp_path / "y.pt", to="torch", fsync=False))
     found = torch.load(tmp_path / "y.pt")
-    assert torch.equal(found["m"][0], torch.ones(2)) and isinstance(found["m"][0], torch.nn.Parameter)
+    assert torch.equal(found["m"][0], torch.ones(2)) and isinstance(
+        found["m"][0], torch.nn.Parameter
+    )
     assert isinstance(found["t"], tuple)
 
 
@@ -377,15 +460,26 @@ def test_tensors_that_share_bytes_still_do_when_the_first_is_left_out(tmp_path: 
 def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) -> None:
     source = convert(golden / "hf/llama/safetensors_single", tmp_path / "hf", "safetensors")
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "step.pt")
-    for src, lost in ((source, "files beside the weights: config.json"), (tmp_path / "step.pt", "step: not a tensor,")):
-        report = run(Job(src=src, dst=tmp_path / f"{src.name}.safetensors", to="safetensors", fsync=False))
+    for src, lost in (
+        (source, "files beside the weights: config.json"),
+        (tmp_path / "step.pt", "step: not a tensor,"),
+    ):
+        report = run(
+            Job(src=src, dst=tmp_path / f"{src.name}.safetensors", to="safetensors", fsync=False)
+        )
         assert any(text.startswith(lost) for text in report.dropped)
-        assert run(Job(src=src, dst=tmp_path / f"{src.name}-dir", to="safetensors", fsync=False)).dropped == ()
+        assert (
+            run(
+                Job(src=src, dst=tmp_path / f"{src.name}-dir", to="safetensors", fsync=False)
+            ).dropped
+            == ()
+        )
 
 
 @pytest.mark.parametrize("target", ["dcp", "torch_dist", "safetensors"])
 @pytest.mark.parametrize(
-    "source", ["torch_dcp/fsdp2_dp4", "mcore_legacy/dense_gqa/tp2_pp2", "hf/llama/safetensors_single"]
+    "source",
+    ["torch_dcp/fsdp2_dp4", "mcore_legacy/dense_gqa/tp2_pp2", "hf/llama/safetensors_single"],
 )
 def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
     source: str, target: str, golden: Path, tmp_path: Path
@@ -403,7 +497,9 @@ def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
     assert max(sizes) <= max(limit, largest) + 4096
 
 
-def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(golden: Path, tmp_path: Path) -> None:
+def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(
+    golden: Path, tmp_path: Path
+) -> None:
     from core.inspect.summary import summarize
 
     src = golden / "mcore0121_zarr/dense_gqa/tp2_pp2_optim"

@@ -20,7 +20,14 @@ GOLD = "mcore_legacy/dense_gqa/tp2_pp2"
 
 def _job(golden: Path, tmp_path: Path, **options: object) -> Job:
     change = TopologyChange(tp=4, pp=1)
-    made = Job(src=golden / GOLD, dst=tmp_path / "out", topology=change, keeps_layout=True, fsync=False, verify=True)
+    made = Job(
+        src=golden / GOLD,
+        dst=tmp_path / "out",
+        topology=change,
+        keeps_layout=True,
+        fsync=False,
+        verify=True,
+    )
     return replace(made, **options)  # type: ignore[arg-type]
 
 
@@ -65,7 +72,14 @@ def _with_two_swapped(
         for image in lay_out(target):
             names = [placed.array.name for placed in image.arrays]
             first, second = (
-                next((n for n, name in enumerate(names) if f"layers.{layer}.input_layernorm" in name), None)
+                next(
+                    (
+                        n
+                        for n, name in enumerate(names)
+                        if f"layers.{layer}.input_layernorm" in name
+                    ),
+                    None,
+                )
                 for layer in (0, 1)
             )
             arrays = list(image.arrays)
@@ -79,7 +93,9 @@ def _with_two_swapped(
     return made
 
 
-def test_tensors_in_each_others_places_are_found(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_each_others_places_are_found(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = replace(megatron.FORMAT, lay_out=_with_two_swapped(megatron.lay_out))  # type: ignore[arg-type]
     monkeypatch.setattr("core.convert.prepare.format_called", lambda name: wrong)
     run(_job(golden, tmp_path, to="megatron", dst=tmp_path / "unseen", verify=False))
@@ -87,7 +103,11 @@ def test_tensors_in_each_others_places_are_found(golden: Path, tmp_path: Path, m
         run(_job(golden, tmp_path, to="megatron"))
 
 
-def test_memory_for_it_is_asked_for_before_anything_is_written(golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match=r"--verify needs \d+ MiB of memory, .* limit to at least 51 MiB"):
+def test_memory_for_it_is_asked_for_before_anything_is_written(
+    golden: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CapacityError, match=r"--verify needs \d+ MiB of memory, .* limit to at least 51 MiB"
+    ):
         run(_job(golden, tmp_path, memory_bytes=(50 << 20) + 700_000))
     assert not list(tmp_path.iterdir())

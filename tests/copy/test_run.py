@@ -46,8 +46,12 @@ def moved(
     result = execute(plan, store, stage, copying)
     found = written(stage, images)
     for name, array in found.items():
-        assert result.crc_of(name) == (zlib.crc32(array.tobytes()) if options.get("crc", True) else 0)
-        assert result.digest_of(name) == (digest_of(array.tobytes()).hex() if options.get("digest", True) else None)
+        assert result.crc_of(name) == (
+            zlib.crc32(array.tobytes()) if options.get("crc", True) else 0
+        )
+        assert result.digest_of(name) == (
+            digest_of(array.tobytes()).hex() if options.get("digest", True) else None
+        )
     return found, result
 
 
@@ -78,7 +82,9 @@ CUTS = [
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize(("source", "target"), list(product(CUTS, CUTS)), ids=lambda cut: cut[0])
-def test_any_cut_becomes_any_other(source: tuple[str, Cut], target: tuple[str, Cut], order: str) -> None:
+def test_any_cut_becomes_any_other(
+    source: tuple[str, Cut], target: tuple[str, Cut], order: str
+) -> None:
     check(SHAPE, source[1], target[1], order=order)
 
 
@@ -126,10 +132,16 @@ def test_layers_of_a_stacked_array_become_tensors_and_the_other_way_round() -> N
     layers, shape = 5, (6, 8)
     keys = [f"layers.{n}.w" for n in range(layers)]
     tensors = dict.fromkeys(keys, shape)
-    stacked = {key: Cut([("stack", (layers, *shape), [(full_box(shape), (n, 0, 0))])]) for n, key in enumerate(keys)}
+    stacked = {
+        key: Cut([("stack", (layers, *shape), [(full_box(shape), (n, 0, 0))])])
+        for n, key in enumerate(keys)
+    }
     single = {key: one(key, shape) for key in keys}
     for source_cuts, target_cuts in ((stacked, single), (single, stacked), (stacked, stacked)):
-        source_model, target_model = Model(tensors, dict(source_cuts)), Model(tensors, dict(target_cuts))
+        source_model, target_model = (
+            Model(tensors, dict(source_cuts)),
+            Model(tensors, dict(target_cuts)),
+        )
         source = source_model.source()
         target, images = target_model.target()
         if target_cuts is stacked:
@@ -150,7 +162,9 @@ def test_columns_of_several_tensors_share_an_array() -> None:
         source_model, target_model = Model(tensors, source_cuts), Model(tensors, target_cuts)
         source = source_model.source()
         target, images = target_model.target()
-        found, _ = moved(source, source_model.store, target, images[:1] if target_cuts is cuts else images)
+        found, _ = moved(
+            source, source_model.store, target, images[:1] if target_cuts is cuts else images
+        )
         for name, array in expected(target_model).items():
             assert np.array_equal(found[name], array)
 
@@ -159,7 +173,10 @@ def test_an_array_with_fewer_axes_holds_a_fragment_with_leading_ones() -> None:
     tensors = {"w": (4, 6)}
     rows = Cut([(f"row{n}", (6,), [(Box((n, 0), (1, 6)), (0,))]) for n in range(4)])
     for source_cut, target_cut in ((rows, one("w", (4, 6))), (one("w", (4, 6)), rows)):
-        source_model, target_model = Model(tensors, {"w": source_cut}), Model(tensors, {"w": target_cut})
+        source_model, target_model = (
+            Model(tensors, {"w": source_cut}),
+            Model(tensors, {"w": target_cut}),
+        )
         source = source_model.source()
         target, images = target_model.target()
         found, _ = moved(source, source_model.store, target, images)
@@ -170,7 +187,11 @@ def test_an_array_with_fewer_axes_holds_a_fragment_with_leading_ones() -> None:
 def test_many_tiny_chunks_are_woven_into_rows() -> None:
     shape = (40, 40)
     grid = Cut(
-        [(f"{i},{j}", (2, 4), [(Box((i, j), (2, 4)), (0, 0))]) for i in range(0, 40, 2) for j in range(0, 40, 4)]
+        [
+            (f"{i},{j}", (2, 4), [(Box((i, j), (2, 4)), (0, 0))])
+            for i in range(0, 40, 2)
+            for j in range(0, 40, 4)
+        ]
     )
     check(shape, grid, one("w", shape), buffer_bytes=3000, item_bytes=1000)
     check(shape, one("w", shape), grid, buffer_bytes=3000, item_bytes=1000)
@@ -180,14 +201,23 @@ def test_many_tiny_chunks_are_woven_into_rows() -> None:
 def test_sources_that_overlap_in_part_are_compared_and_used() -> None:
     shape = (10, 4)
     overlapping = Cut(
-        [("top", (7, 4), [(Box((0, 0), (7, 4)), (0, 0))]), ("bottom", (6, 4), [(Box((4, 0), (6, 4)), (0, 0))])]
+        [
+            ("top", (7, 4), [(Box((0, 0), (7, 4)), (0, 0))]),
+            ("bottom", (6, 4), [(Box((4, 0), (6, 4)), (0, 0))]),
+        ]
     )
     check(shape, overlapping, pieces("w", shape, 0, 2))
 
 
 def test_targets_that_overlap_in_part_are_all_written() -> None:
     shape = (12, 8)
-    both = Cut([*one("w", shape).parts, *pieces("w", shape, 1, 2).parts, *pieces("w", shape, 1, 4, copies=2).parts[2:]])
+    both = Cut(
+        [
+            *one("w", shape).parts,
+            *pieces("w", shape, 1, 2).parts,
+            *pieces("w", shape, 1, 4, copies=2).parts[2:],
+        ]
+    )
     check(shape, pieces("w", shape, 0, 3), both)
     check(shape, pieces("w", shape, 1, 8), both)
 
@@ -223,11 +253,17 @@ def test_zeros_by_rule_pad_the_target(cut: Cut) -> None:
 def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 1, 4)})
     source = model.source(order="F")
-    real = {fragment.array.name: fragment.array for fragment in source.fragments("w") if fragment.array is not None}
+    real = {
+        fragment.array.name: fragment.array
+        for fragment in source.fragments("w")
+        if fragment.array is not None
+    }
 
     def late(key: str) -> list[Fragment]:
         return [
-            replace(f, array=replace(f.array, extent=Extent(f.array.extent.file, 0, item_bytes=999)))
+            replace(
+                f, array=replace(f.array, extent=Extent(f.array.extent.file, 0, item_bytes=999))
+            )
             for f in source.fragments(key)
             if f.array is not None
         ]
@@ -275,9 +311,12 @@ def with_crcs(source: Catalog, store: MemoryStore, *, damage: int = 0) -> Catalo
     return replace(source, fragments_of=lambda key: list(fragments_of(key)))
 
 
-@pytest.mark.parametrize("target_cut", [one("w", SHAPE), pieces("w", SHAPE, 0, 3), pieces("w", SHAPE, 1, 3)])
 @pytest.mark.parametrize(
-    "source_cut", [pieces("w", SHAPE, 0, 2), pieces("w", SHAPE, 1, 2), pieces("w", SHAPE, 1, 2, segments=3)]
+    "target_cut", [one("w", SHAPE), pieces("w", SHAPE, 0, 3), pieces("w", SHAPE, 1, 3)]
+)
+@pytest.mark.parametrize(
+    "source_cut",
+    [pieces("w", SHAPE, 0, 2), pieces("w", SHAPE, 1, 2), pieces("w", SHAPE, 1, 2, segments=3)],
 )
 def test_stated_crcs_of_the_source_are_checked(source_cut: Cut, target_cut: Cut) -> None:
     model = Model({"w": SHAPE}, {"w": source_cut})
@@ -337,7 +376,12 @@ def test_an_interrupt_in_the_progress_callback_stops_the_copy() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(make_plan(source, target, images), model.store, MemoryStore(), CopyOptions(progress=progress))
+        execute(
+            make_plan(source, target, images),
+            model.store,
+            MemoryStore(),
+            CopyOptions(progress=progress),
+        )
 
 
 def test_progress_adds_up_to_the_bytes_of_the_target() -> None:

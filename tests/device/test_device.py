@@ -37,7 +37,9 @@ def test_a_worker_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch)
     assert device_named("cuda:0", 1) == Device("cuda:0")
     assert device_named("auto", 1) == Device("cuda:1", is_auto=True)
     assert device_named("auto", 2) is None
-    with pytest.raises(UsageError, match="worker 2 of this host needs GPU 2, but the host has 2.*nproc-per-node"):
+    with pytest.raises(
+        UsageError, match="worker 2 of this host needs GPU 2, but the host has 2.*nproc-per-node"
+    ):
         device_named("cuda", 2)
 
 
@@ -50,9 +52,15 @@ def test_work_is_done_on_a_device_once_that_is_settled() -> None:
 
 def test_a_full_device_is_a_capacity_error_and_any_other_failure_one_of_the_worker() -> None:
     cuda = Device("cuda:0")
-    with pytest.raises(CapacityError, match="cuda:0 is out of memory.*--device cpu"), device_errors(cuda):
+    with (
+        pytest.raises(CapacityError, match="cuda:0 is out of memory.*--device cpu"),
+        device_errors(cuda),
+    ):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    with pytest.raises(WorkerError, match="cuda:0 failed: CUDA error: an illegal"), device_errors(cuda):
+    with (
+        pytest.raises(WorkerError, match="cuda:0 failed: CUDA error: an illegal"),
+        device_errors(cuda),
+    ):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
     with pytest.raises(RuntimeError, match="plain"), device_errors(CPU):
         raise RuntimeError("plain")

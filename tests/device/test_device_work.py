@@ -38,7 +38,11 @@ from core.plan.plan import make_plan
 
 T = TypeVar("T")
 WORKS = (VALUES, FINGERPRINT, COMPARE, QUANTIZE, DEQUANTIZE)
-FLOATS = [name for name, dtype in DTYPES.items() if dtype.kind == "float" and not name.startswith("float4")]
+FLOATS = [
+    name
+    for name, dtype in DTYPES.items()
+    if dtype.kind == "float" and not name.startswith("float4")
+]
 _numbers = count(1)
 
 PLACES = [
@@ -46,7 +50,10 @@ PLACES = [
     pytest.param(
         "cuda:0",
         id="cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+        ],
     ),
 ]
 
@@ -81,7 +88,9 @@ def in_thread(work: Callable[[], T]) -> T:
 @pytest.mark.parametrize("source", [name for name in DTYPES if pairs_from(name)])
 def test_every_cast_of_every_pattern_is_that_of_the_cpu_path(source: str, place: str) -> None:
     assert [
-        pair for pair in pairs_from(source) if not trial_of(cast_work(*pair)).is_exact(able(place, cast_work(*pair)))
+        pair
+        for pair in pairs_from(source)
+        if not trial_of(cast_work(*pair)).is_exact(able(place, cast_work(*pair)))
     ] == []
 
 
@@ -93,10 +102,24 @@ def test_every_other_kind_of_work_is_that_of_the_cpu_path(work: str, place: str)
 
 def test_samples_hold_what_casts_treat_by_itself() -> None:
     bits = patterns("float32")
-    for wanted in (0x7F80_0000, 0xFF80_0000, 0x7F80_0001, 0x7FC0_0000, 1, 0x0000_8000, 0x3F80_8000, 0x3F80_1000, 0):
+    for wanted in (
+        0x7F80_0000,
+        0xFF80_0000,
+        0x7F80_0001,
+        0x7FC0_0000,
+        1,
+        0x0000_8000,
+        0x3F80_8000,
+        0x3F80_1000,
+        0,
+    ):
         assert wanted in bits
     numbers = patterns("float64").view("f8")
-    assert np.isnan(numbers).sum() > 1000 and np.isinf(numbers).any() and (np.abs(numbers) < 1e-310).any()
+    assert (
+        np.isnan(numbers).sum() > 1000
+        and np.isinf(numbers).any()
+        and (np.abs(numbers) < 1e-310).any()
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -119,7 +142,8 @@ def test_pieces_of_a_fold_come_in_order_and_a_lane_works_on_after_an_error(place
     lane = Lane(Device(place))
     data = np.arange(3 * PIECE_BYTES // 8, dtype="i8")
     firsts = [
-        int(piece.view("i8")[0]) for piece in lane.map_pieces((memoryview(data.view("u1")),), lambda t: t[:8], size=8)
+        int(piece.view("i8")[0])
+        for piece in lane.map_pieces((memoryview(data.view("u1")),), lambda t: t[:8], size=8)
     ]
     assert firsts == [0, PIECE_BYTES // 8, PIECE_BYTES // 4]
 
@@ -127,7 +151,9 @@ def test_pieces_of_a_fold_come_in_order_and_a_lane_works_on_after_an_error(place
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        lane.map(memoryview(data.view("u1")), memoryview(bytearray(data.nbytes)), broken, sizes=(8, 8))
+        lane.map(
+            memoryview(data.view("u1")), memoryview(bytearray(data.nbytes)), broken, sizes=(8, 8)
+        )
     out = bytearray(16)
     lane.map(memoryview(b"0123456789abcdef"), memoryview(out), lambda t: t, sizes=(1, 1))
     assert out == b"0123456789abcdef"
@@ -147,7 +173,12 @@ def test_where_buffers_differ_is_found_across_pieces(place: str) -> None:
 def test_fingerprint_products_of_odd_and_cut_rows(place: str) -> None:
     data = np.random.default_rng(0).integers(-128, 128, (50, 700)).astype(np.int8)
     with fastest_products(1, able(place, FINGERPRINT)) as products:
-        for some, first in ((data, 3), (data[:1], 0), (data[:, 100:101], 4095), (data[:, 5:], 1024)):
+        for some, first in (
+            (data, 3),
+            (data[:1], 0),
+            (data[:, 100:101], 4095),
+            (data[:, 5:], 1024),
+        ):
             assert np.array_equal(products(some, first), products_in_numpy(some, first))
 
 
@@ -162,7 +193,9 @@ def planned(
         for name in [key, *([f"{key}.copy"] if key in copies else [])]:
             files[name] = data
             array = StoredArray(name, dtype, shape, Extent(name, 0))
-            found.setdefault(key, []).append(Fragment(key, full_box(shape), array, (0,) * len(shape)))
+            found.setdefault(key, []).append(
+                Fragment(key, full_box(shape), array, (0,) * len(shape))
+            )
     metas = {key: TensorMeta(key, dtype, shape) for key, (dtype, _, shape) in tensors.items()}
     source = Catalog("test", None, metas, found.__getitem__)
     wanted = [TensorMeta(key, target, shape) for key, (_, target, shape) in tensors.items()]
@@ -194,8 +227,15 @@ def test_a_copy_with_a_device_writes_the_same_bytes_and_sums(place: str) -> None
     made = []
     for given in (None, device):
         stage = MemoryStore()
-        result = execute(make_plan(case[0], case[2], case[3], threads=2), case[1], stage, CopyOptions(device=given))
-        made.append(({name: stage.read(name, 0, stage.size(name)) for name in stage.files()}, result.crcs))
+        result = execute(
+            make_plan(case[0], case[2], case[3], threads=2),
+            case[1],
+            stage,
+            CopyOptions(device=given),
+        )
+        made.append(
+            ({name: stage.read(name, 0, stage.size(name)) for name in stage.files()}, result.crcs)
+        )
     assert made[0] == made[1]
     used = {found.work for found in decisions(device) if found.is_on_device}
     assert {cast_work("float32", "bfloat16"), cast_work("float16", "float64"), COMPARE} <= used
@@ -208,7 +248,12 @@ def test_copies_that_differ_are_an_error_on_a_device_too(place: str) -> None:
     data[4 * (7 * 40 + 11) + 2] ^= 1
     store.write("w.copy", 0, bytes(data))
     with pytest.raises(ReplicaMismatchError, match=r"first at index \(7, 11\)"):
-        execute(make_plan(source, target, images), store, MemoryStore(), CopyOptions(device=Device(place)))
+        execute(
+            make_plan(source, target, images),
+            store,
+            MemoryStore(),
+            CopyOptions(device=Device(place)),
+        )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -228,20 +273,29 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
             found[key] = decoded.read(placed.extent.file, placed.extent.offset, array.n_bytes)
         return found
 
-    made = [read_all(quantize(source, [("*", kind)]).catalog, store, given) for given in (None, device)]
+    made = [
+        read_all(quantize(source, [("*", kind)]).catalog, store, given) for given in (None, device)
+    ]
     assert made[0] == made[1] and len(made[0]) == 2
     small = catalog_of_arrays(
         format="test",
         arrays={
-            "layers.w.weight": StoredArray("w", "float8_e4m3fn", shape, Extent("layers.w.weight", 0)),
+            "layers.w.weight": StoredArray(
+                "w", "float8_e4m3fn", shape, Extent("layers.w.weight", 0)
+            ),
             "layers.w.weight_scale_inv": StoredArray(
-                "s", "float32", (2, 2, 4) if kind == "block" else (), Extent("layers.w.weight_scale_inv", 0)
+                "s",
+                "float32",
+                (2, 2, 4) if kind == "block" else (),
+                Extent("layers.w.weight_scale_inv", 0),
             ),
         },
     )
     files = MemoryStore(made[0])
     for dtype in ("bfloat16", "float32"):
-        back = [read_all(dequantize(small, dtype).catalog, files, given) for given in (None, device)]
+        back = [
+            read_all(dequantize(small, dtype).catalog, files, given) for given in (None, device)
+        ]
         assert back[0] == back[1]
 
 
@@ -264,7 +318,9 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
     work, other = cast_work("float16", "float8_e5m2"), cast_work("bfloat16", "float8_e5m2")
 
     def spoiled() -> Device | None:
-        lane_of(device).load_table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
+        lane_of(device).load_table(
+            work, lambda: np.zeros(1 << 16, np.uint8)
+        )  # what a faulty device might make of it
         return choose_device(device, [work, other], threads=1)
 
     found = in_thread(spoiled)
@@ -282,7 +338,11 @@ def test_auto_measures_both_ways_and_takes_the_faster_one() -> None:
     assert found is not None and found.work is not None
     for one in decisions(device):
         assert one.cpu_bytes_per_s is not None and one.device_bytes_per_s is not None
-        assert one.is_on_device == (one.device_bytes_per_s > one.cpu_bytes_per_s) == (one.work in found.work)
+        assert (
+            one.is_on_device
+            == (one.device_bytes_per_s > one.cpu_bytes_per_s)
+            == (one.work in found.work)
+        )
         assert one.reason.startswith("measured")
     assert found.is_auto
     assert choose_device(None, works, threads=2) is None

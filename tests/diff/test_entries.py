@@ -11,11 +11,17 @@ from core.pickle.inert import Global, Inert, TensorLeaf, make_namespace, make_or
 
 
 def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:
-    return entry_diffs(a, b, same_tensors=lambda one, other: None if one == other else "it differs")[0]
+    return entry_diffs(
+        a, b, same_tensors=lambda one, other: None if one == other else "it differs"
+    )[0]
 
 
 def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
-    a: dict[str, object] = {"args": make_namespace({"lr": 0.1, "seed": 1}), "list": [1, [2, 3]], "gone": None}
+    a: dict[str, object] = {
+        "args": make_namespace({"lr": 0.1, "seed": 1}),
+        "list": [1, [2, 3]],
+        "gone": None,
+    }
     b: dict[str, object] = {"args": make_namespace({"lr": 0.2, "new": "x"}), "list": [1, [2, 4, 5]]}
     assert diffs(a, b) == [
         EntryDiff("args.lr", "changed", "0.1", "0.2"),
@@ -58,7 +64,11 @@ def test_what_holds_the_same_is_equal(one: object, other: object) -> None:
         ([0] * 700, [0] * 699 + [1], ("700 numbers", "1 of them differ")),
         ([0] * 17, [0] * 18, ("list of 17", "list of 18")),
         ({1}, {2}, ("[1]", "[2]")),
-        ("x" * 100, "y" * 100, (f"{'x' * 40!r}… (100 characters)", f"{'y' * 40!r}… (100 characters)")),
+        (
+            "x" * 100,
+            "y" * 100,
+            (f"{'x' * 40!r}… (100 characters)", f"{'y' * 40!r}… (100 characters)"),
+        ),
         (1 << 5000, 2, ("an integer of 5001 bits", "2")),
         ({"a": 1}, [1], ("dict of 1", "[1]")),
         (Inert("newobj", Global("m", "C")), Inert("newobj", Global("m", "D")), ("m.C", "m.D")),
@@ -100,13 +110,22 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_entries, "MAX_FOUND", 10)
-    found = diffs({"x": [None] * 50, "big": {1 << 30_000: 1}}, {"x": [True] * 50, "big": {1 << 30_000: 2}})
+    found = diffs(
+        {"x": [None] * 50, "big": {1 << 30_000: 1}}, {"x": [True] * 50, "big": {1 << 30_000: 2}}
+    )
     assert len(found) == 11
     assert found[-1].b == "comparison stopped here"
 
 
 def test_keys_of_any_kind_have_a_name() -> None:
-    one: dict[object, object] = {1 << 30_000: 1, (1, 2): 1, 2.5: 1, None: 1, "k" * 1000: 1, Global("m", "C"): 1}
+    one: dict[object, object] = {
+        1 << 30_000: 1,
+        (1, 2): 1,
+        2.5: 1,
+        None: 1,
+        "k" * 1000: 1,
+        Global("m", "C"): 1,
+    }
     paths = [entry.path for entry in diffs({"x": one}, {"x": dict.fromkeys(one, 2)})]
     assert paths == [
         "x.an integer of 30001 bits", "x.<tuple>", "x.2.5", "x.<NoneType>", f"x.{'k' * 300}…", "x.m.C"

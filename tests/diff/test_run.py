@@ -83,11 +83,17 @@ def only(found: Diff) -> TensorDiff:
     ("case", "other"),
     [(group[0], other) for group in (WEIGHTS, OPTIMIZERS, EXPERTS) for other in group] + OTHERS,
 )
-def test_the_same_weights_are_the_same_in_every_format_and_layout(golden: Path, case: str, other: str) -> None:
+def test_the_same_weights_are_the_same_in_every_format_and_layout(
+    golden: Path, case: str, other: str
+) -> None:
     found = compare(golden / case, golden / other)
     assert set(kinds(found)) == {"equal"}
     assert found.left_out == ()
-    expected = ("args.", "rng_state", "optimizer.param_groups")  # other versions of Megatron have other ones
+    expected = (
+        "args.",
+        "rng_state",
+        "optimizer.param_groups",
+    )  # other versions of Megatron have other ones
     assert all(entry.path.startswith(expected) for entry in found.entries), found.entries
     assert compare(golden / case, golden / other, with_entries=False).is_same
 
@@ -98,10 +104,15 @@ def test_the_same_weights_are_the_same_in_every_format_and_layout(golden: Path, 
         ("mcore_legacy/dense_gqa/tp2_pp2", "mcore_legacy/dense_gqa/tp4_pp1"),
         ("mcore_legacy/dense_gqa/tp2_pp2_optim", "mcore_torch_dist/dense_gqa/tp2_pp2_optim"),
         ("mcore_legacy/moe_seq/tp1_pp1", "mcore_torch_dist/moe_seq/tp2_pp2_ep2"),
-        ("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt"),
+        (
+            "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
+            "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt",
+        ),
     ],
 )
-def test_arguments_of_the_layout_do_not_make_checkpoints_different(golden: Path, case: str, other: str) -> None:
+def test_arguments_of_the_layout_do_not_make_checkpoints_different(
+    golden: Path, case: str, other: str
+) -> None:
     found = compare(golden / case, golden / other)
     assert found.is_same
     assert found.entries == ()
@@ -117,7 +128,9 @@ def test_the_iteration_and_settings_count(golden: Path) -> None:
 
 @pytest.mark.parametrize("state", ["", "optimizer.state.exp_avg_sq."])
 @pytest.mark.parametrize("case", ["tp2_pp2_optim", "tp2_pp1_dp2_distopt"])
-def test_one_flipped_bit_is_found_in_another_layout(golden: Path, tmp_path: Path, case: str, state: str) -> None:
+def test_one_flipped_bit_is_found_in_another_layout(
+    golden: Path, tmp_path: Path, case: str, state: str
+) -> None:
     key, index = f"{state}decoder.layers.2.self_attention.linear_proj.weight", (37, 41)
     copy = tmp_path / "copy"
     shutil.copytree(golden / "mcore_legacy/dense_gqa" / case, copy)
@@ -131,8 +144,14 @@ def test_one_flipped_bit_is_found_in_another_layout(golden: Path, tmp_path: Path
             size = array.n_bytes // math.prod(array.shape)
             at = [a + i - o for a, i, o in zip(fragment.at[-2:], index, box.offset, strict=True)]
             steps = (1,) if len(array.shape) == 1 else (array.shape[-1], 1)
-            at = at[-len(steps) :] if len(steps) == 2 else [fragment.at[0] + index[1] - box.offset[1]]
-            place = array.extent.offset + size * sum(i * step for i, step in zip(at, steps, strict=True))
+            at = (
+                at[-len(steps) :]
+                if len(steps) == 2
+                else [fragment.at[0] + index[1] - box.offset[1]]
+            )
+            place = array.extent.offset + size * sum(
+                i * step for i, step in zip(at, steps, strict=True)
+            )
             with (source.path / array.extent.file).open("r+b") as file:
                 file.seek(place)
                 byte = file.read(1)[0]
@@ -143,7 +162,11 @@ def test_one_flipped_bit_is_found_in_another_layout(golden: Path, tmp_path: Path
     assert (one.key, one.kind) == (key, "values")
     assert one.values is not None
     assert one.values.first is not None
-    assert (one.values.n_elements, one.values.n_differing, one.index_of(one.values.first)) == (4096, 1, index)
+    assert (one.values.n_elements, one.values.n_differing, one.index_of(one.values.first)) == (
+        4096,
+        1,
+        index,
+    )
 
 
 def converted(src: Path, dst: Path, to: str, **options: Any) -> Path:
@@ -151,8 +174,12 @@ def converted(src: Path, dst: Path, to: str, **options: Any) -> Path:
     return dst
 
 
-@pytest.mark.parametrize("model", ["dense_gqa/tp2_pp2", "dense_gqa/tp1_pp2_vpp2", "moe_seq/tp2_pp1_ep2"])
-def test_megatron_and_hugging_face_names_are_brought_together(golden: Path, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["dense_gqa/tp2_pp2", "dense_gqa/tp1_pp2_vpp2", "moe_seq/tp2_pp1_ep2"]
+)
+def test_megatron_and_hugging_face_names_are_brought_together(
+    golden: Path, tmp_path: Path, model: str
+) -> None:
     source = golden / "mcore_legacy" / model
     hf = converted(source, tmp_path / "hf", "hf")
     for pair in ((source, hf), (hf, source)):
@@ -168,18 +195,29 @@ def test_megatron_and_hugging_face_names_are_brought_together(golden: Path, tmp_
 
 
 @pytest.mark.parametrize(("rule", "kind"), [(None, "dtype"), (Tolerance(), "close")])
-def test_other_dtypes_are_compared_by_value(golden: Path, tmp_path: Path, rule: Tolerance | None, kind: str) -> None:
+def test_other_dtypes_are_compared_by_value(
+    golden: Path, tmp_path: Path, rule: Tolerance | None, kind: str
+) -> None:
     source = golden / "hf/llama/safetensors_single"
     wide = converted(source, tmp_path / "wide", "safetensors", dtype=((None, "float32"),))
     found = compare(source, wide, rule=rule, with_entries=False)
     assert set(kinds(found)) == {kind}
-    assert all(one.is_cast and one.values is not None and one.values.n_differing == 0 for one in found.tensors)
+    assert all(
+        one.is_cast and one.values is not None and one.values.n_differing == 0
+        for one in found.tensors
+    )
     assert found.is_same == (rule is not None)
-    narrow = converted(golden / "torch_dcp/fsdp2_dp2", tmp_path / "narrow", "dcp", dtype=((None, "bfloat16"),))
-    found = compare(golden / "torch_dcp/fsdp2_dp2", narrow, rule=rule, with_entries=False, with_optimizer=False)
+    narrow = converted(
+        golden / "torch_dcp/fsdp2_dp2", tmp_path / "narrow", "dcp", dtype=((None, "bfloat16"),)
+    )
+    found = compare(
+        golden / "torch_dcp/fsdp2_dp2", narrow, rule=rule, with_entries=False, with_optimizer=False
+    )
     assert all(one.is_cast for one in found.tensors)
     assert not found.is_same
-    assert compare(golden / "torch_dcp/fsdp2_dp2", narrow, rule=Tolerance(2**-8), with_entries=False).is_same
+    assert compare(
+        golden / "torch_dcp/fsdp2_dp2", narrow, rule=Tolerance(2**-8), with_entries=False
+    ).is_same
 
 
 def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -192,9 +230,18 @@ def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def model() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"a": (700, 130), "b": (64,), "c": (3, 5, 7), "d": (), "e": (0, 4)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "a": (700, 130),
+        "b": (64,),
+        "c": (3, 5, 7),
+        "d": (),
+        "e": (0, 4),
+    }
     made = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    return made | {"half": torch.randn(90, 33, generator=generator).bfloat16(), "ids": torch.arange(50)}
+    return made | {
+        "half": torch.randn(90, 33, generator=generator).bfloat16(),
+        "ids": torch.arange(50),
+    }
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -208,11 +255,17 @@ CHANGES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("rule", [None, Tolerance(1e-5, 1e-8), Tolerance(0.01), Tolerance(0, 1.5, False)])
+@pytest.mark.parametrize(
+    "rule", [None, Tolerance(1e-5, 1e-8), Tolerance(0.01), Tolerance(0, 1.5, False)]
+)
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 @pytest.mark.parametrize("suffixes", [(".pt", ".pt"), (".safetensors", ".pt")])
 def test_every_figure_is_that_of_torch_with_everything_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, rule: Tolerance | None, suffixes: tuple[str, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    rule: Tolerance | None,
+    suffixes: tuple[str, str],
 ) -> None:
     monkeypatch.setattr(diff_work, "BAND_BYTES", 1 << 15)
     one = model()
@@ -229,7 +282,9 @@ def test_every_figure_is_that_of_torch_with_everything_in_memory(
         if rule is None:
             differs = bit_differences(x, y)
         else:
-            differs = ~torch.isclose(x.double(), y.double(), rtol=rule.rtol, atol=rule.atol, equal_nan=rule.equal_nan)
+            differs = ~torch.isclose(
+                x.double(), y.double(), rtol=rule.rtol, atol=rule.atol, equal_nan=rule.equal_nan
+            )
         n = int(differs.sum())
         assert got.is_same == (n == 0), key
         is_identical = n == 0 and not bit_differences(x, y).any()
@@ -285,7 +340,10 @@ def test_keys_shapes_and_dtypes_come_first_and_the_farthest_values_next(tmp_path
 
 def test_metadata_are_compared_without_a_byte_of_the_tensors(tmp_path: Path) -> None:
     one = {"w": torch.ones(100, 100), "v": torch.ones(3)}
-    a, b = saved(tmp_path / "a.safetensors", one), saved(tmp_path / "b.safetensors", one | {"w": torch.zeros(100, 100)})
+    a, b = (
+        saved(tmp_path / "a.safetensors", one),
+        saved(tmp_path / "b.safetensors", one | {"w": torch.zeros(100, 100)}),
+    )
     found = compare(a, b, reads=False)
     assert found.is_same
     assert kinds(found) == {"unread": 2}
@@ -345,7 +403,9 @@ def test_an_optimizer_that_is_not_understood_is_no_equality(golden: Path, tmp_pa
     assert compare(case, broken, with_optimizer=False).is_same
 
 
-def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(golden: Path, tmp_path: Path) -> None:
+def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
+    golden: Path, tmp_path: Path
+) -> None:
     copies = [tmp_path / "one", tmp_path / "two"]
     for copy in copies:
         shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", copy)
@@ -354,7 +414,9 @@ def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(golden: Pa
                 records = {name: archive.read(name) for name in archive.namelist()}
             with zipfile.ZipFile(path, "w") as archive:
                 for name, data in records.items():
-                    archive.writestr(name, data.replace(b"decoder.final_layernorm.", b"decoder.other_layernorm."))
+                    archive.writestr(
+                        name, data.replace(b"decoder.final_layernorm.", b"decoder.other_layernorm.")
+                    )
     found = compare(*copies)
     assert found.is_same
     assert any(one.key.startswith("mp_rank_01:") for one in found.tensors)
@@ -410,7 +472,9 @@ def test_the_manifest_beside_a_tracker_is_used(golden: Path, tmp_path: Path) -> 
     """Where ``ckpt reshard`` writes it."""
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     a = with_manifest(source, tmp_path / "a")
-    b = converted(source, tmp_path / "b", "megatron", topology=TopologyChange(tp=4, pp=1), fingerprint=True)
+    b = converted(
+        source, tmp_path / "b", "megatron", topology=TopologyChange(tp=4, pp=1), fingerprint=True
+    )
     assert (b / "ckpt-manifest.json").exists()
     found = compare(a, b)
     assert (found.is_same, found.n_by_fingerprint, found.read_bytes) == (True, 31, 0)

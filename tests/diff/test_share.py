@@ -25,7 +25,14 @@ Said = tuple[object, ...]
 
 def said(found: Diff) -> Said:
     """What a result says; without what cannot be pickled, and without times."""
-    rest = found.entries, found.of_layout, found.n_entries, found.left_out, found.notes, found.read_bytes
+    rest = (
+        found.entries,
+        found.of_layout,
+        found.n_entries,
+        found.left_out,
+        found.notes,
+        found.read_bytes,
+    )
     return found.is_same, found.tensors, *rest
 
 
@@ -58,7 +65,11 @@ def test_golden_checkpoints(golden: Path) -> None:
         ("deepspeed/zero1_dp2_bf16", "deepspeed_universal/zero1_dp2_bf16"),
     ]
     jobs = [DiffJob(a=golden / a, b=golden / b) for a, b in pairs]
-    jobs.append(DiffJob(a=optimizer, b=golden / "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable"))
+    jobs.append(
+        DiffJob(
+            a=optimizer, b=golden / "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable"
+        )
+    )
     jobs.append(replace(jobs[0], reads=False))
     check(3, jobs)
 
@@ -100,7 +111,11 @@ def test_tensors_that_several_ranks_share(pair: tuple[Path, Path]) -> None:
             assert all(read) and max(read) - min(read) < 8 << 20, (job, read)
     found = diff(jobs[0])
     kinds = {one.key: one.kind for one in found.tensors}
-    assert kinds["differs.weight"] == "values" and kinds["cast.weight"] == "dtype" and kinds["equal.weight"] == "equal"
+    assert (
+        kinds["differs.weight"] == "values"
+        and kinds["cast.weight"] == "dtype"
+        and kinds["equal.weight"] == "equal"
+    )
 
 
 def refused(team: PipeTeam, job: DiffJob) -> str:
@@ -115,7 +130,11 @@ def test_an_error_is_the_same_on_every_rank(pair: tuple[Path, Path], tmp_path: P
     a, b = pair
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(b.read_bytes()[:-4096])
-    for job in (DiffJob(a=a, b=tmp_path / "nowhere"), DiffJob(a=a, b=cut), DiffJob(a=a, b=b, include=["nothing"])):
+    for job in (
+        DiffJob(a=a, b=tmp_path / "nowhere"),
+        DiffJob(a=a, b=cut),
+        DiffJob(a=a, b=b, include=["nothing"]),
+    ):
         found = run_team(3, refused, job)
         assert found == [refused(ALONE, job)] * 3 and found[0]
     small = DiffJob(a=a, b=b, memory_bytes=1 << 20)
@@ -124,7 +143,11 @@ def test_an_error_is_the_same_on_every_rank(pair: tuple[Path, Path], tmp_path: P
 
 def test_a_sum_is_exact_in_any_order() -> None:
     chance = Random(3)
-    numbers = [chance.uniform(-1, 1) * 2.0 ** chance.randint(-1070, 900) for _ in range(500)] + [5e-324, 1e308, 1e308]
+    numbers = [chance.uniform(-1, 1) * 2.0 ** chance.randint(-1070, 900) for _ in range(500)] + [
+        5e-324,
+        1e308,
+        1e308,
+    ]
     sums = []
     for _ in range(4):
         chance.shuffle(numbers)

@@ -40,7 +40,9 @@ def assert_alike(found: Any, expected: Any, path: str = "value") -> None:
     elif isinstance(expected, random.Random):
         assert found.getstate() == expected.getstate(), path
     elif isinstance(expected, torch.Generator):
-        assert found.device == expected.device and found.get_state().equal(expected.get_state()), path
+        assert found.device == expected.device and found.get_state().equal(expected.get_state()), (
+            path
+        )
     elif isinstance(expected, (float, complex, np.generic)):
         assert repr(found) == repr(expected), f"{path}: {found!r} instead of {expected!r}"
     else:

@@ -37,7 +37,9 @@ def _nothing(rank: int) -> None:
 class OwnSave(SaveShardedStrategy):
     """``rank_<n>.pt``; ``before`` is called with the rank before anything is written, ``amid`` half-way."""
 
-    def __init__(self, before: Callable[[int], None] = _nothing, amid: Callable[[int], None] = _nothing) -> None:
+    def __init__(
+        self, before: Callable[[int], None] = _nothing, amid: Callable[[int], None] = _nothing
+    ) -> None:
         super().__init__(BACKEND, 3)
         self.before, self.amid = before, amid
 
@@ -54,7 +56,9 @@ class OwnAsyncSave(AsyncSaveShardedStrategy):
         super().__init__(BACKEND, 3)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        return AsyncRequest(_write, (_held(sharded_state_dict), Path(checkpoint_dir), comm.rank()), [])
+        return AsyncRequest(
+            _write, (_held(sharded_state_dict), Path(checkpoint_dir), comm.rank()), []
+        )
 
 
 def _held(sharded_state_dict: Any) -> list[tuple[Any, ...]]:
@@ -64,7 +68,15 @@ def _held(sharded_state_dict: Any) -> list[tuple[Any, ...]]:
         if is_main_replica(part.replica_id):
             flat = part.flattened_range
             place = part.global_offset, (1,) * part.prepend_axis_num + tuple(part.local_shape)
-            found.append((part.key, part.global_shape, *place, flat and (flat.start, flat.stop), part.data.clone()))
+            found.append(
+                (
+                    part.key,
+                    part.global_shape,
+                    *place,
+                    flat and (flat.start, flat.stop),
+                    part.data.clone(),
+                )
+            )
     return found
 
 
@@ -98,7 +110,9 @@ class OwnLoad(LoadShardedStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
         for path in Path(checkpoint_dir).glob("rank_*.pt"):
-            torch.save([part for part in torch.load(path) if not part[0].startswith(key_prefix)], path)
+            torch.save(
+                [part for part in torch.load(path) if not part[0].startswith(key_prefix)], path
+            )
 
 
 def _whole(checkpoint_dir: Path) -> dict[str, torch.Tensor]:
@@ -129,8 +143,15 @@ class OwnCommonSave(SaveCommonStrategy):
             torch.save(common_state_dict, Path(checkpoint_dir) / "state.pt")
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
-        held = [part for part in nested_values(sharded_objects_state_dict) if is_main_replica(part.replica_id)]
-        torch.save({part.unique_key: part.data for part in held}, Path(checkpoint_dir) / f"object_{comm.rank()}.pt")
+        held = [
+            part
+            for part in nested_values(sharded_objects_state_dict)
+            if is_main_replica(part.replica_id)
+        ]
+        torch.save(
+            {part.unique_key: part.data for part in held},
+            Path(checkpoint_dir) / f"object_{comm.rank()}.pt",
+        )
 
 
 class OwnCommonLoad(LoadCommonStrategy):
@@ -147,10 +168,14 @@ class OwnCommonLoad(LoadCommonStrategy):
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
         stored = _objects(Path(checkpoint_dir))
-        return dict_list_map_outplace(lambda part: stored[part.unique_key], sharded_objects_state_dict)
+        return dict_list_map_outplace(
+            lambda part: stored[part.unique_key], sharded_objects_state_dict
+        )
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        return {key: ShardedObject.empty_from_unique_key(key) for key in _objects(Path(checkpoint_dir))}
+        return {
+            key: ShardedObject.empty_from_unique_key(key) for key in _objects(Path(checkpoint_dir))
+        }
 
 
 def _objects(checkpoint_dir: Path) -> dict[str, Any]:

@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy"),
+    *(
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "numpy",
+    ),
     *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
     *("core.dist_checkpointing.strategies.zarr", "core.dist_checkpointing.strategies.tensorstore"),
-    *("core.dist_checkpointing.strategies.fully_parallel", "core.dist_checkpointing.strategies.two_stage"),
+    *(
+        "core.dist_checkpointing.strategies.fully_parallel",
+        "core.dist_checkpointing.strategies.two_stage",
+    ),
     *("pytest", "hypothesis", "megatron.core.dist_checkpointing", "tests.dist_checkpointing.ranks"),
 ]
 """What cannot be imported is passed over."""
@@ -27,7 +36,9 @@ TIMEOUT_S = 300
 """Guard against a hang, far above what any test takes."""
 
 
-def run_ranks(n: int, function: Callable[..., Any], *args: Any, allow_failure: bool = False) -> list[Any]:
+def run_ranks(
+    n: int, function: Callable[..., Any], *args: Any, allow_failure: bool = False
+) -> list[Any]:
     """What ``function(rank, world_size, *args)`` returns on each of ``n`` ranks.
 
     Args:
@@ -44,7 +55,8 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, allow_failure: b
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(number, n, folder, results, function, args)) for number in range(n)
+            context.Process(target=_rank, args=(number, n, folder, results, function, args))
+            for number in range(n)
         ]
         for process in processes:
             process.start()
@@ -75,7 +87,9 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, allow_failure: b
     return [found[number][1] for number in range(n)]
 
 
-def _rank(number: int, n: int, folder: str, results: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    number: int, n: int, folder: str, results: Any, function: Callable[..., Any], args: Any
+) -> None:
     import torch
     import torch.distributed as dist
 

@@ -21,16 +21,30 @@ import torch
 import torch.distributed as dist
 
 MODULES = {
-    "mapping": ("ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"),
+    "mapping": (
+        "ShardedTensor",
+        "ShardedObject",
+        "ShardedTensorFactory",
+        "LocalNonpersistentObject",
+    ),
     "core": ("CheckpointingException", "check_is_distributed_checkpoint"),
     "optimizer": ("get_param_id_to_sharded_param_map", "optim_state_to_sharding_state"),
     "serialization": (
-        *("save", "load", "load_common_state_dict", "load_tensors_metadata", "load_sharded_metadata"),
+        *(
+            "save",
+            "load",
+            "load_common_state_dict",
+            "load_tensors_metadata",
+            "load_sharded_metadata",
+        ),
         *("load_plain_tensors", "load_content_metadata", "remove_sharded_tensors"),
         *("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
     ),
     "validation": ("StrictHandling",),
-    "strategies.fully_parallel": ("FullyParallelSaveStrategyWrapper", "FullyParallelLoadStrategyWrapper"),
+    "strategies.fully_parallel": (
+        "FullyParallelSaveStrategyWrapper",
+        "FullyParallelLoadStrategyWrapper",
+    ),
     "strategies.async_utils": ("AsyncCallsQueue",),
     "strategies.torch": ("TorchDistSaveShardedStrategy",),
 }
@@ -67,7 +81,9 @@ class Layout:
         found = None
         for pp_rank in range(self.pp):
             for tp_rank in range(self.tp):
-                ranks = [tp_rank + self.tp * (dp_rank + self.dp * pp_rank) for dp_rank in range(self.dp)]
+                ranks = [
+                    tp_rank + self.tp * (dp_rank + self.dp * pp_rank) for dp_rank in range(self.dp)
+                ]
                 group = dist.new_group(ranks)
                 found = group if (tp_rank, pp_rank) == (place.tp_rank, place.pp_rank) else found
         return found
@@ -90,7 +106,14 @@ def values(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
     return (numbers if dtype.itemsize > 2 else numbers % 120).to(dtype).reshape(shape)
 
 
-def shard(api: Any, key: str, shape: tuple[int, ...], *cuts: tuple[int, int, int], is_filled: bool, **more: Any) -> Any:
+def shard(
+    api: Any,
+    key: str,
+    shape: tuple[int, ...],
+    *cuts: tuple[int, int, int],
+    is_filled: bool,
+    **more: Any,
+) -> Any:
     """The ShardedTensor of a global tensor's shard; ``cuts`` as of ``from_rank_offsets``; zeros if not filled."""
     dtype = more.pop("dtype", torch.float32)
     n_prepended = more.get("prepend_axis_num", 0)
@@ -99,7 +122,9 @@ def shard(api: Any, key: str, shape: tuple[int, ...], *cuts: tuple[int, int, int
         extent = shape[axis] // n
         whole = whole.narrow(axis, index * extent, extent)
     data = whole.reshape(whole.shape[n_prepended:]).clone()
-    return api.ShardedTensor.from_rank_offsets(key, data if is_filled else torch.zeros_like(data), *cuts, **more)
+    return api.ShardedTensor.from_rank_offsets(
+        key, data if is_filled else torch.zeros_like(data), *cuts, **more
+    )
 
 
 def plain(tree: Any) -> Any:
@@ -117,7 +142,12 @@ def shown(value: Any) -> Any:
     """A value that can be compared and sent between processes: tensors and arrays as dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
-        return "tensor", str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return (
+            "tensor",
+            str(value.dtype),
+            tuple(value.shape),
+            flat.view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, np.ndarray):
         return "array", str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, dict):
@@ -156,7 +186,8 @@ def model_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
     per_stage = N_LAYERS // layout.pp
     model: dict[str, Any] = {
         "layers": [
-            layer_state(api, place, place.pp_rank * per_stage + i, is_filled=is_filled) for i in range(per_stage)
+            layer_state(api, place, place.pp_rank * per_stage + i, is_filled=is_filled)
+            for i in range(per_stage)
         ]
     }
     for name, stage in (("embedding", 0), ("output", layout.pp - 1)):
@@ -164,13 +195,24 @@ def model_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
             copy_rank = int(name == "output")
             cut, replica_id = (0, place.tp_rank, layout.tp), (copy_rank, 0, place.dp_rank)
             model[name] = shard(
-                api, "embedding.word.weight", (VOCAB, HIDDEN), cut, is_filled=is_filled, replica_id=replica_id
+                api,
+                "embedding.word.weight",
+                (VOCAB, HIDDEN),
+                cut,
+                is_filled=is_filled,
+                replica_id=replica_id,
             )
     return {
         "model": model,
         "args": argparse.Namespace(hidden=HIDDEN, names=["a", "b"], optional=None),
         "iteration": 7,
-        "nested": {"pairs": [1, {"a": (1, 2.5)}], "empty": {}, "none": None, "text": "ü", "steps": torch.arange(3)},
+        "nested": {
+            "pairs": [1, {"a": (1, 2.5)}],
+            "empty": {},
+            "none": None,
+            "text": "ü",
+            "steps": torch.arange(3),
+        },
         "mine": api.LocalNonpersistentObject({"rank": dist.get_rank()}),
     }
 
@@ -193,7 +235,10 @@ def layer_state(api: Any, place: Place, number: int, *, is_filled: bool) -> dict
             **common,
         ),
         "norm": shard(
-            *(api, "decoder.norm.weight", (N_LAYERS, HIDDEN), layer), replica_id=copies, dtype=torch.bfloat16, **common
+            *(api, "decoder.norm.weight", (N_LAYERS, HIDDEN), layer),
+            replica_id=copies,
+            dtype=torch.bfloat16,
+            **common,
         ),
         "fc1": gated(api, place, layer, is_filled=is_filled),
         "extra": api.ShardedObject("decoder.extra_state", extra, (N_LAYERS,), (number,), copies),
@@ -210,7 +255,12 @@ def gated(api: Any, place: Place, layer: tuple[int, int, int], *, is_filled: boo
     def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         return [
             api.ShardedTensor.from_rank_offsets(
-                key, part, layer, (1, half * tp + tp_rank, 2 * tp), replica_id=replica_id, prepend_axis_num=1
+                key,
+                part,
+                layer,
+                (1, half * tp + tp_rank, 2 * tp),
+                replica_id=replica_id,
+                prepend_axis_num=1,
             )
             for half, part in enumerate(tensor.chunk(2))
         ]
@@ -223,7 +273,11 @@ def gated(api: Any, place: Place, layer: tuple[int, int, int], *, is_filled: boo
 
 
 def save_model(api: Any, place: Place, folder: str) -> Any:
-    api.save(model_state(api, place, is_filled=True), folder, content_metadata={"kind": "model", "version": 2})
+    api.save(
+        model_state(api, place, is_filled=True),
+        folder,
+        content_metadata={"kind": "model", "version": 2},
+    )
 
 
 def load_model(api: Any, place: Place, folder: str) -> Any:
@@ -239,8 +293,22 @@ def expected_model(api: Any, place: Place) -> Any:
 def load_model_without_data(api: Any, place: Place, folder: str) -> Any:
     """Only what to load is said; the tensors are made by the load."""
     state = {
-        "a": shard(api, "embedding.word.weight", (VOCAB, HIDDEN), (0, place.tp_rank, place.layout.tp), is_filled=False),
-        "b": [shard(api, "decoder.norm.weight", (N_LAYERS, HIDDEN), is_filled=False, dtype=torch.bfloat16)],
+        "a": shard(
+            api,
+            "embedding.word.weight",
+            (VOCAB, HIDDEN),
+            (0, place.tp_rank, place.layout.tp),
+            is_filled=False,
+        ),
+        "b": [
+            shard(
+                api,
+                "decoder.norm.weight",
+                (N_LAYERS, HIDDEN),
+                is_filled=False,
+                dtype=torch.bfloat16,
+            )
+        ],
     }
     state = {"a": state["a"].without_data(), "b": [state["b"][0].without_data()]}
     found = api.load(state, folder, validate_access_integrity=False)
@@ -251,15 +319,31 @@ def look_at_model(api: Any, place: Place, folder: str) -> Any:
     """Everything that can be had without saying what to load."""
     tensors, sharded = api.load_tensors_metadata(folder), api.load_sharded_metadata(folder)
     return {
-        "is one": (api.check_is_distributed_checkpoint(folder), api.check_is_distributed_checkpoint(folder + "/none")),
-        "tensors": {key: (str(t.dtype), t.global_shape, t.local_shape, t.data, t.key) for key, t in tensors.items()},
-        "sharded": {
-            key: (type(s).__name__, s.key, s.global_shape, s.data) for key, s in sharded.items() if "common" not in key
+        "is one": (
+            api.check_is_distributed_checkpoint(folder),
+            api.check_is_distributed_checkpoint(folder + "/none"),
+        ),
+        "tensors": {
+            key: (str(t.dtype), t.global_shape, t.local_shape, t.data, t.key)
+            for key, t in tensors.items()
         },
-        "plain": shown({key: tensor for key, tensor in api.load_plain_tensors(folder).items() if key in tensors}),
+        "sharded": {
+            key: (type(s).__name__, s.key, s.global_shape, s.data)
+            for key, s in sharded.items()
+            if "common" not in key
+        },
+        "plain": shown(
+            {
+                key: tensor
+                for key, tensor in api.load_plain_tensors(folder).items()
+                if key in tensors
+            }
+        ),
         "common": shown(api.load_common_state_dict(folder)),
         "content": api.load_content_metadata(folder),
-        "content again": api.load_content_metadata(preloaded_state_dict=api.load_common_state_dict(folder)),
+        "content again": api.load_content_metadata(
+            preloaded_state_dict=api.load_common_state_dict(folder)
+        ),
     }
 
 
@@ -288,7 +372,9 @@ def load_fully_parallel(api: Any, place: Place, folder: str) -> Any:
 
 
 def expected_fully_parallel(api: Any, place: Place) -> Any:
-    return dict.fromkeys(("broadcast", "gather_object", "gather_rounds"), expected_model(api, place))
+    return dict.fromkeys(
+        ("broadcast", "gather_object", "gather_rounds"), expected_model(api, place)
+    )
 
 
 def save_async(api: Any, place: Place, folder: str) -> Any:
@@ -309,7 +395,9 @@ def save_async(api: Any, place: Place, folder: str) -> Any:
 
 def save_async_at_once(api: Any, place: Place, folder: str) -> Any:
     state = model_state(api, place, is_filled=True)
-    api.save(state, folder, async_sharded_save=True, content_metadata={"kind": "model", "version": 2}).execute_sync()
+    api.save(
+        state, folder, async_sharded_save=True, content_metadata={"kind": "model", "version": 2}
+    ).execute_sync()
 
 
 # ---- an optimizer ---------------------------------------------------------------------------------------------------
@@ -325,7 +413,11 @@ def optimizer_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any
         leaf.data = torch.nn.Parameter(leaf.data)
     optim: dict[str, Any] = {
         "state": {
-            i: {"exp_avg": leaf.data.detach() + 0.5, "exp_avg_sq": leaf.data.detach() * 2, "step": torch.tensor(3.0)}
+            i: {
+                "exp_avg": leaf.data.detach() + 0.5,
+                "exp_avg_sq": leaf.data.detach() * 2,
+                "step": torch.tensor(3.0),
+            }
             for i, leaf in enumerate(leaves)
         },
         "param_groups": [{"params": list(range(len(leaves))), "lr": 0.25, "betas": (0.9, 0.95)}],
@@ -369,7 +461,16 @@ def expected_remains(api: Any, place: Place) -> Any:
 
 # ---- shapes and dtypes ----------------------------------------------------------------------------------------------
 
-DTYPES = (torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.bfloat16)
+DTYPES = (
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+    torch.bfloat16,
+)
 
 
 def odd_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
@@ -381,7 +482,8 @@ def odd_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
     turned = turned.T.contiguous().T if is_filled else torch.zeros(8, 6).T
     return {
         "dtypes": [
-            shard(api, f"dtype.{dtype}", (4 * tp, 3), cut, is_filled=is_filled, dtype=dtype) for dtype in DTYPES
+            shard(api, f"dtype.{dtype}", (4 * tp, 3), cut, is_filled=is_filled, dtype=dtype)
+            for dtype in DTYPES
         ],
         "scalar": shard(api, "scalar", (), **other),
         "one": shard(api, "one", (1,), **other),
@@ -390,11 +492,33 @@ def odd_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
             "x/y z": [shard(api, "ü/x y", (3,), **other)],
         },
         "turned": api.ShardedTensor.from_rank_offsets("turned", turned, (1, tp_rank, tp)),
-        "stack": shard(api, "stack", (2, tp, 5), (0, 1, 2), (1, tp_rank, tp), is_filled=is_filled, prepend_axis_num=2),
-        "other": shard(api, "stack", (2, tp, 5), (0, 0, 2), (1, tp_rank, tp), is_filled=is_filled, prepend_axis_num=2),
-        "grid": api.ShardedObject("grid", {"at": tp_rank} if is_filled else None, (2, tp), (0, tp_rank)),
-        "row": api.ShardedObject("grid", ["second", tp_rank] if is_filled else None, (2, tp), (1, tp_rank)),
-        "random": api.ShardedObject("random", [random_state()] if is_filled else None, (1,), (0,), tp_rank),
+        "stack": shard(
+            api,
+            "stack",
+            (2, tp, 5),
+            (0, 1, 2),
+            (1, tp_rank, tp),
+            is_filled=is_filled,
+            prepend_axis_num=2,
+        ),
+        "other": shard(
+            api,
+            "stack",
+            (2, tp, 5),
+            (0, 0, 2),
+            (1, tp_rank, tp),
+            is_filled=is_filled,
+            prepend_axis_num=2,
+        ),
+        "grid": api.ShardedObject(
+            "grid", {"at": tp_rank} if is_filled else None, (2, tp), (0, tp_rank)
+        ),
+        "row": api.ShardedObject(
+            "grid", ["second", tp_rank] if is_filled else None, (2, tp), (1, tp_rank)
+        ),
+        "random": api.ShardedObject(
+            "random", [random_state()] if is_filled else None, (1,), (0,), tp_rank
+        ),
         "numbers": [1, 2.5, "three", (4, None), {5}, b"six"],
     }
 
@@ -425,7 +549,11 @@ PADDED = {1: 12, 2: 12, 4: 16, 8: 8}
 
 def padded_state(api: Any, place: Place, *, is_filled: bool) -> Any:
     tp, tp_rank = place.layout.tp, place.tp_rank
-    made = shard(*(api, "vocab", (PADDED[tp], 4), (0, tp_rank, tp)), is_filled=is_filled, allow_shape_mismatch=True)
+    made = shard(
+        *(api, "vocab", (PADDED[tp], 4), (0, tp_rank, tp)),
+        is_filled=is_filled,
+        allow_shape_mismatch=True,
+    )
     return {"vocab": made}
 
 
@@ -473,7 +601,9 @@ def load_strict(api: Any, place: Place, folder: str) -> Any:
             for given in (strict, strict.value):
                 found[str(given), names] = attempted(
                     api,
-                    lambda names=names, given=given: api.load(strict_state(api, place, names), folder, strict=given),
+                    lambda names=names, given=given: api.load(
+                        strict_state(api, place, names), folder, strict=given
+                    ),
                 )
     return found
 
@@ -511,7 +641,10 @@ def violations(api: Any) -> dict[str, list[Any]]:
         "two dtypes": [piece(0), piece(1, data=flat.double())],
         "two shapes": [piece(0, 3), piece(1)],
         "two extents": [piece(0), piece(1, data=torch.zeros(3))],
-        "two axes": [tensor("w", torch.zeros(2, 2), (0, 0, 2)), tensor("w", torch.zeros(2, 2), (1, 1, 2))],
+        "two axes": [
+            tensor("w", torch.zeros(2, 2), (0, 0, 2)),
+            tensor("w", torch.zeros(2, 2), (1, 1, 2)),
+        ],
         "objects": [item(0), item(1)],
         "an object twice": [item(0), item(1), item(1)],
         "an object missing": [item(0)],
@@ -526,7 +659,9 @@ def save_violations(api: Any, place: Place, folder: str) -> Any:
     for name, leaves in violations(api).items():
         target = Path(folder, name.replace(" ", "-"))
         target.mkdir()
-        found[name] = attempted(api, lambda leaves=leaves, target=target: api.save({"s": leaves, "x": 1}, str(target)))
+        found[name] = attempted(
+            api, lambda leaves=leaves, target=target: api.save({"s": leaves, "x": 1}, str(target))
+        )
     return found
 
 
@@ -539,7 +674,9 @@ def load_violations(api: Any, place: Place, folder: str) -> Any:
         else:
             source = str(Path(folder, "complete"))
         if name not in ("two dtypes", "two shapes", "two extents", "two axes", "an object missing"):
-            found[name] = attempted(api, lambda leaves=leaves, source=source: bool(api.load({"s": leaves}, source)))
+            found[name] = attempted(
+                api, lambda leaves=leaves, source=source: bool(api.load({"s": leaves}, source))
+            )
     return found
 
 
@@ -569,23 +706,33 @@ class Scenario:
 ONE, TP2, TP4, DP2, PP2DP2 = Layout(), Layout(tp=2), Layout(tp=4), Layout(dp=2), Layout(pp=2, dp=2)
 TP2PP2, TP4PP2, TP2PP2DP2, PP4DP2 = Layout(2, 2), Layout(4, 2), Layout(2, 2, 2), Layout(1, 4, 2)
 
-MODEL = Scenario(save_model, load_model, ONE, (ONE, DP2, TP4, TP2PP2, TP4PP2, PP4DP2), expected_model)
+MODEL = Scenario(
+    save_model, load_model, ONE, (ONE, DP2, TP4, TP2PP2, TP4PP2, PP4DP2), expected_model
+)
 PARALLEL = Scenario(
     *(save_fully_parallel, load_fully_parallel, DP2, (DP2, PP2DP2), expected_fully_parallel),
     is_saved_by_both=False,
     is_loaded_by_both=False,
 )
-OPTIMIZER = Scenario(save_optimizer, load_optimizer, ONE, (ONE, TP2, PP2DP2, TP2PP2DP2), expected_optimizer)
+OPTIMIZER = Scenario(
+    save_optimizer, load_optimizer, ONE, (ONE, TP2, PP2DP2, TP2PP2DP2), expected_optimizer
+)
 
 SCENARIOS: dict[str, Scenario] = {
     "model_one": MODEL,
     "model_tp2": replace(MODEL, saved=TP2),
     "model_pp2dp2": replace(MODEL, saved=PP2DP2),
     "model_tp2pp2dp2": replace(MODEL, saved=TP2PP2DP2),
-    "model_async": replace(MODEL, save=save_async, saved=TP2, loads=(TP2, ONE), is_saved_by_both=False),
+    "model_async": replace(
+        MODEL, save=save_async, saved=TP2, loads=(TP2, ONE), is_saved_by_both=False
+    ),
     "model_async_at_once": replace(MODEL, save=save_async_at_once, saved=TP2PP2, loads=(TP2,)),
-    "model_looked_at": replace(MODEL, load=look_at_model, saved=TP2PP2, loads=(ONE, TP2), expected=None),
-    "model_without_data": replace(MODEL, load=load_model_without_data, saved=TP2, loads=(ONE, TP2), expected=None),
+    "model_looked_at": replace(
+        MODEL, load=look_at_model, saved=TP2PP2, loads=(ONE, TP2), expected=None
+    ),
+    "model_without_data": replace(
+        MODEL, load=load_model_without_data, saved=TP2, loads=(ONE, TP2), expected=None
+    ),
     "parallel_dp2": PARALLEL,
     "parallel_pp2dp2": replace(PARALLEL, saved=PP2DP2),
     "parallel_tp2pp2dp2": replace(PARALLEL, saved=TP2PP2DP2, loads=(TP2PP2DP2, DP2, ONE)),
@@ -597,8 +744,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "odd_one": Scenario(save_odd, load_odd, ONE, (ONE,), expected_odd),
     "odd_tp4": Scenario(save_odd, load_odd, TP4, (TP4,), expected_odd),
-    "padded_one": Scenario(save_padded, load_padded, ONE, (ONE, TP4, TP2, Layout(tp=8)), expected_padded),
-    "padded_tp2": Scenario(save_padded, load_padded, TP2, (ONE, TP4, TP2, Layout(tp=8)), expected_padded),
+    "padded_one": Scenario(
+        save_padded, load_padded, ONE, (ONE, TP4, TP2, Layout(tp=8)), expected_padded
+    ),
+    "padded_tp2": Scenario(
+        save_padded, load_padded, TP2, (ONE, TP4, TP2, Layout(tp=8)), expected_padded
+    ),
     "strict": Scenario(save_strict, load_strict, TP2, (TP2,)),
     "absent": Scenario(save_strict, load_absent, ONE, (ONE, TP2)),
     "violations": Scenario(save_violations, load_violations, ONE, (ONE,), is_checkpoint=False),

@@ -10,7 +10,9 @@ import torch
 from core.dist_checkpointing.mapping import ShardedTensor
 
 
-def global_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def global_tensor(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """A tensor with different values for different keys and places, as far as the type has so many."""
     n = prod(shape)
     start = zlib.crc32(key.encode()) % 97
@@ -51,11 +53,19 @@ def part_of(
     data = data.clone().reshape(local[prepended:])
     if not is_filled:
         data = torch.full_like(data.view(torch.uint8) if data.dim() else data, 255).view(data.dtype)
-    return ShardedTensor.from_rank_offsets(key, data, *offsets, prepend_axis_num=prepended, **options)
+    return ShardedTensor.from_rank_offsets(
+        key, data, *offsets, prepend_axis_num=prepended, **options
+    )
 
 
 def flat_part_of(
-    key: str, shape: tuple[int, ...], start: int, stop: int, *, is_filled: bool = True, offsets: tuple = ()
+    key: str,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+    *,
+    is_filled: bool = True,
+    offsets: tuple = (),
 ) -> ShardedTensor:
     """Elements [start, stop) of a flattened part of ``global_tensor(key, shape)``."""
     whole = part_of(key, shape, *offsets)

@@ -40,10 +40,16 @@ def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def _gated(go: Path, before: Callable[[], None] | None, write: Callable[..., None], *args: Any) -> None:
+def _gated(
+    go: Path, before: Callable[[], None] | None, write: Callable[..., None], *args: Any
+) -> None:
     while not go.exists():
         time.sleep(0.005)
     if before is not None:
@@ -70,10 +76,15 @@ def _loads(folder: Path, *, plus: int = 0) -> bool:
     for state in (template, wanted):
         state.pop("rng", None)  # there is one for every rank that has saved
     loaded = load(template, folder)
-    return not differences(loaded, {key: wanted[key] for key in template}) and loaded.items() >= COMMON.items()
+    return (
+        not differences(loaded, {key: wanted[key] for key in template})
+        and loaded.items() >= COMMON.items()
+    )
 
 
-def _saved_twice(rank: int, world: int, folder: Path, persistent: bool, is_shared_out: bool) -> list[list[int]]:
+def _saved_twice(
+    rank: int, world: int, folder: Path, persistent: bool, is_shared_out: bool
+) -> list[list[int]]:
     def strategy() -> Any:
         return FullyParallelSaveStrategyWrapper(saves()) if is_shared_out else saves()
 
@@ -98,8 +109,12 @@ def _saved_twice(rank: int, world: int, folder: Path, persistent: bool, is_share
     ("world", "persistent", "is_shared_out"),
     [(1, False, False), (2, False, True), (4, False, False), (1, True, False), (2, True, True)],
 )
-def test_an_asynchronous_save_makes_the_files_of_a_synchronous_one(tmp_path, world, persistent, is_shared_out):
-    assert run_ranks(world, _saved_twice, tmp_path, persistent, is_shared_out) == [[[], [0]]] * world
+def test_an_asynchronous_save_makes_the_files_of_a_synchronous_one(
+    tmp_path, world, persistent, is_shared_out
+):
+    assert (
+        run_ranks(world, _saved_twice, tmp_path, persistent, is_shared_out) == [[[], [0]]] * world
+    )
     found = _files(tmp_path / "async")
     assert found == _files(tmp_path / "sync")
     assert {"metadata.json", "common.pt", ".metadata", "__0_0.distcp"} <= found.keys()
@@ -150,7 +165,9 @@ def _killed_writer(rank: int, world: int, folder: Path, persistent: bool, overwr
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("persistent", "overwrite"), [(False, False), (True, True)])
-def test_a_killed_writer_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path, persistent, overwrite):
+def test_a_killed_writer_leaves_the_checkpoint_before_it_and_nothing_else(
+    tmp_path, persistent, overwrite
+):
     for text in run_ranks(2, _killed_writer, tmp_path, persistent, overwrite):
         assert "SIGKILL" in text and "rank 1" in text
     assert _loads(tmp_path / "old") and ".ckpt-stage" not in os.listdir(tmp_path / "old")
@@ -182,7 +199,10 @@ def test_a_job_that_is_killed_leaves_the_checkpoint_before_and_can_save_again(tm
     with pytest.raises(AssertionError, match="died or hung"):
         run_ranks(2, _killed_ranks, tmp_path, n_killed)
     assert _loads(tmp_path / "old")
-    assert not (tmp_path / "new" / "metadata.json").exists() and not (tmp_path / "new" / ".metadata").exists()
+    assert (
+        not (tmp_path / "new" / "metadata.json").exists()
+        and not (tmp_path / "new" / ".metadata").exists()
+    )
     with pytest.raises(CheckpointingException):
         load(state_of(0, 1, is_filled=False), tmp_path / "new")
     for path in tmp_path.glob("pid*"):

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller
+from core.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    TemporalAsyncCaller,
+)
 from core.errors import CapacityError, CheckpointingException, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 
@@ -68,7 +72,9 @@ def test_what_preload_returns_is_the_second_argument(tmp_path):
     with pytest.raises(ValueError, match="second argument"):
         AsyncRequest(_append, (), [], preload_fn=lambda: "x").execute_sync()
     with pytest.raises(ValueError, match="second argument"):
-        AsyncCallsQueue().schedule_async_request(AsyncRequest(_append, (), [], preload_fn=lambda: "x"))
+        AsyncCallsQueue().schedule_async_request(
+            AsyncRequest(_append, (), [], preload_fn=lambda: "x")
+        )
 
 
 def _in_queue(request: AsyncRequest) -> None:
@@ -88,7 +94,12 @@ def test_calls_are_finalized_in_the_order_in_which_they_were_scheduled(tmp_path)
     first = AsyncRequest(_write_when, (go, tmp_path / "a", "a"), [partial(_append, log, "0")])
     assert queue.schedule_async_request(first) == 0
     assert queue.schedule_async_request(AsyncRequest(None, (), [partial(_append, log, "1")])) == 1
-    assert queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "b", "b"), [partial(_append, log, "2")])) == 2
+    assert (
+        queue.schedule_async_request(
+            AsyncRequest(_append, (tmp_path / "b", "b"), [partial(_append, log, "2")])
+        )
+        == 2
+    )
     _wait_for(tmp_path / "b")
     assert queue.maybe_finalize_async_calls() == [] and queue.get_num_unfinalized_calls() == 3
     assert not log.exists()
@@ -116,8 +127,16 @@ def test_tensors_changed_after_scheduling_are_written_as_they_were(tmp_path):
 @pytest.mark.parametrize(
     ("work", "kind", "text"),
     [
-        (partial(_fail, ValueError("no such luck")), WorkerError, "ValueError: no such luck.*rank 0"),
-        (partial(_fail, CapacityError("disk full", file="a")), CapacityError, "disk full.*file a.*rank 0"),
+        (
+            partial(_fail, ValueError("no such luck")),
+            WorkerError,
+            "ValueError: no such luck.*rank 0",
+        ),
+        (
+            partial(_fail, CapacityError("disk full", file="a")),
+            CapacityError,
+            "disk full.*file a.*rank 0",
+        ),
         (partial(_fail, SystemExit(3)), WorkerError, "SystemExit: 3"),
         (_die, WorkerError, "killed by SIGKILL.*rank 0"),
         (partial(_die, signal.SIGUSR1), WorkerError, "killed by SIGUSR1"),
@@ -125,7 +144,9 @@ def test_tensors_changed_after_scheduling_are_written_as_they_were(tmp_path):
     ],
 )
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_writer_that_fails_or_dies_is_reported_and_not_finalized(tmp_path, work, kind, text, blocking):
+def test_a_writer_that_fails_or_dies_is_reported_and_not_finalized(
+    tmp_path, work, kind, text, blocking
+):
     queue = AsyncCallsQueue()
     finalized = tmp_path / "finalized"
     queue.schedule_async_request(AsyncRequest(work, (), [finalized.touch]))
@@ -139,7 +160,9 @@ def test_a_writer_that_fails_or_dies_is_reported_and_not_finalized(tmp_path, wor
 
 def test_a_preload_that_fails_is_a_failure_of_the_call(tmp_path):
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(AsyncRequest(_append, (1, 2), [], preload_fn=partial(_fail, MemoryError("too much"))))
+    queue.schedule_async_request(
+        AsyncRequest(_append, (1, 2), [], preload_fn=partial(_fail, MemoryError("too much")))
+    )
     with pytest.raises(WorkerError, match="MemoryError: too much"):
         queue.close()
 
@@ -172,7 +195,11 @@ class _Step:
 def test_what_a_failed_save_leaves_undone_is_abandoned():
     log: list[str] = []
     queue = AsyncCallsQueue()
-    steps: list[Callable[[], None]] = [_Step(log, "a"), _Step(log, "b", CapacityError("full")), _Step(log, "c")]
+    steps: list[Callable[[], None]] = [
+        _Step(log, "a"),
+        _Step(log, "b", CapacityError("full")),
+        _Step(log, "c"),
+    ]
     queue.schedule_async_request(AsyncRequest(None, (), steps))
     with pytest.raises(CapacityError):
         queue.close()
@@ -207,7 +234,9 @@ def _queue_on_ranks(rank: int, world: int, folder: Path) -> object:
     queue = AsyncCallsQueue()
     go = folder / "go"
     work = partial(_write_when, go) if rank == world - 1 else _append
-    queue.schedule_async_request(AsyncRequest(work, (folder / f"{rank}", "x"), [(folder / f"done{rank}").touch]))
+    queue.schedule_async_request(
+        AsyncRequest(work, (folder / f"{rank}", "x"), [(folder / f"done{rank}").touch])
+    )
     _wait_for(folder / "0") if rank == 0 and world > 1 else None
     early = [queue.maybe_finalize_async_calls() for _ in range(3)]
     if rank == 0:
@@ -220,12 +249,16 @@ def _queue_on_ranks(rank: int, world: int, folder: Path) -> object:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_call_is_finalized_when_all_ranks_have_written(tmp_path, world):
     assert run_ranks(world, _queue_on_ranks, tmp_path) == [([[], [], []], [0], [])] * world
-    assert sorted(path.name for path in tmp_path.glob("done*")) == [f"done{rank}" for rank in range(world)]
+    assert sorted(path.name for path in tmp_path.glob("done*")) == [
+        f"done{rank}" for rank in range(world)
+    ]
 
 
 def _failing_rank(rank: int, world: int, folder: Path, no_dist: bool, is_killed: bool) -> object:
     queue = AsyncCallsQueue()
-    work = (_die if is_killed else partial(_fail, ValueError("odd"))) if rank == 1 else (lambda: None)
+    work = (
+        (_die if is_killed else partial(_fail, ValueError("odd"))) if rank == 1 else (lambda: None)
+    )
     queue.schedule_async_request(AsyncRequest(work, (), [(folder / f"finalized{rank}").touch]))
     queue.schedule_async_request(AsyncRequest(None, (), []))
     try:
@@ -236,7 +269,9 @@ def _failing_rank(rank: int, world: int, folder: Path, no_dist: bool, is_killed:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("no_dist", "is_killed", "text"), [(False, True, "SIGKILL"), (True, False, "ValueError: odd")])
+@pytest.mark.parametrize(
+    ("no_dist", "is_killed", "text"), [(False, True, "SIGKILL"), (True, False, "ValueError: odd")]
+)
 def test_the_failure_of_a_rank_s_writer_is_raised_on_every_rank(tmp_path, no_dist, is_killed, text):
     for message, rest in run_ranks(3, _failing_rank, tmp_path, no_dist, is_killed):
         assert text in message and "rank 1" in message and rest == [1]
@@ -245,7 +280,9 @@ def test_the_failure_of_a_rank_s_writer_is_raised_on_every_rank(tmp_path, no_dis
 
 def _failing_finalize(rank: int, world: int, folder: Path) -> str:
     queue = AsyncCallsQueue()
-    steps: list[Callable[[], None]] = [partial(_fail, OSError("full"))] if rank == 0 else [lambda: None]
+    steps: list[Callable[[], None]] = (
+        [partial(_fail, OSError("full"))] if rank == 0 else [lambda: None]
+    )
     queue.schedule_async_request(AsyncRequest(None, (), [*steps, (folder / f"after{rank}").touch]))
     queue.schedule_async_request(AsyncRequest(None, (), [(folder / f"next{rank}").touch]))
     with pytest.raises(OSError if rank == 0 else CheckpointingException) as info:

@@ -35,7 +35,9 @@ def _save_columns(rank: int, world: int, root: str, format: str) -> None:
     _write(
         [
             ShardedTensor.from_rank_offsets("w", local, (1, rank, world)),
-            ShardedTensor.from_rank_offsets("layers.w", stacked, (0, rank, world), prepend_axis_num=1),
+            ShardedTensor.from_rank_offsets(
+                "layers.w", stacked, (0, rank, world), prepend_axis_num=1
+            ),
         ],
         root,
         format=format,
@@ -58,18 +60,24 @@ def test_what_ranks_save_is_loaded_in_another_layout(tmp_path, format):
     for row in range(2):
         tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, row, 2))
         assert torch.equal(_loaded(tmp_path, tensor), VALUES[3 * row : 3 * row + 3])
-    flat = ShardedTensor("w", None, torch.float32, (6, 4), (6, 8), (0, 4), (1, 2), flattened_range=slice(3, 17))
+    flat = ShardedTensor(
+        "w", None, torch.float32, (6, 4), (6, 8), (0, 4), (1, 2), flattened_range=slice(3, 17)
+    )
     assert torch.equal(_loaded(tmp_path, flat), VALUES[:, 4:].reshape(-1)[3:17])
     strided = torch.zeros(8, 6).t()
     assert torch.equal(_loaded(tmp_path, ShardedTensor.from_rank_offsets("w", strided)), VALUES)
-    layer = ShardedTensor.from_rank_offsets("layers.w", torch.zeros(3), (0, 1, 2), prepend_axis_num=1)
+    layer = ShardedTensor.from_rank_offsets(
+        "layers.w", torch.zeros(3), (0, 1, 2), prepend_axis_num=1
+    )
     assert torch.equal(_loaded(tmp_path, layer), torch.ones(3)), "cast from bfloat16"
 
 
 def _complete(root: Path, backend: str) -> None:
     """What the common strategy and ``save`` write."""
     torch.save({"iteration": 3}, root / "common.pt")
-    (root / "metadata.json").write_text(f'{{"sharded_backend": "{backend}", "sharded_backend_version": 1}}')
+    (root / "metadata.json").write_text(
+        f'{{"sharded_backend": "{backend}", "sharded_backend_version": 1}}'
+    )
 
 
 def test_odd_views_are_saved_as_they_read(tmp_path):
@@ -82,17 +90,32 @@ def test_odd_views_are_saved_as_they_read(tmp_path):
         "offset": base[5:17].view(3, 4)[:, 1:3],
         "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     }
-    flat = ShardedTensor("flat", base[::4], torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=slice(2, 8))
+    flat = ShardedTensor(
+        "flat",
+        base[::4],
+        torch.float32,
+        (2, 5),
+        (2, 5),
+        (0, 0),
+        (1, 1),
+        flattened_range=slice(2, 8),
+    )
     rest = [slice(0, 2), slice(8, 10)]
     others = [
-        ShardedTensor("flat", torch.zeros(2), torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=r)
+        ShardedTensor(
+            "flat", torch.zeros(2), torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=r
+        )
         for r in rest
     ]
     _write(
-        [*(ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()), flat, *others], str(tmp_path), format="dcp"
+        [*(ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()), flat, *others],
+        str(tmp_path),
+        format="dcp",
     )
     for key, view in views.items():
-        assert torch.equal(_loaded(tmp_path, ShardedTensor.from_rank_offsets(key, torch.zeros_like(view))), view), key
+        assert torch.equal(
+            _loaded(tmp_path, ShardedTensor.from_rank_offsets(key, torch.zeros_like(view))), view
+        ), key
     whole = _loaded(tmp_path, ShardedTensor.from_rank_offsets("flat", torch.ones(2, 5)))
     assert whole.reshape(-1).tolist() == [0, 0, *base[::4].tolist(), 0, 0]
 
@@ -122,7 +145,9 @@ def test_objects_come_back(tmp_path):
     work.write()
     work.finish()
     _complete(tmp_path, "torch_dist")
-    assert bridge.load_objects([item.without_data()], tmp_path) == {"rng/shard_1_2": {"seed": [1, 2]}}
+    assert bridge.load_objects([item.without_data()], tmp_path) == {
+        "rng/shard_1_2": {"seed": [1, 2]}
+    }
     with pytest.raises(MissingShardError, match=r"It has these shards of rng: rng/shard_1_2"):
         bridge.load_objects([ShardedObject("rng", None, (2,), (0,))], tmp_path)
 
@@ -138,7 +163,9 @@ def _disagreeing(rank: int, world: int, root: str) -> str:
 
 @pytest.mark.dist
 def test_ranks_that_disagree_hear_of_it(tmp_path):
-    assert all("(4, 4)" in text and "(4, 5)" in text for text in run_ranks(2, _disagreeing, str(tmp_path)))
+    assert all(
+        "(4, 4)" in text and "(4, 5)" in text for text in run_ranks(2, _disagreeing, str(tmp_path))
+    )
 
 
 def test_what_cannot_be_stored_is_named():
@@ -177,6 +204,8 @@ def test_damage_is_noticed_where_a_record_is_read_in_parts_and_some_of_them_twic
     file = tmp_path / "__0_0.distcp"
     raw = file.read_bytes()
     file.write_bytes(raw.replace(VALUES[5].numpy().tobytes(), bytes(32)))
-    parts = [ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, half, 2)) for half in (0, 0, 1)]
+    parts = [
+        ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, half, 2)) for half in (0, 0, 1)
+    ]
     with pytest.raises(CorruptError, match="CRC-32"):
         bridge.load_tensors(parts, tmp_path)

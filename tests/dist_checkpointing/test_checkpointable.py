@@ -10,7 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core.dist_checkpointing.mapping import ShardedTensor
-from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
 from tests.dist_checkpointing.ranks import run_ranks
@@ -35,7 +38,9 @@ def _contained(parts: list[ShardedTensor]) -> LocalShardsContainer:
     return LocalShardsContainer([wrap(part) for part in parts])
 
 
-def _state(rank: int, world: int, *, is_filled: bool = True) -> tuple[dict[str, object], list[ShardedTensor]]:
+def _state(
+    rank: int, world: int, *, is_filled: bool = True
+) -> tuple[dict[str, object], list[ShardedTensor]]:
     """A state that is cut otherwise for every number of ranks."""
     n_cells = SHAPES["flat"][0] * SHAPES["flat"][1]
     start, stop = (round(n_cells * at / world) + (0 < at < world) for at in (rank, rank + 1))
@@ -54,7 +59,13 @@ def _state(rank: int, world: int, *, is_filled: bool = True) -> tuple[dict[str, 
             )
         ],
         "layers": [
-            part_of("layers", SHAPES["layers"], (0, rank * layers + layer, 4), prepended=1, is_filled=is_filled)
+            part_of(
+                "layers",
+                SHAPES["layers"],
+                (0, rank * layers + layer, 4),
+                prepended=1,
+                is_filled=is_filled,
+            )
             for layer in range(layers)
         ],
         "two": [
@@ -63,9 +74,15 @@ def _state(rank: int, world: int, *, is_filled: bool = True) -> tuple[dict[str, 
         ],
         "flat": [flat_part_of("flat", SHAPES["flat"], start, stop, is_filled=is_filled)],
         "bias": [part_of("bias", (), is_filled=is_filled, replica_id=rank)],
-        "half": [part_of("half", SHAPES["half"], (0, rank, world), dtype=torch.bfloat16, is_filled=is_filled)],
+        "half": [
+            part_of(
+                "half", SHAPES["half"], (0, rank, world), dtype=torch.bfloat16, is_filled=is_filled
+            )
+        ],
     }
-    state = {key: _contained(parts) if len(parts) > 1 else wrap(parts[0]) for key, parts in held.items()}
+    state = {
+        key: _contained(parts) if len(parts) > 1 else wrap(parts[0]) for key, parts in held.items()
+    }
     return {"model": state}, [part for parts in held.values() for part in parts]
 
 
@@ -78,7 +95,9 @@ def _load(rank: int, world: int, folder: Path) -> list[str]:
     state, found = _state(rank, world, is_filled=False)
     dcp.load(state, checkpoint_id=folder)
     return [
-        got.key for got, want in zip(found, _state(rank, world)[1], strict=True) if not torch.equal(got.data, want.data)
+        got.key
+        for got, want in zip(found, _state(rank, world)[1], strict=True)
+        if not torch.equal(got.data, want.data)
     ]
 
 
@@ -88,7 +107,9 @@ def _on_ranks(n: int, function, folder: Path) -> list:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("n_saved", [1, 2, 4])
-def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_engine(n_saved, tmp_path):
+def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_engine(
+    n_saved, tmp_path
+):
     _on_ranks(n_saved, _save, tmp_path)
     for n_loaded in (1, 2, 4):
         assert _on_ranks(n_loaded, _load, tmp_path) == [[]] * n_loaded
@@ -96,7 +117,10 @@ def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_eng
     assert opened.catalog.format == "dcp"
     for key, want in _wanted().items():
         meta = opened.catalog.tensors[f"model.{key}"]
-        assert (meta.shape, meta.dtype) == (tuple(want.shape), str(want.dtype).removeprefix("torch."))
+        assert (meta.shape, meta.dtype) == (
+            tuple(want.shape),
+            str(want.dtype).removeprefix("torch."),
+        )
         data = tensor_bytes(opened.catalog, opened.store, meta.key).tobytes()
         assert data == want.flatten().view(torch.uint8).numpy().tobytes(), key
     plain = {"model": {key: torch.zeros_like(want) for key, want in _wanted().items()}}
@@ -136,7 +160,10 @@ def test_shards_of_different_sizes_and_any_strides_are_kept(tmp_path):
 
 
 def test_copies_of_a_shard_in_one_container_are_written_once_and_all_loaded(tmp_path):
-    dcp.save({"w": _contained([part_of("w", (4,)), part_of("w", (4,), replica_id=1)])}, checkpoint_id=tmp_path)
+    dcp.save(
+        {"w": _contained([part_of("w", (4,)), part_of("w", (4,), replica_id=1)])},
+        checkpoint_id=tmp_path,
+    )
     assert len(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].chunks) == 1
     found = [part_of("w", (4,), is_filled=False) for _ in range(2)]
     dcp.load({"w": _contained(found)}, checkpoint_id=tmp_path)
@@ -154,7 +181,10 @@ def test_an_empty_flattened_range_writes_and_loads_nothing(tmp_path):
     parts = [flat_part_of("w", (4, 3), 0, 0), flat_part_of("w", (4, 3), 0, 12)]
     assert wrap(parts[0]).__create_chunk_list__() == []
     dcp.save({"w": _contained(parts)}, checkpoint_id=tmp_path)
-    found = [flat_part_of("w", (4, 3), 0, 0, is_filled=False), flat_part_of("w", (4, 3), 0, 12, is_filled=False)]
+    found = [
+        flat_part_of("w", (4, 3), 0, 0, is_filled=False),
+        flat_part_of("w", (4, 3), 0, 12, is_filled=False),
+    ]
     dcp.load({"w": _contained(found)}, checkpoint_id=tmp_path)
     assert torch.equal(found[1].data, parts[1].data)
 
@@ -181,7 +211,10 @@ def test_a_chunk_is_found_by_its_offset_whatever_the_hint_says():
         shards.__get_tensor_shard__(MetadataIndex("w", torch.Size((2,)), 0))
     with pytest.raises(ValueError, match="without its offset"):
         shards.__get_tensor_shard__(MetadataIndex("w", None, 0))
-    assert wrap(parts[0]).__get_tensor_shard__(MetadataIndex("w")).data_ptr() == parts[0].data.data_ptr()
+    assert (
+        wrap(parts[0]).__get_tensor_shard__(MetadataIndex("w")).data_ptr()
+        == parts[0].data.data_ptr()
+    )
 
 
 def test_no_operation_works_on_them():

@@ -18,7 +18,12 @@ def test_one_process_needs_no_process_group():
 
 
 def _exchange(rank: int, world: int) -> object:
-    return comm.all_gather(rank), comm.gather(rank * 2, dst=1), comm.broadcast(rank, src=1), comm.together(lambda: rank)
+    return (
+        comm.all_gather(rank),
+        comm.gather(rank * 2, dst=1),
+        comm.broadcast(rank, src=1),
+        comm.together(lambda: rank),
+    )
 
 
 @pytest.mark.dist
@@ -63,7 +68,9 @@ def _collecting(rank: int, world: int) -> object:
 def test_results_are_collected_and_one_that_cannot_be_pickled_fails_on_every_rank():
     found = run_ranks(3, _collecting)
     assert [values for values, _ in found] == [[0, 2, 4]] * 3
-    assert (found[0][1], found[2][1]) == ("WorkerError", "WorkerError") and found[1][1] != "WorkerError"
+    assert (found[0][1], found[2][1]) == ("WorkerError", "WorkerError") and found[1][
+        1
+    ] != "WorkerError"
 
 
 def _failing_before_the_others_meet(rank: int, world: int) -> list[str]:
@@ -85,7 +92,9 @@ def _failing_before_the_others_meet(rank: int, world: int) -> list[str]:
 @pytest.mark.dist
 def test_ranks_that_wait_inside_of_work_that_another_failed_at_end_and_stay_in_step():
     found = run_ranks(3, _failing_before_the_others_meet)
-    assert all("this shard is bad" in of_rank[0] and "this shard is bad" in of_rank[2] for of_rank in found)
+    assert all(
+        "this shard is bad" in of_rank[0] and "this shard is bad" in of_rank[2] for of_rank in found
+    )
     assert all(of_rank[1] == of_rank[3] == "[0, 1, 2]" for of_rank in found)
 
 
@@ -100,5 +109,8 @@ def _at_different_steps(rank: int, world: int) -> tuple[str, list[int]]:
 @pytest.mark.dist
 def test_ranks_at_different_steps_notice_it_and_take_no_answer_for_another():
     for text, after in run_ranks(3, _at_different_steps):
-        assert "different steps (rank 0: exchange of results at level 1; rank 1: exchange of values" in text
+        assert (
+            "different steps (rank 0: exchange of results at level 1; rank 1: exchange of values"
+            in text
+        )
         assert after == [0, 1, 2]

@@ -19,7 +19,10 @@ from core.dist_checkpointing._values import objects
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
-from core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from core.dist_checkpointing.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -74,7 +77,9 @@ def test_sharded_objects_come_back_in_their_places(tmp_path: Path):
 
 
 def test_metadata_are_read_from_names_alone(tmp_path: Path):
-    SAVE.save_sharded_objects([shard(0, 2, 1), shard(1, 2, 2), ShardedObject("in/a/folder", 3, (4,), (3,))], tmp_path)
+    SAVE.save_sharded_objects(
+        [shard(0, 2, 1), shard(1, 2, 2), ShardedObject("in/a/folder", 3, (4,), (3,))], tmp_path
+    )
     for path in tmp_path.rglob("*.pt"):
         path.write_bytes(b"")
     found = LOAD.load_sharded_metadata(tmp_path)
@@ -87,7 +92,9 @@ def test_shards_named_by_the_first_checkpoints_are_read(tmp_path: Path):
     folder = tmp_path / "rng_state"
     for index in range(2):
         (folder / f"shard_0.{index}_1.2.pt").rename(folder / f"shard_0.{index}_1.pt")
-    assert LOAD.load_sharded_metadata(tmp_path) == {shard(i, 2).unique_key: shard(i, 2) for i in range(2)}
+    assert LOAD.load_sharded_metadata(tmp_path) == {
+        shard(i, 2).unique_key: shard(i, 2) for i in range(2)
+    }
     assert LOAD.load_sharded_objects([shard(1, 2)], tmp_path) == ["second"]
 
 
@@ -111,7 +118,10 @@ def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(MissingShardError, match="common.pt"):
         LOAD.load_common(tmp_path)
     SAVE.save_sharded_objects([shard(0, 2, 1)], tmp_path)
-    with pytest.raises(MissingShardError, match=r"rng_state/shard_0\.1_1\.2.*Shards of rng_state: shard_0\.0_1\.2\.pt"):
+    with pytest.raises(
+        MissingShardError,
+        match=r"rng_state/shard_0\.1_1\.2.*Shards of rng_state: shard_0\.0_1\.2\.pt",
+    ):
         LOAD.load_sharded_objects([shard(1, 2)], tmp_path)
 
 
@@ -169,12 +179,16 @@ def test_files_are_replaced_at_one_go(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("source", ["mcore0161_torch_dist/dense_gqa/tp2_pp2/iter_0000010", ZARR])
-def test_converting_a_saved_checkpoint_gives_the_same_files(golden: Path, tmp_path: Path, source: str):
+def test_converting_a_saved_checkpoint_gives_the_same_files(
+    golden: Path, tmp_path: Path, source: str
+):
     saved = tmp_path / "saved"
     shutil.copytree(golden / source, saved)
     stored = LOAD.load_sharded_metadata(saved)
     for item in stored.values():
-        [item.data] = LOAD.load_sharded_objects([ShardedObject.empty_from_unique_key(item.unique_key)], saved)
+        [item.data] = LOAD.load_sharded_objects(
+            [ShardedObject.empty_from_unique_key(item.unique_key)], saved
+        )
     SAVE.save_common(LOAD.load_common(saved), saved)
     SAVE.save_sharded_objects(stored, saved)
     convert.run(Job(src=saved, dst=tmp_path / "converted"))
@@ -199,13 +213,19 @@ def test_megatrons_strategy_reads_what_is_written(tmp_path: Path):
 
 def _save_with_megatron(rank: int, world: int, folder: str) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject as TheirObject
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy as TheirStrategy
+    from megatron.core.dist_checkpointing.strategies.common import (
+        TorchCommonSaveStrategy as TheirStrategy,
+    )
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
 
     strategy = TheirStrategy("torch", 1)
-    strategy.save_common(common_state() | {"kind": ModelType.encoder_or_decoder, "config": OptimizerConfig()}, folder)
-    strategy.save_sharded_objects([TheirObject("rng_state", common_state(), (1, 1), (0, 0))], folder)
+    strategy.save_common(
+        common_state() | {"kind": ModelType.encoder_or_decoder, "config": OptimizerConfig()}, folder
+    )
+    strategy.save_sharded_objects(
+        [TheirObject("rng_state", common_state(), (1, 1), (0, 0))], folder
+    )
 
 
 @pytest.mark.dist
@@ -223,7 +243,9 @@ def test_what_megatrons_strategy_writes_is_read(tmp_path: Path):
 
 
 def test_the_newest_dialect_has_its_common_state_in_an_item(golden: Path):
-    found = next(path.parent for path in sorted((golden / "mcore_torch_dist").rglob("metadata.json")))
+    found = next(
+        path.parent for path in sorted((golden / "mcore_torch_dist").rglob("metadata.json"))
+    )
     assert not (found / "common.pt").exists()
     common = LOAD.load_common(found)
     assert common["iteration"] == 10 and common["args"].num_layers == 4
@@ -231,8 +253,12 @@ def test_the_newest_dialect_has_its_common_state_in_an_item(golden: Path):
 
 def _save(rank: int, world: int, folder: str) -> object:
     SAVE.save_common({"rank": rank}, folder)
-    SAVE.save_sharded_objects([shard(rank, world, f"of {rank}"), ShardedObject("one", rank, (1,), (0,), rank)], folder)
-    return LOAD.load_common(folder), LOAD.load_sharded_objects([shard(i, world) for i in range(world)], folder)
+    SAVE.save_sharded_objects(
+        [shard(rank, world, f"of {rank}"), ShardedObject("one", rank, (1,), (0,), rank)], folder
+    )
+    return LOAD.load_common(folder), LOAD.load_sharded_objects(
+        [shard(i, world) for i in range(world)], folder
+    )
 
 
 @pytest.mark.dist
@@ -260,7 +286,10 @@ def test_a_failure_to_write_is_raised_on_every_rank(tmp_path: Path):
 
 def _save_bad_object(rank: int, world: int, folder: str, backend: str) -> str:
     data = torch.eye(2).to_sparse() if rank == 1 else 1
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world)), "o": shard(rank, world, data)}
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world)),
+        "o": shard(rank, world, data),
+    }
     try:
         save(state, folder, (backend, 1))
     except CheckpointingException as err:

@@ -41,7 +41,9 @@ def test_a_directory_without_config_is_no_distributed_checkpoint(tmp_path: Path)
 
 
 def test_what_is_not_stated_has_its_default(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (tmp_path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist", 1, "torch", 1)
 
 

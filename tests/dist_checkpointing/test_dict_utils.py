@@ -18,10 +18,14 @@ from core.dist_checkpointing.mapping import ShardedTensor
 leaves = st.integers(0, 5) | st.sampled_from(["x", None, (1, 2)])
 trees = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
     max_leaves=12,
 )
-containers = st.lists(trees, max_size=3) | st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
+containers = st.lists(trees, max_size=3) | st.dictionaries(
+    st.sampled_from("abc"), trees, max_size=3
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,9 @@ def test_matching_leaves_are_told_from_others_within_their_nesting(
     theirs: ModuleType, tree: Any, as_dicts: bool
 ) -> None:
     before = copy.deepcopy(tree)
-    assert dict_utils.extract_matching_values(tree, is_odd, as_dicts) == theirs.extract_matching_values(
+    assert dict_utils.extract_matching_values(
         tree, is_odd, as_dicts
-    )
+    ) == theirs.extract_matching_values(tree, is_odd, as_dicts)
     assert tree == before
 
 
@@ -58,14 +62,25 @@ def test_leaves_are_mapped_in_place_and_out_of_place(theirs: ModuleType, tree: A
         return [leaf, leaf]
 
     one, other, kept = copy.deepcopy(tree), copy.deepcopy(tree), copy.deepcopy(tree)
-    assert dict_utils.dict_list_map_inplace(doubled, one) == theirs.dict_list_map_inplace(doubled, other)
+    assert dict_utils.dict_list_map_inplace(doubled, one) == theirs.dict_list_map_inplace(
+        doubled, other
+    )
     assert one == other
-    assert dict_utils.dict_list_map_outplace(doubled, tree) == theirs.dict_list_map_outplace(doubled, kept)
+    assert dict_utils.dict_list_map_outplace(doubled, tree) == theirs.dict_list_map_outplace(
+        doubled, kept
+    )
     assert tree == kept
     if isinstance(tree, dict):
-        for function, call in (("dict_map", str), ("dict_map_with_key", lambda key, leaf: (key, leaf))):
+        for function, call in (
+            ("dict_map", str),
+            ("dict_map_with_key", lambda key, leaf: (key, leaf)),
+        ):
             one, other = copy.deepcopy(tree), copy.deepcopy(tree)
-            assert getattr(dict_utils, function)(call, one) is getattr(theirs, function)(call, other) is None
+            assert (
+                getattr(dict_utils, function)(call, one)
+                is getattr(theirs, function)(call, other)
+                is None
+            )
             assert one == other
 
 
@@ -89,17 +104,25 @@ def test_what_was_told_apart_merges_again(tree: Any) -> None:
         found = dict_utils.extract_matching_values(tree, is_odd, return_lists_as_dicts=True)
         merged = dict_utils.merge(*copy.deepcopy(found))
         assert sorted(map(str, dict_utils.nested_values(merged))) == sorted(
-            str(leaf) for leaf in dict_utils.nested_values(tree) if not isinstance(leaf, dict | list)
+            str(leaf)
+            for leaf in dict_utils.nested_values(tree)
+            if not isinstance(leaf, dict | list)
         )
 
 
-dicts = st.recursive(leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=12)
+dicts = st.recursive(
+    leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=12
+)
 
 
 @given(one=dicts, other=dicts)
 def test_differences_of_dicts_are_the_same(theirs: ModuleType, one: Any, other: Any) -> None:
-    def comparable(tree: Any) -> Any:  # tuples of unequal types or lengths are reported differently, see below
-        return dict_utils.dict_list_map_outplace(lambda leaf: str(leaf) if isinstance(leaf, tuple) else leaf, tree)
+    def comparable(
+        tree: Any,
+    ) -> Any:  # tuples of unequal types or lengths are reported differently, see below
+        return dict_utils.dict_list_map_outplace(
+            lambda leaf: str(leaf) if isinstance(leaf, tuple) else leaf, tree
+        )
 
     one, other = comparable(one), comparable(other)
     mine, found = dict_utils.diff(one, other), theirs.diff(one, other)
@@ -122,12 +145,22 @@ def test_tensors_differ_by_their_elements_or_shapes() -> None:
     one, other = torch.zeros(2, 2), torch.tensor([[0, 0], [5.0, 0]])
     assert dict_utils.diff({"a": one}, {"a": one.clone()}) == ([], [], [])
     ((path, *types, n_unequal, shape, where),) = dict_utils.diff({"a": one}, {"a": other})[2]
-    assert (path, types, int(n_unequal), shape, where) == (("a",), [torch.Tensor] * 2, 1, (2, 2), [[1, 0]])
-    assert dict_utils.diff(one, torch.zeros(3))[2] == [((), torch.Tensor, torch.Tensor, (2, 2), (3,))]
+    assert (path, types, int(n_unequal), shape, where) == (
+        ("a",),
+        [torch.Tensor] * 2,
+        1,
+        (2, 2),
+        [[1, 0]],
+    )
+    assert dict_utils.diff(one, torch.zeros(3))[2] == [
+        ((), torch.Tensor, torch.Tensor, (2, 2), (3,))
+    ]
 
 
 def test_sharded_tensors_differ_by_their_data() -> None:
-    one, other = (ShardedTensor.from_rank_offsets("w", torch.full((2,), value)) for value in (0.0, 1.0))
+    one, other = (
+        ShardedTensor.from_rank_offsets("w", torch.full((2,), value)) for value in (0.0, 1.0)
+    )
     assert dict_utils.diff(one, one) == ([], [], [])
     assert dict_utils.diff({"a": one}, {"a": other})[2][0][0] == ("a", ShardedTensor)
     assert dict_utils.diff({"a": one}, {"a": 3})[2] == [(("a",), ShardedTensor, int)]
@@ -161,4 +194,8 @@ def test_a_leaf_has_no_matching_values() -> None:
 
 def test_sequences_whose_elements_have_different_lengths_are_walked() -> None:
     assert dict_utils.diff([1, [2, 3]], [1, [2, 3]]) == ([], [], [])
-    assert dict_utils.diff({"a": (1, (2, 3), "x")}, {"a": (1, (2, 4), "x")}) == ([], [], [(("a", 1, 1), int, int)])
+    assert dict_utils.diff({"a": (1, (2, 3), "x")}, {"a": (1, (2, 4), "x")}) == (
+        [],
+        [],
+        [(("a", 1, 1), int, int)],
+    )

@@ -21,9 +21,17 @@ import pytest
     ],
     ids=["between-saves", "in-an-asynchronous-save"],
 )
-def test_training_that_was_killed_goes_on_in_another_layout(repo_dir: Path, options: list[str], begins: str):
+def test_training_that_was_killed_goes_on_in_another_layout(
+    repo_dir: Path, options: list[str], begins: str
+):
     done = subprocess.run(
-        [sys.executable, "docs/examples/kill_and_resume.py", "--steps=12", "--save-every=4", *options],
+        [
+            sys.executable,
+            "docs/examples/kill_and_resume.py",
+            "--steps=12",
+            "--save-every=4",
+            *options,
+        ],
         cwd=repo_dir,
         env=os.environ | {"PYTHONPATH": str(repo_dir)},
         capture_output=True,

@@ -41,10 +41,16 @@ def workloads(
     """Holders and sizes of shards in a group, and those that belong to other groups."""
     n_ranks = draw(st.integers(1, 8))
     everyone = list(range(n_ranks))
-    holders = st.just(everyone) if replicated else st.lists(st.sampled_from(everyone), min_size=1, unique=True)
+    holders = (
+        st.just(everyone)
+        if replicated
+        else st.lists(st.sampled_from(everyone), min_size=1, unique=True)
+    )
     offsets = st.tuples(st.integers(0, 3))
     flat = st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(4, 9)))
-    shards = draw(st.lists(st.tuples(st.sampled_from("abc"), offsets, flat), unique=True, max_size=24))
+    shards = draw(
+        st.lists(st.tuples(st.sampled_from("abc"), offsets, flat), unique=True, max_size=24)
+    )
     shard_to_ranks = {shard: sorted(draw(holders)) for shard in shards}
     sizes = {shard: draw(st.integers(0, 50)) for shard in shards}
     foreign = set() if replicated or not shards else draw(st.sets(st.sampled_from(shards)))
@@ -74,7 +80,10 @@ def test_the_order_of_the_arguments_does_not_matter(workload, rng: random.Random
 def test_fully_replicated_shards_are_balanced_within_the_bound_of_largest_first(workload):
     shard_to_ranks, sizes, n_ranks, foreign = workload
     found = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
-    loads = [sum(sizes[shard] for shard, rank in found.items() if rank == number) for number in range(n_ranks)]
+    loads = [
+        sum(sizes[shard] for shard, rank in found.items() if rank == number)
+        for number in range(n_ranks)
+    ]
     ordered = sorted(sizes.values(), reverse=True)
     assert max(loads) - min(loads) <= max(ordered, default=0)
     assert max(loads) * n_ranks <= sum(ordered) + (n_ranks - 1) * max(ordered, default=0)
@@ -124,7 +133,11 @@ def test_the_distribution_is_that_of_megatron_core(megatron, workload):
 def test_shards_of_this_group_go_first_so_that_loading_resembles_saving():
     everyone = {"small": [0, 1], "large": [0, 1], "foreign": [0, 1]}
     sizes = {"small": 1, "large": 5, "foreign": 9}
-    assert list(distribute_shards_to_ranks(everyone, sizes, 2, {"foreign"})) == ["large", "small", "foreign"]
+    assert list(distribute_shards_to_ranks(everyone, sizes, 2, {"foreign"})) == [
+        "large",
+        "small",
+        "foreign",
+    ]
 
 
 @pytest.mark.parametrize("ranks", [[], [2], [-1]])
@@ -148,28 +161,56 @@ def test_unknown_algorithms_and_absent_distributions_are_refused():
 
 def _tensor(key: str, n: int, dtype: torch.dtype = torch.float32, **fields: Any) -> ShardedTensor:
     """A whole tensor of ``n`` elements, bytes a function of the key."""
-    raw = torch.arange(n * dtype.itemsize, dtype=torch.int64).mul(31).add(sum(key.encode())).remainder(251)
+    raw = (
+        torch.arange(n * dtype.itemsize, dtype=torch.int64)
+        .mul(31)
+        .add(sum(key.encode()))
+        .remainder(251)
+    )
     data = raw.to(torch.uint8)
     data = data.remainder(2).bool()[:n] if dtype == torch.bool else data.view(dtype)
     return ShardedTensor.from_rank_offsets(key, data, **fields)
 
 
 DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+    ),
+    *(
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint16,
+    ),
 ]
 
 
 def _shards(rank: int, world: int) -> dict[str, ShardedTensor]:
     """What a rank holds: tensors of all ranks, of some, of itself only; all dtypes, empty, 0-d, flat, strided."""
-    found = {f"all.{dtype}": _tensor(f"all.{dtype}", 3 + index, dtype) for index, dtype in enumerate(DTYPES)}
+    found = {
+        f"all.{dtype}": _tensor(f"all.{dtype}", 3 + index, dtype)
+        for index, dtype in enumerate(DTYPES)
+    }
     found["empty"] = _tensor("empty", 0)
     found["large"] = _tensor("large", PARCEL_BYTES // 4 + 3)
-    found["wide"] = ShardedTensor.from_rank_offsets("wide", found["large"].data[:-3].view(8, -1).t())
+    found["wide"] = ShardedTensor.from_rank_offsets(
+        "wide", found["large"].data[:-3].view(8, -1).t()
+    )
     found["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5))
     matrix = torch.arange(35.0).view(7, 5).t()
     found["strided"] = ShardedTensor.from_rank_offsets("strided", matrix)
-    found["stacked"] = ShardedTensor.from_rank_offsets("stacked", torch.arange(6.0), (0, 2, 3), prepend_axis_num=1)
+    found["stacked"] = ShardedTensor.from_rank_offsets(
+        "stacked", torch.arange(6.0), (0, 2, 3), prepend_axis_num=1
+    )
     flat = ShardedTensor.from_rank_offsets("flat", torch.arange(24.0).view(4, 6))
     flat.data, flat.flattened_range = torch.arange(5.0, 17.0), slice(5, 17)
     found["flat"] = flat
@@ -201,7 +242,9 @@ def _exchanged(rank: int, world: int, size: int) -> tuple[Any, list[str]]:
     return distribution, wrong
 
 
-def _exchanged_by(rank: int, world: int, group: Any, algorithm: str, has_memory: bool) -> tuple[Any, list[str]]:
+def _exchanged_by(
+    rank: int, world: int, group: Any, algorithm: str, has_memory: bool
+) -> tuple[Any, list[str]]:
     expected = _shards(rank, world)
     held = _shards(rank, world)
     distribution = determine_main_replica_uniform_distribution(held, group, True)
@@ -220,7 +263,11 @@ def _exchanged_by(rank: int, world: int, group: Any, algorithm: str, has_memory:
     assert found.keys() == {_sharded_tensor_shard_id(tensor) for tensor in held.values()}
     for name, tensor in expected.items():
         got = found[_sharded_tensor_shard_id(tensor)]
-        if got.dtype != tensor.dtype or got.shape != tensor.data.shape or not _is_same(got, tensor.data):
+        if (
+            got.dtype != tensor.dtype
+            or got.shape != tensor.data.shape
+            or not _is_same(got, tensor.data)
+        ):
             wrong.append(name)
         if name in places and places[name].numel() and got.data_ptr() != places[name].data_ptr():
             wrong.append(f"{name} lies elsewhere")
@@ -317,16 +364,26 @@ def test_ranks_that_disagree_about_a_shard_all_fail():
 
 def _groups_apart(rank: int, world: int) -> Any:
     group = _group(rank, world, 2)
-    held = {"x": _tensor("x", 8, replica_id=rank), "y": _tensor("y", 8, replica_id=0 if rank == 3 else rank + 1)}
+    held = {
+        "x": _tensor("x", 8, replica_id=rank),
+        "y": _tensor("y", 8, replica_id=0 if rank == 3 else rank + 1),
+    }
     assert is_main_replica(held["x"].replica_id) == (rank == 0)
     saved = determine_main_replica_uniform_distribution(held, group)
     loaded = determine_main_replica_uniform_distribution(held, group, True)
-    return sorted(shard[0] for shard in saved.main_rank_for_shard), sorted(loaded.main_rank_for_shard.values())
+    return sorted(shard[0] for shard in saved.main_rank_for_shard), sorted(
+        loaded.main_rank_for_shard.values()
+    )
 
 
 @pytest.mark.dist
 def test_a_group_saves_what_it_has_the_main_replica_of_and_loads_everything():
-    assert run_ranks(4, _groups_apart) == [(["x"], [0, 1]), (["x"], [0, 1]), (["y"], [0, 1]), (["y"], [0, 1])]
+    assert run_ranks(4, _groups_apart) == [
+        (["x"], [0, 1]),
+        (["x"], [0, 1]),
+        (["y"], [0, 1]),
+        (["y"], [0, 1]),
+    ]
 
 
 def _objects(rank: int, world: int, twice: bool) -> Any:
@@ -342,7 +399,9 @@ def test_objects_reach_every_rank_and_may_be_loaded_once_only():
     everything = {("o", (number,), (3,)): {"rank": number} for number in range(3)}
     assert run_ranks(3, _objects, False) == [everything] * 3
     for text in run_ranks(3, _objects, True):
-        assert text.startswith("CheckpointingException: two ranks loaded the same shards: o at offset (0,)")
+        assert text.startswith(
+            "CheckpointingException: two ranks loaded the same shards: o at offset (0,)"
+        )
 
 
 def test_float8_tensors_of_transformer_engine_are_none_without_it():
@@ -353,7 +412,9 @@ def test_float8_tensors_of_transformer_engine_are_none_without_it():
 def test_bytes_are_found_whatever_the_strides_of_axes_of_one_element_are(shape):
     whole = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).repeat(2, 2, 2)[0, 0]
     tensor = whole.flatten()[: torch.Size(shape).numel()].reshape(shape)
-    strides = [7 if extent == 1 else step for extent, step in zip(shape, tensor.stride(), strict=True)]
+    strides = [
+        7 if extent == 1 else step for extent, step in zip(shape, tensor.stride(), strict=True)
+    ]
     odd = tensor.as_strided(shape, strides)
     found = own_bytes(odd, torch.device("cpu"))
     assert odd.is_contiguous() and bytes(found.tolist()) == tensor.numpy().tobytes()

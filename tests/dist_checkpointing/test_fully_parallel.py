@@ -27,8 +27,17 @@ from core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
     distribute_main_replicas_with_precomputed_distribution,
 )
-from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from core.errors import CheckpointingException, StorageError, UnsupportedError, UsageError, WorkerError
+from core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from core.errors import (
+    CheckpointingException,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+    WorkerError,
+)
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import part_of
 
@@ -69,7 +78,9 @@ class PieceLoad(LoadShardedStrategy):
         self.cached_global_metadata = "metadata"
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        return dict_list_map_outplace(lambda leaf: self._value(leaf, Path(checkpoint_dir)), sharded_state_dict)
+        return dict_list_map_outplace(
+            lambda leaf: self._value(leaf, Path(checkpoint_dir)), sharded_state_dict
+        )
 
     def _value(self, leaf: Any, checkpoint_dir: Path) -> Any:
         found = list(checkpoint_dir.glob(f"{file_of(leaf)}@*"))
@@ -106,21 +117,34 @@ def file_of(leaf: Any) -> str:
     return f"{leaf.key}~{'.'.join(map(str, leaf.global_offset))}"
 
 
-def state(rank: int, world: int, *, tp: int = 1, data: bool = True, n_tensors: int = 12) -> dict[str, Any]:
+def state(
+    rank: int, world: int, *, tp: int = 1, data: bool = True, n_tensors: int = 12
+) -> dict[str, Any]:
     """Tensors cut over ``tp`` and replicated over the rest, nested in lists, beside objects; all elements differ."""
     tp_rank, dp_rank = rank % tp, rank // tp
     tensors = []
     for index in range(n_tensors):
         n = 8 * (index + 1)
         part = torch.arange(n, dtype=torch.float64) + 1e6 * index + 1e3 * tp_rank
-        tensor = ShardedTensor.from_rank_offsets(f"w{index}", part, (0, tp_rank, tp), replica_id=(0, dp_rank))
+        tensor = ShardedTensor.from_rank_offsets(
+            f"w{index}", part, (0, tp_rank, tp), replica_id=(0, dp_rank)
+        )
         tensor.data = part if data else None
         tensors.append(tensor)
     objects = [
-        ShardedObject(f"o{index}", {"index": index, "tp": tp_rank} if data else None, (tp,), (tp_rank,), dp_rank)
+        ShardedObject(
+            f"o{index}",
+            {"index": index, "tp": tp_rank} if data else None,
+            (tp,),
+            (tp_rank,),
+            dp_rank,
+        )
         for index in range(3)
     ]
-    return {"mixed": [*tensors[:2], objects[0], {"deep": [objects[1], tensors[2:]]}], "last": objects[2]}
+    return {
+        "mixed": [*tensors[:2], objects[0], {"deep": [objects[1], tensors[2:]]}],
+        "last": objects[2],
+    }
 
 
 def expected(rank: int, world: int, **options: Any) -> Any:
@@ -157,9 +181,15 @@ def test_in_one_process_the_wrapped_strategy_does_everything(tmp_path):
 def test_the_wrappers_answer_for_what_they_wrap():
     base = PieceLoad()
     load = FullyParallelLoadStrategyWrapper(base)
-    assert load.can_handle_sharded_objects and FullyParallelSaveStrategyWrapper(PieceSave()).can_handle_sharded_objects
+    assert (
+        load.can_handle_sharded_objects
+        and FullyParallelSaveStrategyWrapper(PieceSave()).can_handle_sharded_objects
+    )
     assert not FullyParallelSaveStrategyWrapper(AsyncPieceSave()).can_handle_sharded_objects
-    assert (load.load_tensors_metadata("d"), load.load_sharded_metadata("d")) == ({"metadata": "d"}, {"sharded": "d"})
+    assert (load.load_tensors_metadata("d"), load.load_sharded_metadata("d")) == (
+        {"metadata": "d"},
+        {"sharded": "d"},
+    )
     load.remove_sharded_tensors("d", "w")
     assert base.read == ["removed w"]
     load.check_backend_compatibility("pieces")
@@ -175,7 +205,9 @@ def test_the_wrappers_answer_for_what_they_wrap():
 def test_asynchronous_saving_needs_a_strategy_that_can(tmp_path):
     with pytest.raises(UsageError, match="cannot save asynchronously"):
         FullyParallelSaveStrategyWrapper(PieceSave()).async_save(state(0, 1), tmp_path)
-    FullyParallelSaveStrategyWrapper(AsyncPieceSave()).async_save(state(0, 1), tmp_path).execute_sync()
+    FullyParallelSaveStrategyWrapper(AsyncPieceSave()).async_save(
+        state(0, 1), tmp_path
+    ).execute_sync()
     assert len(list(tmp_path.iterdir())) == 15
 
 
@@ -204,7 +236,10 @@ def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: 
     loaded = load.load(wanted, folder)
     assert load.cached_global_metadata == "metadata"
     assert load.cached_distribution is None
-    in_place = all(leaf.data.data_ptr() == place.data_ptr() for leaf, place in zip(tensors, places, strict=False))
+    in_place = all(
+        leaf.data.data_ptr() == place.data_ptr()
+        for leaf, place in zip(tensors, places, strict=False)
+    )
     return equal(loaded, expected(rank, world, tp=tp)) and in_place, base.read
 
 
@@ -213,7 +248,9 @@ def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: 
 def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, world, tp):
     found = run_ranks(world, _saved_and_loaded, str(tmp_path), tp)
     names = sorted(path.name.split("@")[0] for path in tmp_path.iterdir())
-    assert names == sorted(f"{kind}~{tp_rank}" for kind in _kinds(12) for tp_rank in _offsets(kind, tp))
+    assert names == sorted(
+        f"{kind}~{tp_rank}" for kind in _kinds(12) for tp_rank in _offsets(kind, tp)
+    )
     sizes = {f"w{index}": 64 * (index + 1) for index in range(12)}
     written = [0] * world
     for path in tmp_path.iterdir():
@@ -224,7 +261,9 @@ def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, wo
         for tp_rank in range(tp):
             reads = [key for rank in range(tp_rank, world, tp) for key in found[rank][number][1]]
             assert sorted(reads) == sorted(_kinds(12))
-        assert_balanced([sum(sizes.get(key, 0) for key in of_rank[number][1]) for of_rank in found], sizes, tp)
+        assert_balanced(
+            [sum(sizes.get(key, 0) for key in of_rank[number][1]) for of_rank in found], sizes, tp
+        )
 
 
 def assert_balanced(loads: list[int], sizes: dict[str, int], tp: int) -> None:
@@ -282,9 +321,14 @@ def _foreign_distribution(rank: int, world: int) -> None:
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
     held = state(rank, world)
     save.apply_saving_parallelization(held)
-    assert {leaf.replica_id for leaf in nested_values(held) if isinstance(leaf, ShardedTensor)} == {0, 1}
+    assert {leaf.replica_id for leaf in nested_values(held) if isinstance(leaf, ShardedTensor)} == {
+        0,
+        1,
+    }
     with pytest.raises(ValueError, match="another state dict: it has no more"):
-        distribute_main_replicas_with_precomputed_distribution(_with_more(rank, world), None, save.cached_distribution)
+        distribute_main_replicas_with_precomputed_distribution(
+            _with_more(rank, world), None, save.cached_distribution
+        )
 
 
 @pytest.mark.dist
@@ -322,7 +366,9 @@ def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
     comm.barrier()
     try:
         if how == "save":
-            FullyParallelSaveStrategyWrapper(FailingSave(), group).save(state(rank, world, tp=tp), folder)
+            FullyParallelSaveStrategyWrapper(FailingSave(), group).save(
+                state(rank, world, tp=tp), folder
+            )
         wanted = state(rank, world, tp=tp, data=False)
         FullyParallelLoadStrategyWrapper(Failing(how), group).load(wanted, folder)
     except CheckpointingException as err:
@@ -331,7 +377,9 @@ def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("how", "text"), [("raises", "the disk is gone"), ("leaves out", "did not load a shard")])
+@pytest.mark.parametrize(
+    ("how", "text"), [("raises", "the disk is gone"), ("leaves out", "did not load a shard")]
+)
 def test_a_failure_of_loading_is_raised_on_all_ranks(tmp_path, how, text):
     assert all(text in found for found in run_ranks(4, _failing, str(tmp_path), 2, how))
 
@@ -364,7 +412,9 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
 
 @pytest.mark.dist
 def test_a_failure_of_saving_is_raised_on_all_ranks(tmp_path):
-    assert all("the disk is full" in text for text in run_ranks(4, _failing, str(tmp_path), 2, "save"))
+    assert all(
+        "the disk is full" in text for text in run_ranks(4, _failing, str(tmp_path), 2, "save")
+    )
 
 
 def _holey(rank: int, world: int, folder: str) -> str:
@@ -388,10 +438,15 @@ def _large(rank: int, world: int, tp: int, kinds: Any, *, data: bool = True) -> 
         values = torch.arange(LARGE * (index + 1)).add(10**6 * index + 10**5 * tp_rank)
         values = values.to([torch.int64, torch.float32, torch.int32][index % 3]).view(-1, 8)
         found[f"w{index}"] = kinds.ShardedTensor.from_rank_offsets(
-            f"w{index}", values if data else torch.zeros_like(values), (1, tp_rank, tp), replica_id=(0, 0, dp_rank)
+            f"w{index}",
+            values if data else torch.zeros_like(values),
+            (1, tp_rank, tp),
+            replica_id=(0, 0, dp_rank),
         )
     value = {"tp": tp_rank, "noise": torch.arange(3)} if data else None
-    found["layers"] = [{"extra": kinds.ShardedObject("extra", value, (tp,), (tp_rank,), (0, 0, dp_rank))}]
+    found["layers"] = [
+        {"extra": kinds.ShardedObject("extra", value, (tp,), (tp_rank,), (0, 0, dp_rank))}
+    ]
     return found
 
 
@@ -403,13 +458,19 @@ def _is_loaded(loaded: dict[str, Any], rank: int, world: int, tp: int) -> bool:
     held = _large(rank, world, tp, mapping)
     return (
         loaded["step"] == 7
-        and equal({"extra": _plain(loaded["layers"][0]["extra"])}, {"extra": _plain(held["layers"][0]["extra"].data)})
+        and equal(
+            {"extra": _plain(loaded["layers"][0]["extra"])},
+            {"extra": _plain(held["layers"][0]["extra"].data)},
+        )
         and all(torch.equal(loaded[key], held[key].data) for key in held if key[0] == "w")
     )
 
 
 def _plain(value: Any) -> Any:
-    return {key: item.tolist() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+    return {
+        key: item.tolist() if isinstance(item, torch.Tensor) else item
+        for key, item in value.items()
+    }
 
 
 def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> list[bool]:
@@ -423,7 +484,9 @@ def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> 
             request.execute_sync()
     found = []
     for algorithm in ALGORITHMS:
-        load = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group, exchange_algo=algorithm)
+        load = FullyParallelLoadStrategyWrapper(
+            TorchDistLoadShardedStrategy(), group, exchange_algo=algorithm
+        )
         wanted = _large(rank, world, tp, mapping, data=False)
         loaded = serialization.load(wanted, Path(folder, "second"), load)
         found.append(_is_loaded(loaded, rank, world, tp))
@@ -431,7 +494,9 @@ def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "tp", "is_async"), [(1, 1, False), (2, 1, True), (4, 2, False), (8, 2, True)])
+@pytest.mark.parametrize(
+    ("world", "tp", "is_async"), [(1, 1, False), (2, 1, True), (4, 2, False), (8, 2, True)]
+)
 def test_torch_dist_files_are_of_about_one_size_and_load_bit_for_bit(tmp_path, world, tp, is_async):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -454,7 +519,9 @@ def _read_by_megatron(rank: int, world: int, folder: str, tp: int) -> bool:
     group = group_of(rank, world, tp)
     save = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
     serialization.save({**_large(rank, world, tp, mapping), "step": 7}, folder, save)
-    return _is_loaded(theirs.load(_large(rank, world, tp, theirs, data=False), folder), rank, world, tp)
+    return _is_loaded(
+        theirs.load(_large(rank, world, tp, theirs, data=False), folder), rank, world, tp
+    )
 
 
 @pytest.mark.dist
@@ -476,18 +543,24 @@ def _saved_with_caches_that_differ(rank: int, world: int, folder: str) -> list[s
         comm.barrier()
         serialization.save({"w": part_of("w", (8, 2), (0, rank, world))}, target, strategy)
         loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), None, rank == 0)
-        loaded = serialization.load({"w": part_of("w", (8, 2), is_filled=False, replica_id=rank)}, target, loader)
+        loaded = serialization.load(
+            {"w": part_of("w", (8, 2), is_filled=False, replica_id=rank)}, target, loader
+        )
         values.append(bool(torch.equal(loaded["w"], part_of("w", (8, 2)).data)))
     wrong = part_of("w", (8, 2), is_filled=False, replica_id=rank)
     if rank == 1:
         wrong.data = torch.zeros(2, 2)
     try:
-        serialization.load({"w": wrong}, target, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()))
+        serialization.load(
+            {"w": wrong}, target, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+        )
     except CheckpointingException as err:
         values.append("the data has 4 elements" in str(err))
     return values
 
 
 @pytest.mark.dist
-def test_ranks_that_cache_and_those_that_do_not_work_together_and_data_of_a_wrong_size_are_refused(tmp_path):
+def test_ranks_that_cache_and_those_that_do_not_work_together_and_data_of_a_wrong_size_are_refused(
+    tmp_path,
+):
     assert run_ranks(2, _saved_with_caches_that_differ, str(tmp_path)) == [[True] * 5] * 2

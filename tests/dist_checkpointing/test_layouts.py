@@ -24,7 +24,10 @@ from core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from core.dist_checkpointing.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -108,7 +111,11 @@ def leaves(place: Place, *, is_filled: bool) -> Iterator[Leaf]:
             yield _cut(place, state, "head", None, 0, replicas, is_filled)
     if place.pp_rank == 0:
         yield _embedding(place, is_filled)
-    yield ("rng", 0), ShardedObject("rng", [3, "x"] if is_filled else None, (1,), (0,), _replica(place)), [3, "x"]
+    yield (
+        ("rng", 0),
+        ShardedObject("rng", [3, "x"] if is_filled else None, (1,), (0,), _replica(place)),
+        [3, "x"],
+    )
 
 
 def _replica(place: Place) -> tuple[int, int, int]:
@@ -122,7 +129,13 @@ def _reference(state: str, key: str) -> torch.Tensor:
 
 
 def _cut(
-    place: Place, state: str, key: str, layer: int | None, axis: int | None, dp_rank: int | None, is_filled: bool
+    place: Place,
+    state: str,
+    key: str,
+    layer: int | None,
+    axis: int | None,
+    dp_rank: int | None,
+    is_filled: bool,
 ) -> Leaf:
     """A part of a tensor.
 
@@ -145,7 +158,11 @@ def _cut(
     if dp_rank is not None:
         held = _given(data, is_filled)
         options = {"replica_id": (0, copies, dp_rank), "prepend_axis_num": stacked}
-        return path, ShardedTensor.from_rank_offsets(f"{state}.{key}", held, *offsets, **options), data
+        return (
+            path,
+            ShardedTensor.from_rank_offsets(f"{state}.{key}", held, *offsets, **options),
+            data,
+        )
     flat = _share(data, place)
     part = data.flatten()[flat]
     tensor = ShardedTensor.from_rank_offsets_flat(
@@ -164,17 +181,28 @@ def _given(data: torch.Tensor, is_filled: bool) -> torch.Tensor:
 def _share(data: torch.Tensor, place: Place) -> slice:
     """What the distributed optimizer keeps of a tensor on a rank: the last shares may be smaller, or empty."""
     size = -(-data.numel() // place.layout.dp) + 1
-    return slice(min(size * place.dp_rank, data.numel()), min(size * (place.dp_rank + 1), data.numel()))
+    return slice(
+        min(size * place.dp_rank, data.numel()), min(size * (place.dp_rank + 1), data.numel())
+    )
 
 
 def _gated(place: Place, state: str, layer: int, dp_rank: int | None, is_filled: bool) -> Leaf:
     """Both halves of a gated weight, cut alike and kept as one tensor."""
-    halves = [half.chunk(place.layout.tp)[place.tp_rank] for half in _reference(state, "layers.fc1")[layer].chunk(2)]
+    halves = [
+        half.chunk(place.layout.tp)[place.tp_rank]
+        for half in _reference(state, "layers.fc1")[layer].chunk(2)
+    ]
     data = torch.cat(halves)
     flat = None if dp_rank is not None else _share(data, place)
     value = data if flat is None else data.flatten()[flat]
     factory = ShardedTensorFactory(
-        *(f"{state}.layers.fc1", _given(value, is_filled), _Halves(place, layer), torch.cat, (0, 0, dp_rank or 0)),
+        *(
+            f"{state}.layers.fc1",
+            _given(value, is_filled),
+            _Halves(place, layer),
+            torch.cat,
+            (0, 0, dp_rank or 0),
+        ),
         flattened_range=flat,
     )
     return (state, "layers", "fc1", layer), factory, value
@@ -187,23 +215,33 @@ class _Halves:
     place: Place
     layer: int
 
-    def __call__(self, key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
+    def __call__(
+        self, key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None
+    ) -> Any:
         tp, tp_rank = self.place.layout.tp, self.place.tp_rank
         options = {"replica_id": replica_id, "prepend_axis_num": 1}
         places = [((0, self.layer, LAYERS), (1, half * tp + tp_rank, 2 * tp)) for half in range(2)]
         if flattened_range is None:
             halves = zip(data.chunk(2), places, strict=True)
-            return [ShardedTensor.from_rank_offsets(key, part, *offsets, **options) for part, offsets in halves]
+            return [
+                ShardedTensor.from_rank_offsets(key, part, *offsets, **options)
+                for part, offsets in halves
+            ]
         shape = (GATED // tp, HIDDEN)
         n = shape[0] * shape[1]
         found = []
         for half, offsets in enumerate(places):
-            start, stop = (min(max(at - half * n, 0), n) for at in (flattened_range.start, flattened_range.stop))
+            start, stop = (
+                min(max(at - half * n, 0), n)
+                for at in (flattened_range.start, flattened_range.stop)
+            )
             if start < stop:
                 first = start + half * n - flattened_range.start
                 part, flat = data[first : first + stop - start], slice(start, stop)
                 found.append(
-                    ShardedTensor.from_rank_offsets_flat(key, part, shape, *offsets, flattened_range=flat, **options)
+                    ShardedTensor.from_rank_offsets_flat(
+                        key, part, shape, *offsets, flattened_range=flat, **options
+                    )
                 )
         return found
 
@@ -244,13 +282,16 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         found = [f"{path}.{key} is in one only" for key in one.keys() ^ other.keys()]
         return found + [
-            text for key in one.keys() & other.keys() for text in differences(one[key], other[key], f"{path}.{key}")
+            text
+            for key in one.keys() & other.keys()
+            for text in differences(one[key], other[key], f"{path}.{key}")
         ]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_same = one.dtype == other.dtype and one.shape == other.shape
         return (
             []
-            if is_same and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+            if is_same
+            and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
             else [path]
         )
     return [] if type(one) is type(other) and one == other else [path]
@@ -274,7 +315,9 @@ def _load_all(rank: int, world: int, folder: str) -> list[str]:
     for number, layout in enumerate(LAYOUTS[world]):
         group = layout.data_parallel_group(rank) if layout.dp > 1 else None
         # Many ranks take long: each layout loads every second one, the next layout the others.
-        for source in sorted(Path(folder).iterdir())[number % 2 if world > 2 else 0 :: 2 if world > 2 else 1]:
+        for source in sorted(Path(folder).iterdir())[
+            number % 2 if world > 2 else 0 :: 2 if world > 2 else 1
+        ]:
             wanted, expected = trees(layout.of(rank), is_filled=False)
             strategy = get_default_load_sharded_strategy(source)
             if group is not None:
@@ -286,7 +329,9 @@ def _load_all(rank: int, world: int, folder: str) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("backend", "most_ranks"), [("torch_dist", 8), ("zarr", 4)])
-def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(tmp_path, backend, most_ranks):
+def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(
+    tmp_path, backend, most_ranks
+):
     worlds = [world for world in LAYOUTS if world <= most_ranks]
     for world in worlds:
         run_ranks(world, _save_all, str(tmp_path), backend)
@@ -298,7 +343,11 @@ def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(tmp_
 
 def whole_differences(source: Path) -> list[str]:
     """Where a checkpoint's global tensors are not what they should be."""
-    expected = {f"{state}.{key}": _reference(state, key) for state in ("model", "optimizer.exp_avg") for key in SHAPES}
+    expected = {
+        f"{state}.{key}": _reference(state, key)
+        for state in ("model", "optimizer.exp_avg")
+        for key in SHAPES
+    }
     found = serialization.load_plain_tensors(source)
     rows = found.pop("embedding")
     padding = rows[VOCAB:]

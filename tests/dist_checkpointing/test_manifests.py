@@ -22,7 +22,11 @@ from tests.dist_checkpointing.test_storage_writer import state_of
 
 def _findings(path: Path) -> list[tuple[str, str]]:
     found = validate(path, level=Level.DEEP).findings
-    return [(one.code, one.message) for one in found if one.severity > Severity.NOTE or one.code.startswith("CK8")]
+    return [
+        (one.code, one.message)
+        for one in found
+        if one.severity > Severity.NOTE or one.code.startswith("CK8")
+    ]
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
@@ -52,4 +56,7 @@ def test_of_a_storage_writer_strided_tensors_included(tmp_path: Path, format: st
 def test_strided_tensors_that_torch_itself_wrote(tmp_path: Path) -> None:
     dcp.save(state_of(), checkpoint_id=tmp_path / "theirs")
     dcp.save(state_of(), storage_writer=CkptStorageWriter(tmp_path / "ours", "dcp"))
-    assert read_inventory(tmp_path / "theirs").fingerprints == read_inventory(tmp_path / "ours").fingerprints
+    assert (
+        read_inventory(tmp_path / "theirs").fingerprints
+        == read_inventory(tmp_path / "ours").fingerprints
+    )

@@ -131,7 +131,9 @@ def test_any_attributes_are_accepted_or_refused_by_both(
     values = None if data is None else numbered(data)
 
     def made(module: ModuleType) -> Any:
-        return module.ShardedTensor("w", values, dtype, local, extents, offset, fragmentations, 0, prepend, flexible)
+        return module.ShardedTensor(
+            "w", values, dtype, local, extents, offset, fragmentations, 0, prepend, flexible
+        )
 
     mine, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
     assert described(mine) == described(other)
@@ -139,9 +141,14 @@ def test_any_attributes_are_accepted_or_refused_by_both(
         return
     assert mine.global_slice() == other.global_slice()
     if 0 not in local:
-        chunks = [outcome(mine.local_chunk_offset_in_global), their_outcome(other.local_chunk_offset_in_global)]
+        chunks = [
+            outcome(mine.local_chunk_offset_in_global),
+            their_outcome(other.local_chunk_offset_in_global),
+        ]
         assert chunks[0] == chunks[1]
-    if fragmentations is not None and len(fragmentations) == len(extents):  # theirs leaves out what has no partner
+    if fragmentations is not None and len(fragmentations) == len(
+        extents
+    ):  # theirs leaves out what has no partner
         assert outcome(mine.max_allowed_chunks) == their_outcome(other.max_allowed_chunks)
 
 
@@ -160,7 +167,9 @@ def test_narrowing_gives_the_same_tensor_or_an_error_in_both(
     rank_offsets = [(axis, grid[axis] - 1, grid[axis]) for axis in range(prepend + len(shape))]
 
     def narrowed(module: ModuleType) -> Any:
-        whole = module.ShardedTensor.from_rank_offsets("w", numbered(shape), *rank_offsets, prepend_axis_num=prepend)
+        whole = module.ShardedTensor.from_rank_offsets(
+            "w", numbered(shape), *rank_offsets, prepend_axis_num=prepend
+        )
         return whole.narrow(dim, start, length)
 
     if dim < 0 and prepend:  # theirs takes the shape of a prepended axis then
@@ -175,7 +184,9 @@ def test_narrowing_gives_the_same_tensor_or_an_error_in_both(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
     parts=st.lists(st.integers(0, 100), min_size=5, max_size=5),
 )
-def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(shape: Any, parts: Any) -> None:
+def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(
+    shape: Any, parts: Any
+) -> None:
     n = int(np.prod(shape))
     begin, end = sorted(number % (n + 1) for number in parts[:2])
     dim = parts[2] % len(shape)
@@ -191,20 +202,39 @@ def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(s
     assert [value for piece in pieces for value in piece.data.tolist()] == held
     for piece in pieces:
         assert narrowed.flatten()[piece.flattened_range].equal(piece.data)
-        assert piece.data.numel() > 0 and piece.data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert (
+            piece.data.numel() > 0
+            and piece.data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        )
         assert piece.local_shape == tuple(narrowed.shape)
         assert (piece.global_shape[dim], piece.global_offset[dim]) == (3 * length, length)
     assert (len(pieces) <= 1) if dim == 0 else True
 
 
-def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_its_elements() -> None:
+def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_its_elements() -> (
+    None
+):
     whole = numbered((3, 4))
     flat = ShardedTensor.from_rank_offsets_flat(
-        "w", whole.flatten()[3:6], (3, 4), (0, 2, 5), (1, 1, 2), prepend_axis_num=1, flattened_range=slice(3, 6)
+        "w",
+        whole.flatten()[3:6],
+        (3, 4),
+        (0, 2, 5),
+        (1, 1, 2),
+        prepend_axis_num=1,
+        flattened_range=slice(3, 6),
     )
-    assert (flat.local_shape, flat.global_shape, flat.global_offset) == ((3, 4), (5, 6, 4), (2, 3, 0))
+    assert (flat.local_shape, flat.global_shape, flat.global_offset) == (
+        (3, 4),
+        (5, 6, 4),
+        (2, 3, 0),
+    )
     assert [axis.tolist() for axis in flat.local_coordinates()] == [[0, 1, 1], [3, 0, 1]]
-    assert [axis.tolist() for axis in flat.global_coordinates()] == [[2, 2, 2], [3, 4, 4], [3, 0, 1]]
+    assert [axis.tolist() for axis in flat.global_coordinates()] == [
+        [2, 2, 2],
+        [3, 4, 4],
+        [3, 0, 1],
+    ]
     assert whole[flat.local_coordinates()].equal(flat.data)
     empty = flat.without_data()
     empty.init_data("cpu", torch.zeros)
@@ -236,7 +266,9 @@ def test_a_flattened_range_belongs_to_the_other_constructor() -> None:
 
 
 def test_data_are_made_where_there_are_none() -> None:
-    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, dtype=torch.bfloat16)).without_data()
+    tensor = ShardedTensor.from_rank_offsets(
+        "w", torch.ones(2, 3, dtype=torch.bfloat16)
+    ).without_data()
     tensor.init_data("meta")
     assert tensor.data.device.type == "meta" and tensor.data.dtype == torch.bfloat16
     kept = tensor.data
@@ -245,7 +277,9 @@ def test_data_are_made_where_there_are_none() -> None:
 
 
 def test_empty_tensors_have_a_chunk_and_irregular_ones_have_none() -> None:
-    assert ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3)).local_chunk_offset_in_global() == (0, 0)
+    assert ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(0, 3)
+    ).local_chunk_offset_in_global() == (0, 0)
     irregular = ShardedTensor("w", None, torch.float32, (2,), (5,), (3,), None)
     assert irregular.has_regular_grid is False
     for call in (
@@ -278,7 +312,9 @@ def test_attributes_may_be_changed_and_are_checked_on_demand() -> None:
     pair=st.lists(st.tuples(small, small), min_size=1, max_size=3),
     replica=st.sampled_from([0, (1, 0)]),
 )
-def test_the_unique_key_of_an_object_can_be_turned_back(theirs: ModuleType, key: str, pair: Any, replica: Any) -> None:
+def test_the_unique_key_of_an_object_can_be_turned_back(
+    theirs: ModuleType, key: str, pair: Any, replica: Any
+) -> None:
     offset, shape = zip(*pair, strict=True)
     made = ShardedObject(key, b"", shape, offset, replica)
     other = theirs.ShardedObject(key, b"", shape, offset, replica)
@@ -291,13 +327,16 @@ def test_the_unique_key_of_an_object_can_be_turned_back(theirs: ModuleType, key:
 
 
 def test_a_shape_without_its_last_number_is_completed(theirs: ModuleType) -> None:
-    mine, other = (module.ShardedObject.empty_from_unique_key("a/shard_0.1_2") for module in (mapping, theirs))
+    mine, other = (
+        module.ShardedObject.empty_from_unique_key("a/shard_0.1_2") for module in (mapping, theirs)
+    )
     assert vars(mine) == vars(other) and mine.global_shape == (2, -1)
     assert str(mine) == str(other)
 
 
 @pytest.mark.parametrize(
-    "name", ["a", "a/shard_0", "a/shard_0_1_2", "a/shard_x_1", "a/chunk_0_1", "/shard_0_1", "a/shard__"]
+    "name",
+    ["a", "a/shard_0", "a/shard_0_1_2", "a/shard_x_1", "a/chunk_0_1", "/shard_0_1", "a/shard__"],
 )
 def test_a_name_that_is_no_unique_key_is_corrupt(name: str) -> None:
     with pytest.raises(CorruptError):
@@ -326,14 +365,20 @@ def halves(module: ModuleType, key: str, data: torch.Tensor) -> Any:
 
     def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         parts = tensor.chunk(2)
-        return [module.ShardedTensor.from_rank_offsets(f"{key}.{i}", parts[i], replica_id=replica_id) for i in range(2)]
+        return [
+            module.ShardedTensor.from_rank_offsets(f"{key}.{i}", parts[i], replica_id=replica_id)
+            for i in range(2)
+        ]
 
     return module.ShardedTensorFactory(key, data, build, torch.cat, 3)
 
 
 def tree(module: ModuleType) -> Any:
     plain = module.ShardedTensor.from_rank_offsets("c", torch.ones(2))
-    return {"a": {"b": halves(module, "b", numbered((4, 2)))}, "c": [plain, halves(module, "d", numbered((2,))), 5]}
+    return {
+        "a": {"b": halves(module, "b", numbered((4, 2)))},
+        "c": [plain, halves(module, "d", numbered((2,))), 5],
+    }
 
 
 def test_factories_are_built_in_place_and_merged_back_in_place(theirs: ModuleType) -> None:
@@ -341,16 +386,25 @@ def test_factories_are_built_in_place_and_merged_back_in_place(theirs: ModuleTyp
     for module in (mapping, theirs):
         state, factories = (
             tree(module),
-            {"a": {"b": halves(module, "b", numbered((4, 2)))}, "c": {1: halves(module, "d", numbered((2,)))}},
+            {
+                "a": {"b": halves(module, "b", numbered((4, 2)))},
+                "c": {1: halves(module, "d", numbered((2,)))},
+            },
         )
         inner = state["a"]
         assert module.apply_factories(state) is None
         assert state["a"] is inner
         built = [(t.key, t.replica_id, t.data.tolist()) for t in (*state["a"]["b"], *state["c"][1])]
-        loaded = {"a": {"b": [t.data for t in state["a"]["b"]]}, "c": [7, [t.data for t in state["c"][1]], 5], "e": 1}
+        loaded = {
+            "a": {"b": [t.data for t in state["a"]["b"]]},
+            "c": [7, [t.data for t in state["c"][1]], 5],
+            "e": 1,
+        }
         merged = module.apply_factory_merges(loaded, factories)
         assert merged is loaded
-        states.append((built, merged["a"]["b"].tolist(), merged["c"][0], merged["c"][1].tolist(), merged["e"]))
+        states.append(
+            (built, merged["a"]["b"].tolist(), merged["c"][0], merged["c"][1].tolist(), merged["e"])
+        )
     assert states[0] == states[1]
     assert states[0][1] == numbered((4, 2)).tolist()
 
@@ -368,13 +422,17 @@ def test_factories_are_built_in_place_and_merged_back_in_place(theirs: ModuleTyp
         (3, {"a": 1}),
     ],
 )
-def test_factories_that_find_nothing_loaded_are_wrong_arguments(loaded: Any, factories: Any) -> None:
+def test_factories_that_find_nothing_loaded_are_wrong_arguments(
+    loaded: Any, factories: Any
+) -> None:
     with pytest.raises(ValueError):
         apply_factory_merges(loaded, factories)
 
 
 def test_a_factory_can_be_the_whole_tree_to_merge() -> None:
-    assert apply_factory_merges([torch.zeros(1), torch.ones(1)], halves(mapping, "w", torch.zeros(2))).tolist() == [
+    assert apply_factory_merges(
+        [torch.zeros(1), torch.ones(1)], halves(mapping, "w", torch.zeros(2))
+    ).tolist() == [
         0,
         1,
     ]  # type: ignore[arg-type]
@@ -385,12 +443,21 @@ def test_a_factory_without_data_keeps_its_functions() -> None:
     bare = factory.without_data()
     bare.validate_metadata_integrity()
     assert isinstance(bare, ShardedTensorFactory)
-    assert (bare.data, bare.build_fn, bare.merge_fn, bare.replica_id) == (None, factory.build_fn, factory.merge_fn, 3)
+    assert (bare.data, bare.build_fn, bare.merge_fn, bare.replica_id) == (
+        None,
+        factory.build_fn,
+        factory.merge_fn,
+        3,
+    )
 
 
 def test_what_a_factory_builds_is_not_built_again() -> None:
     inner = halves(mapping, "w", torch.zeros(2))
-    state = {"a": ShardedTensorFactory("outer", torch.zeros(2), lambda *args: {"b": inner}, lambda loaded: loaded["b"])}
+    state = {
+        "a": ShardedTensorFactory(
+            "outer", torch.zeros(2), lambda *args: {"b": inner}, lambda loaded: loaded["b"]
+        )
+    }
     apply_factories(state)
     assert state["a"]["b"] is inner
 
@@ -399,7 +466,10 @@ def test_every_chunk_of_a_grid_has_its_own_place() -> None:
     grid = (2, 1, 3)
     found = {
         ShardedTensor.from_rank_offsets(
-            "w", torch.zeros(2, 4), *((axis, index[axis], grid[axis]) for axis in range(3)), prepend_axis_num=1
+            "w",
+            torch.zeros(2, 4),
+            *((axis, index[axis], grid[axis]) for axis in range(3)),
+            prepend_axis_num=1,
         ).local_chunk_offset_in_global()
         for index in itertools.product(*map(range, grid))
     }

@@ -31,7 +31,13 @@ from hypothesis import strategies as st
 from core.dist_checkpointing._engine.bridge import open_catalog
 from core.dist_checkpointing._values.objects import load_file, load_stream, stream, stream_of
 from core.dist_checkpointing._values.stand_in import StandIn
-from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore
 from tests.dist_checkpointing.live_values import assert_alike
 
@@ -108,7 +114,9 @@ VALUES = [
     pathlib.Path("/a/b"),
     pathlib.PurePosixPath("a/b"),
     datetime.date(2026, 1, 2),
-    datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=2), "here")),
+    datetime.datetime(
+        2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=2), "here")
+    ),
     datetime.time(1, 2, 3),
     datetime.timedelta(1, 2, 3),
     decimal.Decimal("1.50"),
@@ -151,7 +159,15 @@ VALUES = [
     np.zeros(2, [("a", "f4"), ("b", "u1")]),
     np.random.RandomState(3).get_state(),
 ]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64]
 
 
@@ -166,9 +182,18 @@ def test_values_come_back_as_they_were(value: object):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_all_types_come_back(dtype: torch.dtype):
-    bits = torch.randint(0, 2 if dtype == torch.bool else 120, (48 * dtype.itemsize,), dtype=torch.uint8)
+    bits = torch.randint(
+        0, 2 if dtype == torch.bool else 120, (48 * dtype.itemsize,), dtype=torch.uint8
+    )
     flat = bits.view(dtype)
-    for tensor in (flat, flat.reshape(6, 8).t(), flat[3:5], flat[0], flat[:0], flat.reshape(6, 8)[:, 2:4]):
+    for tensor in (
+        flat,
+        flat.reshape(6, 8).t(),
+        flat[3:5],
+        flat[0],
+        flat[:0],
+        flat.reshape(6, 8)[:, 2:4],
+    ):
         found = load_stream(stream_of({"a": tensor}))["a"]
         assert_alike(found, tensor)
         assert_alike(torch.load(io.BytesIO(stream_of(tensor)), weights_only=True), tensor)
@@ -183,7 +208,11 @@ def test_what_is_on_a_gpu_is_saved_and_comes_back_on_the_cpu():
 
 
 def test_random_states_of_numpy_go_on_alike():
-    for made in (np.random.RandomState(5), np.random.default_rng(5), np.random.Generator(np.random.Philox(5))):
+    for made in (
+        np.random.RandomState(5),
+        np.random.default_rng(5),
+        np.random.Generator(np.random.Philox(5)),
+    ):
         draw = "rand" if isinstance(made, np.random.RandomState) else "random"
         getattr(made, draw)(3)
         found = load_stream(stream_of([made]))[0]
@@ -194,17 +223,28 @@ def test_random_states_of_numpy_go_on_alike():
 def test_the_byte_order_of_arrays_is_kept():
     array = np.arange(3, dtype=">i2")
     assert_alike(load_stream(stream_of(array)), array)
-    assert (torch.load(io.BytesIO(stream_of(array)), weights_only=False) == array).all()  # numpy turns them around
+    assert (
+        torch.load(io.BytesIO(stream_of(array)), weights_only=False) == array
+    ).all()  # numpy turns them around
 
 
 def test_parameters_and_gradients_come_back():
-    value = [torch.nn.Parameter(torch.rand(2)), torch.nn.Parameter(torch.rand(2), requires_grad=False)]
+    value = [
+        torch.nn.Parameter(torch.rand(2)),
+        torch.nn.Parameter(torch.rand(2), requires_grad=False),
+    ]
     value += [torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True) * 2]
     found = load_stream(stream_of(value))
     assert_alike(found, [*value[:3], value[3].detach().requires_grad_()])
 
 
-PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
 KEYS = st.text() | st.integers(-(2**31), 2**31) | st.booleans()
 TENSORS = st.builds(
     lambda shape, dtype: torch.arange(1, 1 + torch.Size(shape).numel()).to(dtype).reshape(shape),
@@ -213,16 +253,26 @@ TENSORS = st.builds(
 )
 PLAIN_TREES = st.recursive(
     PLAIN | TENSORS,
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(KEYS, below, max_size=4) | st.tuples(below, below),
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.dictionaries(KEYS, below, max_size=4)
+        | st.tuples(below, below)
+    ),
     max_leaves=20,
 )
-OTHERS = st.binary() | st.complex_numbers(allow_nan=False) | st.sampled_from([v for v in VALUES if v is not None])
+OTHERS = (
+    st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.sampled_from([v for v in VALUES if v is not None])
+)
 TREES = st.recursive(
     PLAIN | TENSORS | OTHERS,
     lambda below: (
         st.lists(below, max_size=4)
         | st.dictionaries(KEYS, below, max_size=4).map(collections.OrderedDict)
-        | st.dictionaries(st.text(), below, max_size=3).map(lambda fields: argparse.Namespace(**fields))
+        | st.dictionaries(st.text(), below, max_size=3).map(
+            lambda fields: argparse.Namespace(**fields)
+        )
         | st.lists(below, max_size=4).map(tuple)
         | st.lists(below, max_size=3).map(collections.deque)
     ),
@@ -264,7 +314,11 @@ def test_what_torch_writes_comes_back(value: object):
 
 def test_bytes_depend_on_the_value_alone():
     def value() -> object:
-        return {"set": {f"name {i}" for i in range(50)}, "x": [torch.arange(5), np.arange(3)], "n": float("1.5")}
+        return {
+            "set": {f"name {i}" for i in range(50)},
+            "x": [torch.arange(5), np.arange(3)],
+            "n": float("1.5"),
+        }
 
     assert stream_of(value()) == stream_of(pickle.loads(pickle.dumps(value())))
 
@@ -283,7 +337,9 @@ def test_shared_and_cyclic_containers_stay_so():
 def test_shared_tensors_stay_shared_and_views_keep_no_more_than_they_show():
     base = torch.arange(1000.0)
     first = base[:4]
-    data = stream_of({"a": first, "same": first, "again": base[:4], "parameter": torch.nn.Parameter(base)})
+    data = stream_of(
+        {"a": first, "same": first, "again": base[:4], "parameter": torch.nn.Parameter(base)}
+    )
     assert len(data) < 4 * 1000 + 4096
     found = load_stream(data)
     found["a"].fill_(-1)
@@ -368,7 +424,9 @@ def test_unknown_classes_become_stand_ins_that_can_be_saved_again(
         setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     buffer = io.BytesIO()
-    torch.save(argparse.Namespace(lr=0.1, kind=Kind.ENCODER, things=[Thing(), Thing], ok=None), buffer)
+    torch.save(
+        argparse.Namespace(lr=0.1, kind=Kind.ENCODER, things=[Thing(), Thing], ok=None), buffer
+    )
     assert load_stream(buffer.getvalue()).kind is Kind.ENCODER
     monkeypatch.delitem(sys.modules, module.__name__)
     caplog.clear()
@@ -392,7 +450,10 @@ def test_unknown_classes_become_stand_ins_that_can_be_saved_again(
 def test_values_that_an_enumeration_no_longer_has_become_stand_ins():
     grey = StandIn("reduce", Color.__module__, "Color", args=("grey",))
     assert load_stream(stream_of(grey)) == grey
-    assert load_stream(stream_of(StandIn("reduce", Color.__module__, "Color", args=("blue",)))) is Color.BLUE
+    assert (
+        load_stream(stream_of(StandIn("reduce", Color.__module__, "Color", args=("blue",))))
+        is Color.BLUE
+    )
 
 
 def test_only_registered_classes_are_made():
@@ -558,7 +619,10 @@ def test_states_of_arrays_are_checked_before_numpy_gets_them(state: object):
         load_stream(ARRAY + pickle.dumps(state, 2)[2:-1] + b"b.")
 
 
-DAMAGED = {"values": VALUES[13:30], "tensors": [torch.arange(400), torch.arange(20).reshape(4, 5).t()]}
+DAMAGED = {
+    "values": VALUES[13:30],
+    "tensors": [torch.arange(400), torch.arange(20).reshape(4, 5).t()],
+}
 
 
 @given(st.integers(0, len(stream_of(DAMAGED)) - 1), st.integers(1, 255))
@@ -608,10 +672,14 @@ class _Loose(pickle.Unpickler):
 LOOSE = types.SimpleNamespace(Unpickler=_Loose, load=pickle.load, __name__="loose")
 
 
-@pytest.mark.parametrize("family", ["mcore_legacy", "mcore0121_torch_dist", "mcore0161_torch_dist", "mcore0121_zarr"])
+@pytest.mark.parametrize(
+    "family", ["mcore_legacy", "mcore0121_torch_dist", "mcore0161_torch_dist", "mcore0121_zarr"]
+)
 def test_files_of_megatron_come_back_as_torch_loads_them(golden: Path, family: str):
     pytest.importorskip("megatron.core.transformer.enums")
-    paths = [path for path in sorted((golden / family).rglob("*.pt")) if path.stat().st_size < 1 << 20]
+    paths = [
+        path for path in sorted((golden / family).rglob("*.pt")) if path.stat().st_size < 1 << 20
+    ]
     assert paths
     seen = set()
     for path in paths:
@@ -636,7 +704,9 @@ def test_items_of_distributed_checkpoints_come_back_as_torch_loads_them(golden: 
                 array = catalog.fragments(item.raw_key)[0].array
                 assert array is not None
                 raw = io.BytesIO(store.read(array.extent.file, array.extent.offset, array.n_bytes))
-                expected = torch.load(raw, map_location="cpu", weights_only=False, pickle_module=LOOSE)
+                expected = torch.load(
+                    raw, map_location="cpu", weights_only=False, pickle_module=LOOSE
+                )
                 assert_alike(load_stream(store, array, key=key), expected, f"{path}:{key}")
                 n_items += 1
     assert n_items

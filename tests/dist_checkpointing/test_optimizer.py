@@ -30,7 +30,12 @@ def sharded(module: ModuleType, model: Any) -> Any:
     state = model.state_dict(keep_vars=True)
 
     def build(key: str, tensor: Any, replica_id: Any, flattened_range: Any) -> Any:
-        return {"half": [module.ShardedTensor.from_rank_offsets(f"{key}.{i}", tensor[i : i + 1]) for i in range(2)]}
+        return {
+            "half": [
+                module.ShardedTensor.from_rank_offsets(f"{key}.{i}", tensor[i : i + 1])
+                for i in range(2)
+            ]
+        }
 
     tensor = module.ShardedTensor.from_rank_offsets
     return {
@@ -50,7 +55,11 @@ def attributes(leaf: Any) -> Any:
     """What a leaf consists of, its data as lists."""
     if type(leaf).__name__ == "LocalNonpersistentObject":
         return leaf.unwrap()
-    found = {name: value for name, value in vars(leaf).items() if name not in ("build_fn", "merge_fn", "data")}
+    found = {
+        name: value
+        for name, value in vars(leaf).items()
+        if name not in ("build_fn", "merge_fn", "data")
+    }
     return type(leaf).__name__, found, leaf.data.tolist()
 
 
@@ -91,20 +100,31 @@ def test_an_optimizer_is_sharded_as_megatron_core_does(exclude: tuple[str, ...])
 
 def test_a_moment_of_another_shape_is_refused() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
-    with pytest.raises(CheckpointingException, match=r"shape \(6,\), its parameter \(2, 3\)") as caught:
+    with pytest.raises(
+        CheckpointingException, match=r"shape \(6,\), its parameter \(2, 3\)"
+    ) as caught:
         optimizer.make_sharded_optimizer_tensor(param, torch.zeros(6), "optimizer.state.exp_avg")
     assert caught.value.key == "optimizer.state.exp_avg.w"
 
 
 def test_a_moment_may_have_a_dtype_of_its_own() -> None:
-    param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2), replica_id=(0, 1))
+    param = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2), replica_id=(0, 1)
+    )
     moment = optimizer.make_sharded_optimizer_tensor(param, torch.ones(2, 3), "p")
-    assert (moment.key, moment.dtype, moment.global_offset, moment.replica_id) == ("p.w", torch.float32, (2, 0), (0, 1))
+    assert (moment.key, moment.dtype, moment.global_offset, moment.replica_id) == (
+        "p.w",
+        torch.float32,
+        (2, 0),
+        (0, 1),
+    )
     assert param.key == "w" and param.dtype == torch.bfloat16
 
 
 def test_a_flattened_parameter_has_flattened_moments() -> None:
-    param = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(4), (2, 3), flattened_range=slice(1, 5))
+    param = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.zeros(4), (2, 3), flattened_range=slice(1, 5)
+    )
     moment = optimizer.make_sharded_optimizer_tensor(param, torch.ones(4), "p")
     assert (moment.flattened_range, moment.local_shape) == (slice(1, 5), (2, 3))
 
@@ -113,7 +133,9 @@ def test_a_state_without_a_parameter_is_a_wrong_argument_and_changes_nothing() -
     state = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}
     with pytest.raises(ValueError, match="parameter 0"):
         optimizer.optim_state_to_sharding_state(state, {})
-    assert torch.is_tensor(state["state"][0]["exp_avg"]) and state["param_groups"] == [{"params": [0]}]
+    assert torch.is_tensor(state["state"][0]["exp_avg"]) and state["param_groups"] == [
+        {"params": [0]}
+    ]
 
 
 def test_the_caller_keeps_the_param_groups() -> None:
@@ -127,5 +149,8 @@ def test_the_caller_keeps_the_param_groups() -> None:
 def test_a_state_dict_of_copies_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     model = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    assert optimizer.get_param_id_to_sharded_param_map(model, [torch.nn.Parameter(torch.zeros(2))]) == {}
+    assert (
+        optimizer.get_param_id_to_sharded_param_map(model, [torch.nn.Parameter(torch.zeros(2))])
+        == {}
+    )
     assert "keep_vars=True" in caplog.text

@@ -14,7 +14,11 @@ import pytest
 import torch
 
 from core.dist_checkpointing._background.staging import POOL
-from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller
+from core.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+)
 from core.errors import CapacityError, CheckpointingException, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.support.staging import free_bytes
@@ -50,7 +54,9 @@ def _die() -> None:
 def test_one_process_executes_all_calls_in_order(tmp_path):
     queue = AsyncCallsQueue(persistent=True)
     pids, go, log = tmp_path / "pids", tmp_path / "go", tmp_path / "log"
-    queue.schedule_async_request(AsyncRequest(_write_when, (go, tmp_path / "a", 1), [partial(_append, log, "0")]))
+    queue.schedule_async_request(
+        AsyncRequest(_write_when, (go, tmp_path / "a", 1), [partial(_append, log, "0")])
+    )
     queue.schedule_async_request(AsyncRequest(None, (), [partial(_append, log, "1")]))
     queue.schedule_async_request(AsyncRequest(_write_pid, (pids,), [partial(_append, log, "2")]))
     queue.schedule_async_request(AsyncRequest(_write_pid, (pids,), [], preload_fn=None))
@@ -99,7 +105,11 @@ def test_what_preload_returns_is_sent(tmp_path):
     queue = AsyncCallsQueue(persistent=True)
     go = tmp_path / "go"
     request = AsyncRequest(
-        _write_when, (go, "never"), [], {"value": None}, preload_fn=lambda: tmp_path / f"{live.sum()}"
+        _write_when,
+        (go, "never"),
+        [],
+        {"value": None},
+        preload_fn=lambda: tmp_path / f"{live.sum()}",
     )
     queue.schedule_async_request(request)
     go.touch()
@@ -110,8 +120,14 @@ def test_what_preload_returns_is_sent(tmp_path):
 def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(tmp_path):
     queue = AsyncCallsQueue(persistent=True)
     never = tmp_path / "never"
-    for work, args in ((_fail, (CapacityError("disk full"),)), (_append, (tmp_path / "a", "a")), (_die, ())):
-        queue.schedule_async_request(AsyncRequest(work, args, [never.touch] if work is not _append else []))
+    for work, args in (
+        (_fail, (CapacityError("disk full"),)),
+        (_append, (tmp_path / "a", "a")),
+        (_die, ()),
+    ):
+        queue.schedule_async_request(
+            AsyncRequest(work, args, [never.touch] if work is not _append else [])
+        )
     queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "b", "b"), [never.touch]))
     with pytest.raises(CapacityError, match="disk full.*rank 0"):
         queue.maybe_finalize_async_calls(blocking=True)
@@ -156,7 +172,9 @@ def test_memory_is_free_again_when_the_call_is_finalized(tmp_path):
     queue = AsyncCallsQueue(persistent=True)
     for name in "ab":
         tensor = torch.ones(1 << 20)
-        queue.schedule_async_request(AsyncRequest(_write_when, (tmp_path, tmp_path / name, tensor), []))
+        queue.schedule_async_request(
+            AsyncRequest(_write_when, (tmp_path, tmp_path / name, tensor), [])
+        )
         queue.maybe_finalize_async_calls(blocking=True)
         free = free_bytes(POOL)
         assert (4 << 20) <= free < (4 << 20) + 10000
@@ -181,7 +199,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("kind", "end"), [("persistent", "returns"), ("persistent", "killed"), ("temporal", "killed")])
+@pytest.mark.parametrize(
+    ("kind", "end"), [("persistent", "returns"), ("persistent", "killed"), ("temporal", "killed")]
+)
 def test_no_process_outlives_its_rank(tmp_path, kind, end):
     script = tmp_path / "job.py"
     script.write_text(_JOB)
@@ -208,7 +228,9 @@ def _is_running(pid: int) -> bool:
 def _on_ranks(rank: int, world: int, folder: Path) -> object:
     queue = AsyncCallsQueue(persistent=True)
     queue.schedule_async_request(AsyncRequest(_append, (folder / f"{rank}", "a"), []))
-    queue.schedule_async_request(AsyncRequest(_die if rank == 1 else time.sleep, (0,) if rank != 1 else (), []))
+    queue.schedule_async_request(
+        AsyncRequest(_die if rank == 1 else time.sleep, (0,) if rank != 1 else (), [])
+    )
     queue.schedule_async_request(AsyncRequest(None, (), [(folder / f"finalized{rank}").touch]))
     try:
         queue.maybe_finalize_async_calls(blocking=True)
@@ -223,4 +245,9 @@ def _on_ranks(rank: int, world: int, folder: Path) -> object:
 def test_the_death_of_one_process_is_raised_on_every_rank(tmp_path):
     for text, rest in run_ranks(2, _on_ranks, tmp_path):
         assert "SIGKILL" in text and "rank 1" in text and rest == [2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "finalized0", "finalized1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0",
+        "1",
+        "finalized0",
+        "finalized1",
+    ]

@@ -32,7 +32,11 @@ def _fill(data_dir: Path, text: str) -> None:
 
 
 def _content(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _published(text: str = "new") -> dict[str, str]:
@@ -45,7 +49,11 @@ def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path)
     _fill(made.data_dir, "new")
     assert os.listdir(tmp_path) == [STAGE] and maybe_load_config(tmp_path) is None
     made.publish(CONFIG)
-    assert _content(tmp_path) == _published() and sorted(os.listdir(tmp_path)) == ["common.pt", "metadata.json", "w"]
+    assert _content(tmp_path) == _published() and sorted(os.listdir(tmp_path)) == [
+        "common.pt",
+        "metadata.json",
+        "w",
+    ]
     assert maybe_load_config(tmp_path) == CONFIG
 
 
@@ -115,7 +123,10 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
     _fill(made.data_dir, "new")
     assert maybe_load_config(tmp_path) == CONFIG and (tmp_path / "common.pt").read_text() == "old"
     made.publish(CONFIG)
-    assert _content(tmp_path) == _published() | {"dataloader/rank0.bin": "mine", "notes.txt": "mine"}
+    assert _content(tmp_path) == _published() | {
+        "dataloader/rank0.bin": "mine",
+        "notes.txt": "mine",
+    }
 
 
 def test_a_save_that_was_to_replace_a_checkpoint_and_failed_leaves_the_old_one(tmp_path):
@@ -159,7 +170,9 @@ def _killed(target: Path, at: int, *, overwrite: bool) -> bool:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_save_killed_between_two_renames_is_no_checkpoint_and_does_not_hinder_the_next(tmp_path, at):
+def test_a_save_killed_between_two_renames_is_no_checkpoint_and_does_not_hinder_the_next(
+    tmp_path, at
+):
     assert _killed(tmp_path, at, overwrite=False)
     assert maybe_load_config(tmp_path) is None and STAGE in os.listdir(tmp_path)
     _save(tmp_path, "next")
@@ -180,18 +193,24 @@ def test_a_replacement_killed_between_two_renames_is_undone_by_the_next_save(tmp
     assert _content(tmp_path) == _published("next") | {"notes.txt": "mine"}
 
 
-def test_a_process_killed_after_the_last_rename_leaves_a_checkpoint_and_a_stage_that_the_next_save_removes(tmp_path):
+def test_a_process_killed_after_the_last_rename_leaves_a_checkpoint_and_a_stage_that_the_next_save_removes(
+    tmp_path,
+):
     _save(tmp_path, "old")
     stage = tmp_path / STAGE
     (stage / "old").mkdir(parents=True)
     (stage / "old" / "common.pt").write_text("older")
-    (stage / "entries.json").write_text(json.dumps({"entries": ["common.pt", "w", "metadata.json"]}))
+    (stage / "entries.json").write_text(
+        json.dumps({"entries": ["common.pt", "w", "metadata.json"]})
+    )
     with pytest.raises(UsageError, match="already has a checkpoint"):
         Publication(tmp_path)
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[", "[1]", '{"entries": 3}', '{"entries": ["../x", "..", "", 5, "/etc"]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[", "[1]", '{"entries": 3}', '{"entries": ["../x", "..", "", 5, "/etc"]}']
+)
 def test_a_damaged_or_hostile_list_of_moved_entries_moves_nothing(tmp_path, text):
     (tmp_path / "x").write_text("mine")
     target = tmp_path / "target"

@@ -42,7 +42,11 @@ THEIR_MOST_RANKS = 4
 def writers(name: str) -> tuple[str, ...]:
     """The packages that save a scenario."""
     scenario = SCENARIOS[name]
-    return PACKAGES if scenario.is_saved_by_both and scenario.saved.world <= THEIR_MOST_RANKS else (OURS,)
+    return (
+        PACKAGES
+        if scenario.is_saved_by_both and scenario.saved.world <= THEIR_MOST_RANKS
+        else (OURS,)
+    )
 
 
 def readers(name: str, layout: Layout) -> tuple[str, ...]:
@@ -66,7 +70,9 @@ def _save(rank: int, world: int, package: str, root: str, names: list[str]) -> d
     return found
 
 
-def _load(rank: int, world: int, package: str, root: str, cases: list[tuple[str, Layout]]) -> dict[Any, Any]:
+def _load(
+    rank: int, world: int, package: str, root: str, cases: list[tuple[str, Layout]]
+) -> dict[Any, Any]:
     """Runs the load of each (scenario, layout), from what each package saved, beside what it should give."""
     api = _prepared(package)
     found = {}
@@ -89,7 +95,11 @@ class Runs:
 
     def saved(self, package: str, world: int) -> list[dict[str, Any]]:
         """Observations by rank, of all scenarios that are saved by so many ranks."""
-        names = [name for name, s in SCENARIOS.items() if s.saved.world == world and package in writers(name)]
+        names = [
+            name
+            for name, s in SCENARIOS.items()
+            if s.saved.world == world and package in writers(name)
+        ]
         return self._once((_save, package, world), names)
 
     def loaded(self, package: str, world: int) -> list[dict[Any, Any]]:
@@ -97,7 +107,12 @@ class Runs:
         for name, scenario in SCENARIOS.items():
             for each in writers(name):
                 self.saved(each, scenario.saved.world)
-        cases = [(name, layout) for name, s in SCENARIOS.items() for layout in s.loads if layout.world == world]
+        cases = [
+            (name, layout)
+            for name, s in SCENARIOS.items()
+            for layout in s.loads
+            if layout.world == world
+        ]
         cases = [(name, layout) for name, layout in cases if package in readers(name, layout)]
         return self._once((_load, package, world), cases)
 
@@ -120,7 +135,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 LOADS = [
-    pytest.param(name, layout, reader, writer, id=f"{name}-tp{layout.tp}pp{layout.pp}dp{layout.dp}-{reader}-{writer}")
+    pytest.param(
+        name,
+        layout,
+        reader,
+        writer,
+        id=f"{name}-tp{layout.tp}pp{layout.pp}dp{layout.dp}-{reader}-{writer}",
+    )
     for name, scenario in SCENARIOS.items()
     for layout in scenario.loads
     for reader in readers(name, layout)
@@ -135,7 +156,9 @@ def test_saving_is_observed_alike(runs: Runs, name: str) -> None:
     assert found[0] == found[-1]
 
 
-@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint])
+@pytest.mark.parametrize(
+    "name", [name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint]
+)
 def test_both_write_the_same_tensors_and_objects(runs: Runs, name: str) -> None:
     found = []
     for package in writers(name):
@@ -155,7 +178,12 @@ def test_loading_gives_the_same_whoever_wrote_and_whoever_reads(
 ) -> None:
     found = [rank[name, layout, writer] for rank in runs.loaded(reader, layout.world)]
     if SCENARIOS[name].expected is not None:
-        assert found == [rank[name, layout, "expected"] for rank in runs.loaded(reader, layout.world)]
+        assert found == [
+            rank[name, layout, "expected"] for rank in runs.loaded(reader, layout.world)
+        ]
     else:
         oracle = writers(name)[-1]
-        assert found == [rank[name, layout, oracle] for rank in runs.loaded(readers(name, layout)[-1], layout.world)]
+        assert found == [
+            rank[name, layout, oracle]
+            for rank in runs.loaded(readers(name, layout)[-1], layout.world)
+        ]

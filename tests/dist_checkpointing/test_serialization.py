@@ -32,7 +32,13 @@ from core.dist_checkpointing.serialization import (
     save,
 )
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsupportedError,
+    UsageError,
+)
 from tests.dist_checkpointing import own_strategies
 from tests.dist_checkpointing.own_strategies import OWN, OwnAsyncSave, OwnCommonSave, OwnSave
 from tests.dist_checkpointing.ranks import run_ranks
@@ -41,7 +47,11 @@ from tests.dist_checkpointing.test_state_dict_utils import halves
 
 own_strategies.register()
 
-BACKENDS: dict[str, dict[str, Any]] = {"own": OWN, "torch_dist": {}, "zarr": {"sharded_strategy": ("zarr", 1)}}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "own": OWN,
+    "torch_dist": {},
+    "zarr": {"sharded_strategy": ("zarr", 1)},
+}
 """Arguments of ``save``."""
 
 
@@ -50,10 +60,18 @@ def _state(rank: int = 0, world: int = 1, *, is_filled: bool = True) -> dict[str
     found = {
         "model": {
             "w": part_of("model.w", (8, 4), (0, rank, world), is_filled=is_filled),
-            "layers": [part_of("model.b", (8,), (0, rank, world), dtype=torch.bfloat16, is_filled=is_filled)],
+            "layers": [
+                part_of(
+                    "model.b", (8,), (0, rank, world), dtype=torch.bfloat16, is_filled=is_filled
+                )
+            ],
         },
-        "flat": flat_part_of("flat", (4, 4), 16 * rank // world, 16 * (rank + 1) // world, is_filled=is_filled),
-        "rng": ShardedObject("rng", {"seed": rank, "state": [1, 2.5, "x"]} if is_filled else None, (world,), (rank,)),
+        "flat": flat_part_of(
+            "flat", (4, 4), 16 * rank // world, 16 * (rank + 1) // world, is_filled=is_filled
+        ),
+        "rng": ShardedObject(
+            "rng", {"seed": rank, "state": [1, 2.5, "x"]} if is_filled else None, (world,), (rank,)
+        ),
         "local": LocalNonpersistentObject(("of rank", rank, is_filled)),
         "iteration": 7,
         "args": {"lr": 0.5, "betas": [0.9, 0.95]},
@@ -61,7 +79,9 @@ def _state(rank: int = 0, world: int = 1, *, is_filled: bool = True) -> dict[str
     if rank == 0:
         found["fused"] = halves("fused", torch.arange(8.0) if is_filled else torch.zeros(8))
     if world == 4:
-        found["stacked"] = part_of("stacked", (4, 3), (0, rank, 4), prepended=1, is_filled=is_filled)
+        found["stacked"] = part_of(
+            "stacked", (4, 3), (0, rank, 4), prepended=1, is_filled=is_filled
+        )
     return found
 
 
@@ -125,7 +145,11 @@ def test_the_metadata_file_names_the_strategies_that_wrote(tmp_path):
 
 def test_strategies_may_be_given_as_objects_or_as_backend_and_version(tmp_path):
     for number, given in enumerate(
-        ({"sharded_strategy": OwnSave(), "common_strategy": OwnCommonSave()}, OWN, {"sharded_strategy": OwnSave()})
+        (
+            {"sharded_strategy": OwnSave(), "common_strategy": OwnCommonSave()},
+            OWN,
+            {"sharded_strategy": OwnSave()},
+        )
     ):
         target = tmp_path / str(number)
         target.mkdir()
@@ -135,10 +159,16 @@ def test_strategies_may_be_given_as_objects_or_as_backend_and_version(tmp_path):
 
 
 def test_things_that_are_no_strategies_are_refused(tmp_path):
-    for wrong in ({"sharded_strategy": "torch_dist"}, {"common_strategy": 5}, {"sharded_strategy": OwnCommonSave()}):
+    for wrong in (
+        {"sharded_strategy": "torch_dist"},
+        {"common_strategy": 5},
+        {"sharded_strategy": OwnCommonSave()},
+    ):
         with pytest.raises(ValueError, match="is a (str|int|OwnCommonSave), not a Save"):
             save({}, tmp_path, **wrong)
-    with pytest.raises(UnsupportedError, match="no default strategy for save_sharded of backend 'none'"):
+    with pytest.raises(
+        UnsupportedError, match="no default strategy for save_sharded of backend 'none'"
+    ):
         save({}, tmp_path, ("none", 1))
     with pytest.raises(UnsupportedError, match=r"OwnSave\(own, 3\) cannot save asynchronously"):
         save({}, tmp_path, **OWN, async_sharded_save=True)
@@ -166,9 +196,16 @@ def test_content_metadata_is_kept_without_process_groups(tmp_path, backend):
         pass
 
     state: dict[str, Any] = {"w": part_of("w", (4,)), "step": 3}
-    save(state, tmp_path, **BACKENDS[backend], content_metadata={"kind": "full", "dp_cp_group": ProcessGroup()})
+    save(
+        state,
+        tmp_path,
+        **BACKENDS[backend],
+        content_metadata={"kind": "full", "dp_cp_group": ProcessGroup()},
+    )
     assert load_content_metadata(tmp_path) == {"kind": "full"} and "content_metadata" not in state
-    assert load_content_metadata(preloaded_state_dict=load_common_state_dict(tmp_path)) == {"kind": "full"}
+    assert load_content_metadata(preloaded_state_dict=load_common_state_dict(tmp_path)) == {
+        "kind": "full"
+    }
     assert load_content_metadata(preloaded_state_dict={}) is None
     with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
         load_content_metadata()
@@ -177,21 +214,34 @@ def test_content_metadata_is_kept_without_process_groups(tmp_path, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_a_checkpoint_can_be_read_alone(tmp_path, backend):
     save(_state(), tmp_path, **BACKENDS[backend])
-    assert load_common_state_dict(str(tmp_path)) == {"iteration": 7, "args": {"lr": 0.5, "betas": [0.9, 0.95]}}
+    assert load_common_state_dict(str(tmp_path)) == {
+        "iteration": 7,
+        "args": {"lr": 0.5, "betas": [0.9, 0.95]},
+    }
     tensors = load_tensors_metadata(tmp_path)
     shapes = {"model.w": (8, 4), "model.b": (8,), "flat": (4, 4), "fused.1": (4,), "fused.2": (4,)}
     assert {key: tuple(found.global_shape) for key, found in tensors.items()} == shapes
-    assert tensors["model.b"].dtype == torch.bfloat16 and all(found.data is None for found in tensors.values())
+    assert tensors["model.b"].dtype == torch.bfloat16 and all(
+        found.data is None for found in tensors.values()
+    )
     everything = load_sharded_metadata(tmp_path)
-    assert set(everything) == {*shapes, "rng/shard_0_1"} and isinstance(everything["rng/shard_0_1"], ShardedObject)
+    assert set(everything) == {*shapes, "rng/shard_0_1"} and isinstance(
+        everything["rng/shard_0_1"], ShardedObject
+    )
     plain = load_plain_tensors(tmp_path)
-    assert set(plain) == set(shapes) and _plain(plain["model.w"]) == _plain(global_tensor("model.w", (8, 4)))
+    assert set(plain) == set(shapes) and _plain(plain["model.w"]) == _plain(
+        global_tensor("model.w", (8, 4))
+    )
     assert _plain(plain["model.b"]) == _plain(global_tensor("model.b", (8,), torch.bfloat16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_can_be_removed_from_a_checkpoint(tmp_path, backend):
-    save({"a": part_of("optimizer.a", (4,)), "w": part_of("w", (4,)), "step": 1}, tmp_path, **BACKENDS[backend])
+    save(
+        {"a": part_of("optimizer.a", (4,)), "w": part_of("w", (4,)), "step": 1},
+        tmp_path,
+        **BACKENDS[backend],
+    )
     remove_sharded_tensors(tmp_path, "optimizer.")
     assert set(load_tensors_metadata(tmp_path)) == {"w"}
     found = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path, strict="raise_all")
@@ -217,9 +267,15 @@ STRICT: dict[str, Any] = {
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("strict", STRICT)
 def test_every_strictness_does_what_it_says(tmp_path, caplog, backend, validate, strict):
-    stored = {key: part_of(key, (4,)) for key in ("a", "b")} | {"o": ShardedObject("old", 1, (1,), (0,)), "c": 5}
+    stored = {key: part_of(key, (4,)) for key in ("a", "b")} | {
+        "o": ShardedObject("old", 1, (1,), (0,)),
+        "c": 5,
+    }
     save(stored, tmp_path, **BACKENDS[backend])
-    asked = {"a": part_of("a", (4,), is_filled=False), "new": {"x": part_of("new", (4,)), "f": halves("new")}}
+    asked = {
+        "a": part_of("a", (4,), is_filled=False),
+        "new": {"x": part_of("new", (4,)), "f": halves("new")},
+    }
     asked["new"]["f"].build_fn = lambda *_: {"first": part_of("new", (4,)), "second": []}
     del asked["new"]["x"]
     expected = {"a": _plain(global_tensor("a", (4,))), "c": 5}
@@ -252,16 +308,26 @@ def test_equal_keys_satisfy_every_strictness(tmp_path, strict):
 
 
 def test_a_path_that_is_no_checkpoint_is_named_with_what_to_do(tmp_path):
-    calls = (lambda path: load({}, path), load_common_state_dict, load_tensors_metadata, load_plain_tensors)
+    calls = (
+        lambda path: load({}, path),
+        load_common_state_dict,
+        load_tensors_metadata,
+        load_plain_tensors,
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "file").write_text("x")
     for call in calls:
         with pytest.raises(UsageError, match="the checkpoint directory .*missing does not exist"):
             call(tmp_path / "missing")
-        with pytest.raises(UsageError, match="file is a file, not the directory of a distributed checkpoint"):
+        with pytest.raises(
+            UsageError, match="file is a file, not the directory of a distributed checkpoint"
+        ):
             call(tmp_path / "file")
-        with pytest.raises(UnsupportedError, match="empty is not a distributed checkpoint: metadata.json is missing"):
+        with pytest.raises(
+            UnsupportedError,
+            match="empty is not a distributed checkpoint: metadata.json is missing",
+        ):
             call(empty)
         with pytest.raises(UsageError, match="no checkpoint directory was given"):
             call("")
@@ -284,13 +350,17 @@ def test_a_training_root_is_named_with_the_iteration_in_it(tmp_path):
     (tmp_path / "iter_0000005").mkdir()
     save({"w": part_of("w", (4,))}, tmp_path / "iter_0000005")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(UsageError, match=r"a directory that holds one, iter_0000005.*[Ll]oad .*iter_0000005"):
+    with pytest.raises(
+        UsageError, match=r"a directory that holds one, iter_0000005.*[Ll]oad .*iter_0000005"
+    ):
         load({}, tmp_path)
 
 
 def test_a_save_that_did_not_finish_is_no_checkpoint(tmp_path):
     request = save({"w": part_of("w", (4,))}, tmp_path, async_sharded_save=True)
-    with pytest.raises(MissingShardError, match=r"the save into this directory is not finished.*\.ckpt-stage"):
+    with pytest.raises(
+        MissingShardError, match=r"the save into this directory is not finished.*\.ckpt-stage"
+    ):
         load({}, tmp_path)
     request.execute_sync()
     assert _plain(load({}, tmp_path)) == {}
@@ -305,7 +375,9 @@ def test_a_damaged_metadata_file_is_named(tmp_path):
     with pytest.raises(CorruptError, match="not a JSON file"):
         load({}, tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "arrow"}')
-    with pytest.raises(UnsupportedError, match="no default strategy for load_sharded of backend 'arrow'"):
+    with pytest.raises(
+        UnsupportedError, match="no default strategy for load_sharded of backend 'arrow'"
+    ):
         load({}, tmp_path)
 
 
@@ -328,7 +400,10 @@ def test_an_asynchronous_save_publishes_when_it_is_finalized(tmp_path, strategy)
     assert maybe_load_config(tmp_path) is None
     queue.maybe_finalize_async_calls(blocking=True)
     found = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path)
-    assert _plain(found) == {"w": _plain(global_tensor("w", (4,))), "step": 1} and STAGE not in os.listdir(tmp_path)
+    assert _plain(found) == {
+        "w": _plain(global_tensor("w", (4,))),
+        "step": 1,
+    } and STAGE not in os.listdir(tmp_path)
     queue.close()
 
 
@@ -360,7 +435,9 @@ def test_a_checkpoint_is_replaced_only_when_told(tmp_path, backend):
         save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend])
     assert set(load_tensors_metadata(tmp_path)) == {"old", "w"}
     save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend], overwrite=True)
-    assert {key: found.global_shape for key, found in load_tensors_metadata(tmp_path).items()} == {"w": (4,)}
+    assert {key: found.global_shape for key, found in load_tensors_metadata(tmp_path).items()} == {
+        "w": (4,)
+    }
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -445,9 +522,16 @@ def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[st
         "common": lambda at: save(state, at, OwnSave(), _RefusingCommon()),
         "integrity": lambda at: save({"w": part_of("w", (8,))}, at, **OWN),
         "dtype": lambda at: save(
-            {"w": part_of("w", (8,), (0, rank, world), dtype=[torch.float32, torch.int64][rank % 2])}, at
+            {
+                "w": part_of(
+                    "w", (8,), (0, rank, world), dtype=[torch.float32, torch.int64][rank % 2]
+                )
+            },
+            at,
         ),
-        "one rank's argument": lambda at: save(state, at, ("own", 3 + (rank == 1)), ("own_common", 5)),
+        "one rank's argument": lambda at: save(
+            state, at, ("own", 3 + (rank == 1)), ("own_common", 5)
+        ),
         "missing": lambda at: save(state, at + "x", **OWN),
         **{
             f"no data, {backend}": lambda at, backend=backend: save(
@@ -455,9 +539,15 @@ def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[st
             )
             for backend in ("torch_dist", "zarr")
         },
-        "unpicklable": lambda at: save({"w": state["w"], "f": lambda: 0}, at, validate_access_integrity=False),
-        "callback": lambda at: save(state, at, **OWN, preprocess_common_before_consistancy_check=lambda _: _fail(rank)),
-        "unchecked": lambda at: save({"w": part_of("w", (8,), (0, rank, world)), "r": rank}, at, **OWN),
+        "unpicklable": lambda at: save(
+            {"w": state["w"], "f": lambda: 0}, at, validate_access_integrity=False
+        ),
+        "callback": lambda at: save(
+            state, at, **OWN, preprocess_common_before_consistancy_check=lambda _: _fail(rank)
+        ),
+        "unchecked": lambda at: save(
+            {"w": part_of("w", (8,), (0, rank, world)), "r": rank}, at, **OWN
+        ),
     }
     found = {}
     for name, work in cases.items():
@@ -495,7 +585,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
             assert not outcome.startswith("returned") and text in outcome, (rank, name, outcome)
             assert left == [], (rank, name, left)
         assert found["unchecked"][0] == "returned None" and "metadata.json" in found["unchecked"][1]
-    assert ranks[0]["amid"][0].startswith("WorkerError: rank 1 failed") and ranks[1]["amid"][0].startswith("OSError")
+    assert ranks[0]["amid"][0].startswith("WorkerError: rank 1 failed") and ranks[1]["amid"][
+        0
+    ].startswith("OSError")
 
 
 def _failing_loads(rank: int, world: int, folder: str) -> dict[str, str]:
@@ -509,10 +601,16 @@ def _failing_loads(rank: int, world: int, folder: str) -> dict[str, str]:
     extra = {"n": part_of("new", (8,), is_filled=False)} if rank == 1 else {}
     found = {
         "integrity": _attempt(lambda: load({"w": part_of("w", (8,))}, at)),
-        "not checked": _attempt(lambda: load({"w": part_of("w", (8,))}, at, validate_access_integrity=False)["step"]),
+        "not checked": _attempt(
+            lambda: load({"w": part_of("w", (8,))}, at, validate_access_integrity=False)["step"]
+        ),
         "strategy": _attempt(lambda: load({"w": part, **extra}, at)),
-        "raise_unexpected": _attempt(lambda: load({"w": part, **extra}, at, strict="raise_unexpected")),
-        "raise_all": _attempt(lambda: load({"n": part_of("n", (8,), (0, rank, world))}, at, strict="raise_all")),
+        "raise_unexpected": _attempt(
+            lambda: load({"w": part, **extra}, at, strict="raise_unexpected")
+        ),
+        "raise_all": _attempt(
+            lambda: load({"n": part_of("n", (8,), (0, rank, world))}, at, strict="raise_all")
+        ),
         "missing": _attempt(lambda: load({}, at + "x")),
         "one rank": _attempt(lambda: load({}, at + "x" * (rank == 1))),
         "return_all": _attempt(lambda: load(extra, at, strict="return_all")[1:]),
@@ -529,14 +627,23 @@ def test_a_load_that_fails_on_one_rank_fails_on_all():
     with tempfile.TemporaryDirectory() as folder:
         zero, one = run_ranks(2, _failing_loads, folder)
     for found in (zero, one):
-        assert "2 main replicas, on ranks 0, 1" in found["integrity"] and found["not checked"] == "returned 3"
+        assert (
+            "2 main replicas, on ranks 0, 1" in found["integrity"]
+            and found["not checked"] == "returned 3"
+        )
         assert "new" in found["strategy"] and "new" in found["raise_unexpected"]
-        assert all(name in found["raise_all"] for name in ("no rank requests them): w", "not in the checkpoint): n"))
+        assert all(
+            name in found["raise_all"]
+            for name in ("no rank requests them): w", "not in the checkpoint): n")
+        )
         assert "does not exist" in found["missing"] and "does not exist" in found["one rank"]
     assert zero["raise_unexpected"].startswith("WorkerError: rank 1 failed")
     assert one["raise_unexpected"].startswith("MissingShardError: ")
     assert zero["one rank"].startswith("WorkerError") and one["one rank"].startswith("UsageError")
-    assert zero["return_all"] == "returned ({'w'}, set())" and one["return_all"] == "returned ({'w'}, {'new'})"
+    assert (
+        zero["return_all"] == "returned ({'w'}, set())"
+        and one["return_all"] == "returned ({'w'}, {'new'})"
+    )
     assert (zero["return_unexpected"], one["return_unexpected"]) == (
         "returned (set(), set())",
         "returned (set(), {'new'})",
@@ -549,13 +656,20 @@ def _logged(rank: int, world: int, target: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("core.dist_checkpointing.validation").addHandler(handler)
-    for number, callback in enumerate((None, lambda common: {key: common[key] for key in common if key != "rank"})):
+    for number, callback in enumerate(
+        (None, lambda common: {key: common[key] for key in common if key != "rank"})
+    ):
         if rank == 0:
             os.mkdir(f"{target}/{number}")
         comm.barrier()
         state = {"w": part_of("w", (8,), (0, rank, world)), "rank": rank, "same": 1}
-        save(state, f"{target}/{number}", **OWN, preprocess_common_before_consistancy_check=callback)
-        assert load({}, f"{target}/{number}", validate_access_integrity=False) == {"rank": 0, "same": 1}
+        save(
+            state, f"{target}/{number}", **OWN, preprocess_common_before_consistancy_check=callback
+        )
+        assert load({}, f"{target}/{number}", validate_access_integrity=False) == {
+            "rank": 0,
+            "same": 1,
+        }
     return texts
 
 
@@ -577,7 +691,10 @@ def _wait_to_be_killed(rank: int) -> None:
 def _killed_save(rank: int, world: int, target: str, queue: Any) -> None:
     outcome = _attempt(
         lambda: save(
-            {"w": part_of("w", (8,), (0, rank, world))}, target, OwnSave(amid=_wait_to_be_killed), OwnCommonSave()
+            {"w": part_of("w", (8,), (0, rank, world))},
+            target,
+            OwnSave(amid=_wait_to_be_killed),
+            OwnCommonSave(),
         )
     )
     Path(target).with_suffix(".outcome").write_text(outcome)
@@ -585,15 +702,23 @@ def _killed_save(rank: int, world: int, target: str, queue: Any) -> None:
 
 
 @pytest.mark.dist
-def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_others_an_error(tmp_path):
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_others_an_error(
+    tmp_path,
+):
     target = tmp_path / "checkpoint"
     target.mkdir()
     with pytest.raises(AssertionError, match="died or hung"):
         run_ranks(2, _killed_save, str(target), None)
-    assert target.with_suffix(".outcome").read_text().startswith("WorkerError: lost contact with another rank")
+    assert (
+        target.with_suffix(".outcome")
+        .read_text()
+        .startswith("WorkerError: lost contact with another rank")
+    )
     assert os.listdir(target) == []
     save({"w": part_of("w", (8,))}, target, **OWN)
-    assert _plain(load({"w": part_of("w", (8,), is_filled=False)}, target)["w"]) == _plain(global_tensor("w", (8,)))
+    assert _plain(load({"w": part_of("w", (8,), is_filled=False)}, target)["w"]) == _plain(
+        global_tensor("w", (8,))
+    )
 
 
 def _coordinator_killed(rank: int, world: int, target: str) -> None:
@@ -644,7 +769,9 @@ def test_what_is_missing_in_a_checkpoint_of_megatron_core_is_told(golden, family
     target = golden / family / "dense_gqa" / "tp2_pp2_optim" / "iter_0000010"
     asked = dict(load_sharded_metadata(target))
     left = [key for key in asked if key.startswith("decoder.final_layernorm")]
-    asked = {key: held for key, held in asked.items() if key not in left} | {"x": part_of("x", (4,))}
+    asked = {key: held for key, held in asked.items() if key not in left} | {
+        "x": part_of("x", (4,))
+    }
     _, missing, unexpected = load(asked, target, strict="return_all")
     assert (missing, unexpected) == ({key.split("/")[0] for key in left}, {"x"}) and left
 
@@ -652,7 +779,11 @@ def test_what_is_missing_in_a_checkpoint_of_megatron_core_is_told(golden, family
 def _megatron_state(rank: int, world: int, kinds: Any, *, is_filled: bool = True) -> dict[str, Any]:
     """Tensors, objects and common state, as classes of ours or of megatron-core."""
     whole = torch.arange(32.0).reshape(8, 4)
-    data = whole[rank * 8 // world : (rank + 1) * 8 // world].clone() if is_filled else torch.zeros(8 // world, 4)
+    data = (
+        whole[rank * 8 // world : (rank + 1) * 8 // world].clone()
+        if is_filled
+        else torch.zeros(8 // world, 4)
+    )
     return {
         "w": kinds.ShardedTensor.from_rank_offsets("w", data, (0, rank, world)),
         "rng": kinds.ShardedObject("rng", {"rank": rank} if is_filled else None, (world,), (rank,)),
@@ -690,7 +821,9 @@ def _both_ways(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
             os.mkdir(f"{folder}/{name}")
     comm.barrier()
     save(_megatron_state(rank, world, ours), f"{folder}/ours", content_metadata={"kind": 1})
-    theirs.save(_megatron_state(rank, world, theirs), f"{folder}/theirs", content_metadata={"kind": 1})
+    theirs.save(
+        _megatron_state(rank, world, theirs), f"{folder}/theirs", content_metadata={"kind": 1}
+    )
     found = []
     for name in ("ours", "theirs"):
         for module, loader in ((ours, load), (theirs, theirs.load)):
@@ -743,7 +876,9 @@ def _strictness(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
             return "raised"
 
     return [
-        (flag, answer(ours, load, flag), answer(theirs, theirs.load, flag)) for flag in STRICT if "raise" not in flag
+        (flag, answer(ours, load, flag), answer(theirs, theirs.load, flag))
+        for flag in STRICT
+        if "raise" not in flag
     ]
 
 
@@ -753,7 +888,9 @@ def test_strictness_is_that_of_megatron_core(with_megatron):
     for flag, ours, theirs in (*zero, *one):
         assert ours == theirs, flag
     answers = {flag: answer for flag, answer, _ in one}
-    assert answers["return_all"][1:] == [{"b", "rng"}, {"new"}] and answers["return_unexpected"][1:] == [set(), {"new"}]
+    assert answers["return_all"][1:] == [{"b", "rng"}, {"new"}] and answers["return_unexpected"][
+        1:
+    ] == [set(), {"new"}]
     assert answers["assume_ok_unexpected"] == "raised" and len(answers["log_all"]) == 1
 
 
@@ -765,7 +902,11 @@ def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
     comm.barrier()
     asked = {"w": part_of("w", (8, 2), (0, rank, world), is_filled=False)}
     found = {
-        name: _attempt(lambda given=given: save({"w": part_of("w", (8, 2), (0, rank, world))}, target, **given[rank]))
+        name: _attempt(
+            lambda given=given: save(
+                {"w": part_of("w", (8, 2), (0, rank, world))}, target, **given[rank]
+            )
+        )
         for name, given in {
             "validate_access_integrity": ({}, {"validate_access_integrity": False}),
             "async_sharded_save": ({}, {"async_sharded_save": True}),
@@ -774,8 +915,12 @@ def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
         }.items()
     }
     save({"w": part_of("w", (8, 2), (0, rank, world))}, target)
-    found["strict"] = _attempt(lambda: load(asked, target, strict="raise_all" if rank else "log_all"))
-    found["no strict"] = _attempt(lambda: load(asked, target, strict="nonsense" if rank else "log_all"))
+    found["strict"] = _attempt(
+        lambda: load(asked, target, strict="raise_all" if rank else "log_all")
+    )
+    found["no strict"] = _attempt(
+        lambda: load(asked, target, strict="nonsense" if rank else "log_all")
+    )
     assert torch.equal(load(asked, target)["w"], part_of("w", (8, 2), (0, rank, world)).data)
     return found
 
@@ -783,6 +928,11 @@ def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
 @pytest.mark.dist
 def test_ranks_that_are_called_with_different_arguments_say_so_and_stay_in_step(tmp_path):
     for rank, found in enumerate(run_ranks(2, _called_differently, str(tmp_path))):
-        for name in ("validate_access_integrity", "async_sharded_save", "sharded_strategy", "strict"):
+        for name in (
+            "validate_access_integrity",
+            "async_sharded_save",
+            "sharded_strategy",
+            "strict",
+        ):
             assert f"different arguments: {name} is" in found[name], (rank, found)
         assert "items" in found["content_metadata"] and "strict is 'nonsense'" in found["no strict"]

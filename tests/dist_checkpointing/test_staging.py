@@ -35,7 +35,12 @@ def test_copies_are_dense_and_equal_whatever_the_tensors_look_like():
     pool = StagingPool()
     copies = pool.copy_tensors(tensors)
     for tensor, copy in zip(tensors, copies, strict=True):
-        assert copy.is_contiguous() and not copy.is_conj() and not copy.is_neg() and not copy.requires_grad
+        assert (
+            copy.is_contiguous()
+            and not copy.is_conj()
+            and not copy.is_neg()
+            and not copy.requires_grad
+        )
         assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         assert torch.equal(copy.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
@@ -85,7 +90,9 @@ def test_a_fork_sees_the_copies_without_copying_them_again():
     (copy,) = pool.copy_tensors(_like(1))
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)  # as a writer does: more would wait for threads that were not forked
+        torch.set_num_threads(
+            1
+        )  # as a writer does: more would wait for threads that were not forked
         copy.fill_(7)
         os._exit(0)
     os.waitpid(pid, 0)
@@ -108,5 +115,7 @@ def test_tensors_of_an_accelerator_come_through_pinned_memory():
     for _ in range(2):
         copies = pool.copy_tensors(tensors)
         assert copies[0].is_pinned()
-        assert all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(copies, tensors, strict=True))
+        assert all(
+            torch.equal(copy, tensor.cpu()) for copy, tensor in zip(copies, tensors, strict=True)
+        )
         del copies

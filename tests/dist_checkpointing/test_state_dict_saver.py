@@ -41,7 +41,9 @@ class OwnStrategy(TorchDistSaveShardedStrategy):
     plans: Any = None
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        leaves, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        leaves, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         writer = FileSystemWriterAsync(
             checkpoint_dir, separation_hint=self.separation_hint, thread_count=self.thread_count
         )
@@ -50,7 +52,9 @@ class OwnStrategy(TorchDistSaveShardedStrategy):
             mcore_to_pyt_state_dict(leaves), writer, None, 0, planner, self.kept, self.plans
         )
         self.is_loaded, self.has_planned = is_loaded, metadata is not None
-        self.kept = (central, local, is_same) if self.use_cached_ckpt_structure else (None, None, False)
+        self.kept = (
+            (central, local, is_same) if self.use_cached_ckpt_structure else (None, None, False)
+        )
         self.metadata = metadata or self.metadata
         function, preload, args = writer.get_save_function_and_args()
 
@@ -69,7 +73,9 @@ def state(rank: int, world: int, fill: float) -> dict[str, Any]:
     for number in range(N_KEYS):
         rows = torch.arange(2 * 3 * 4.0).reshape(2, 3, 4)[1] + 100 * rank + 1000 * number + fill
         key = f"{'optim' if number % 2 else 'model'}.{number}"
-        found[key] = ShardedTensor.from_rank_offsets(key, torch.stack([rows, rows])[0], (0, rank, world))
+        found[key] = ShardedTensor.from_rank_offsets(
+            key, torch.stack([rows, rows])[0], (0, rank, world)
+        )
     found["rng"] = ShardedObject("rng", [rank, fill], (world,), (rank,))
     return found
 
@@ -101,12 +107,18 @@ def _saves(rank: int, world: int, folder: Path, way: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("n", "way"), [(1, "sync"), (2, "sync"), (2, "temporal"), (2, "persistent")])
-def test_a_strategy_of_the_documented_steps_saves_what_everybody_loads(n: int, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "way"), [(1, "sync"), (2, "sync"), (2, "temporal"), (2, "persistent")]
+)
+def test_a_strategy_of_the_documented_steps_saves_what_everybody_loads(
+    n: int, way: str, tmp_path: Path
+) -> None:
     run_ranks(n, _saves, tmp_path / "c", way)
     names = {path.name for path in (tmp_path / "c").glob("*.distcp")}
     wanted = [("", 0), ("", 1), ("optim", 2), ("optim", 3)]
-    assert names == {f"{hint}__{rank}_{number}.distcp" for rank in range(n) for hint, number in wanted}
+    assert names == {
+        f"{hint}__{rank}_{number}.distcp" for rank in range(n) for hint, number in wanted
+    }
     metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
     assert sum(key.startswith("optim") for key in metadata.state_dict_metadata) == N_KEYS // 2
 
@@ -127,7 +139,9 @@ def _keeps_plans(rank: int, world: int, folder: Path) -> list[bool]:
     fresh.metadata = strategy.metadata
     fresh.async_save(state(rank, world, 9.0), folder / "0")
     assert fresh.is_loaded and not fresh.has_planned
-    fresh.async_save({**state(rank, world, 9.0), "more": state(rank, world, 0.0)["model.0"]}, folder / "0")
+    fresh.async_save(
+        {**state(rank, world, 9.0), "more": state(rank, world, 0.0)["model.0"]}, folder / "0"
+    )
     return planned
 
 
@@ -144,7 +158,9 @@ def _loses_a_directory(rank: int, world: int, folder: Path) -> str:
     if function is not None and preload is not None:
         if rank == 1:
             shutil.rmtree(folder / "1")
-        expected = pytest.raises(WorkerError, match="FileNotFoundError") if rank == 1 else nullcontext()
+        expected = (
+            pytest.raises(WorkerError, match="FileNotFoundError") if rank == 1 else nullcontext()
+        )
         with expected:
             function(args[0], preload(), *args[2:])
     with pytest.raises(CheckpointException) as caught:
@@ -160,7 +176,10 @@ def test_a_rank_that_cannot_write_fails_all_of_them(tmp_path: Path) -> None:
 
 def test_torchs_own_save_takes_the_writer(tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(3, 4)
-    dcp.save({"w": value[:, 1:3], "o": {"a": 1}}, storage_writer=FileSystemWriterAsync(tmp_path, thread_count=2))
+    dcp.save(
+        {"w": value[:, 1:3], "o": {"a": 1}},
+        storage_writer=FileSystemWriterAsync(tmp_path, thread_count=2),
+    )
     found = {"w": torch.zeros(3, 2), "o": {"a": 0}}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
     assert torch.equal(found["w"], value[:, 1:3]) and found["o"] == {"a": 1}

@@ -29,7 +29,9 @@ def _whole(key: str, data: torch.Tensor | None = None) -> ShardedTensor:
 
 def _flat(start: int, stop: int) -> ShardedTensor:
     data = torch.arange(float(stop - start))
-    return ShardedTensor.from_rank_offsets_flat("flat", data, (4,), flattened_range=slice(start, stop))
+    return ShardedTensor.from_rank_offsets_flat(
+        "flat", data, (4,), flattened_range=slice(start, stop)
+    )
 
 
 def halves(key: str = "f", data: torch.Tensor | None = None) -> ShardedTensorFactory:
@@ -60,12 +62,19 @@ def _state() -> dict[str, Any]:
 def _keys(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _keys(value) for key, value in tree.items()}
-    return [_keys(value) for value in tree] if isinstance(tree, list) else getattr(tree, "key", tree)
+    return (
+        [_keys(value) for value in tree] if isinstance(tree, list) else getattr(tree, "key", tree)
+    )
 
 
 FUSED = {"first": "f.1", "second": ["f.2"]}
 OTHER = {"first": "g.1", "second": ["g.2"]}
-SHARDED = {"model": {"w": "w", "fused": FUSED}, "list": ["l", OTHER], "flat": ["flat"], "rng": "rng"}
+SHARDED = {
+    "model": {"w": "w", "fused": FUSED},
+    "list": ["l", OTHER],
+    "flat": ["flat"],
+    "rng": "rng",
+}
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -81,7 +90,10 @@ def test_shards_that_do_not_fit_are_refused_if_that_is_asked_for():
     doubled = {"a": _whole("w"), "b": _whole("w")}
     with pytest.raises(UsageError, match="2 main replicas"):
         save_preprocess(doubled)
-    assert _keys(save_preprocess(doubled, validate_access_integrity=False)[0]) == {"a": "w", "b": "w"}
+    assert _keys(save_preprocess(doubled, validate_access_integrity=False)[0]) == {
+        "a": "w",
+        "b": "w",
+    }
 
 
 def test_a_save_looks_at_shards_without_a_grid_too():
@@ -109,19 +121,28 @@ def test_a_state_dict_to_load_loses_what_is_local_and_remembers_its_factories():
 
 
 def test_empty_flattened_tensors_are_left_out():
-    assert _keys(filter_out_empty_flatten_tensor([_flat(0, 1), {"a": _flat(2, 2)}, 5])) == ["flat", 5]
+    assert _keys(filter_out_empty_flatten_tensor([_flat(0, 1), {"a": _flat(2, 2)}, 5])) == [
+        "flat",
+        5,
+    ]
 
 
 def _without(tree: Any, *keys: str) -> Any:
     if isinstance(tree, dict):
-        return {name: left for name, value in tree.items() if (left := _without(value, *keys)) not in (None, {}, [])}
+        return {
+            name: left
+            for name, value in tree.items()
+            if (left := _without(value, *keys)) not in (None, {}, [])
+        }
     if isinstance(tree, list):
         return [left for value in tree if (left := _without(value, *keys)) not in (None, {}, [])]
     return None if tree.key in keys else tree
 
 
 def test_factories_whose_tensors_were_not_loaded_are_not_merged_and_the_others_keep_their_places():
-    wanted, _, factories = load_preprocess({"a": [halves("f"), _whole("w"), halves("g")], "b": halves("h")})
+    wanted, _, factories = load_preprocess(
+        {"a": [halves("f"), _whole("w"), halves("g")], "b": halves("h")}
+    )
     assert remaining_factories(factories, wanted, wanted) is factories
     left = remaining_factories(factories, wanted, _without(wanted, "f.1", "f.2", "h.1", "h.2"))
     assert _keys(left) == {"a": {1: "g"}}
@@ -153,5 +174,8 @@ def _failing(rank: int, world: int) -> list[str]:
 @pytest.mark.dist
 def test_what_fails_on_one_rank_is_raised_on_all():
     zero, one = run_ranks(2, _failing)
-    assert zero[0] == "WorkerError: rank 1 failed: KeyError: 'not here' (rank 1)" and one[0] == "KeyError: 'not here'"
+    assert (
+        zero[0] == "WorkerError: rank 1 failed: KeyError: 'not here' (rank 1)"
+        and one[0] == "KeyError: 'not here'"
+    )
     assert zero[1] == one[1] and "ranks disagree on the" in zero[1]

@@ -25,7 +25,14 @@ from core.dist_checkpointing.storage_reader import CkptLoadPlanner, CkptStorageR
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.megatron.support.megatron_gold import oracle
-from tests.support.real_readers import Tensors, of_tensor, read_dcp, read_safetensors, read_torch, read_zarr
+from tests.support.real_readers import (
+    Tensors,
+    of_tensor,
+    read_dcp,
+    read_safetensors,
+    read_torch,
+    read_zarr,
+)
 
 FLAT = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 GOLD = {
@@ -48,7 +55,9 @@ PLACEMENTS = {
 def empty_state(metadata: Metadata) -> dict[str, Any]:
     """A flat state dict with an entry for everything."""
     return {
-        key: torch.zeros(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
+        key: torch.zeros(item.size, dtype=item.properties.dtype)
+        if isinstance(item, TensorStorageMetadata)
+        else None
         for key, item in metadata.state_dict_metadata.items()
     }
 
@@ -69,13 +78,20 @@ def tensors_of(state: dict[str, Any]) -> Tensors:
 @pytest.mark.parametrize("name", GOLD)
 def test_one_process_loads_what_the_real_reader_reads(golden: Path, name: str):
     path, real = GOLD[name]
-    assert tensors_of(load_all(golden / path, tensors_only=True)).items() >= real(golden / path).items()
+    assert (
+        tensors_of(load_all(golden / path, tensors_only=True)).items()
+        >= real(golden / path).items()
+    )
 
 
-def _read_cut(rank: int, world: int, path: str, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Tensors | None:
+def _read_cut(
+    rank: int, world: int, path: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
+) -> Tensors | None:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
     reader = CkptStorageReader(path, **options)
-    state = {key: item for key, item in empty_state(reader.read_metadata()).items() if item is not None}
+    state = {
+        key: item for key, item in empty_state(reader.read_metadata()).items() if item is not None
+    }
     for number, (key, item) in enumerate(state.items()):
         if isinstance(item, torch.Tensor) and item.is_floating_point() and item.dim():
             kinds = PLACEMENTS[len(mesh_shape)]
@@ -85,7 +101,10 @@ def _read_cut(rank: int, world: int, path: str, mesh_shape: tuple[int, ...], opt
             ]
             state[key] = distribute_tensor(item, mesh, placements)
     dcp.load(state, storage_reader=reader, planner=FLAT)
-    found = {key: item.full_tensor() if isinstance(item, DTensor) else item for key, item in state.items()}
+    found = {
+        key: item.full_tensor() if isinstance(item, DTensor) else item
+        for key, item in state.items()
+    }
     return tensors_of(found) if rank == 0 else None
 
 
@@ -127,13 +146,17 @@ def test_megatron_rank_files_load_as_the_true_global_tensors(golden: Path, layou
         assert (shape, data) == (true[key].shape[:-1], true[key].tobytes())
 
 
-def test_megatron_checkpoints_of_any_format_load_alike_under_the_names_of_transformers(golden: Path):
+def test_megatron_checkpoints_of_any_format_load_alike_under_the_names_of_transformers(
+    golden: Path,
+):
     paths = [
         "mcore_legacy/dense_gqa/tp2_pp2",
         "mcore0121_zarr/dense_gqa/tp4_pp1",
         "mcore0161_torch_dist/dense_gqa/tp2_pp2",
     ]
-    found = [tensors_of(load_all(golden / path, names="hf:qwen2", tensors_only=True)) for path in paths]
+    found = [
+        tensors_of(load_all(golden / path, names="hf:qwen2", tensors_only=True)) for path in paths
+    ]
     assert "model.layers.0.self_attn.q_proj.weight" in found[0]
     assert found[0] == found[1] == found[2]
 
@@ -171,7 +194,9 @@ def written(folder: Path, kind: str) -> Path:
         torch.save({"model": model, "optim": states, "step": 2}, folder / "all.pt")
         return folder / "all.pt"
     if kind == "dcp":
-        dcp.save({"model": model, "optim": states, "step": 2}, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save(
+            {"model": model, "optim": states, "step": 2}, checkpoint_id=folder / "dcp", no_dist=True
+        )
         return folder / "dcp"
     save_file(dict(model), folder / "model.safetensors")
     return folder / "model.safetensors"
@@ -188,8 +213,13 @@ def _load_fsdp(rank: int, world: int, path: str, with_optimizer: bool, prefix: s
     if with_optimizer:
         state |= {"optim": states, "step": -1}
     dcp.load(state, storage_reader=CkptStorageReader(path, prefix=prefix))
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state.get("optim", states))
-    full = {key: item.full_tensor() if isinstance(item, DTensor) else item for key, item in net.state_dict().items()}
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state.get("optim", states)
+    )
+    full = {
+        key: item.full_tensor() if isinstance(item, DTensor) else item
+        for key, item in net.state_dict().items()
+    }
     moments = {
         f"{key}.{name}": value.full_tensor() if isinstance(value, DTensor) else value
         for key, of_key in get_state_dict(net, optimizer)[1]["state"].items()
@@ -204,7 +234,9 @@ def _load_fsdp(rank: int, world: int, path: str, with_optimizer: bool, prefix: s
 def test_fsdp2_resumes_model_and_optimizer(tmp_path: Path, kind: str, world: int):
     net, optimizer = trained()
     states = get_state_dict(net, optimizer)[1]["state"]
-    moments = {f"{key}.{name}": value for key, of_key in states.items() for name, value in of_key.items()}
+    moments = {
+        f"{key}.{name}": value for key, of_key in states.items() for name, value in of_key.items()
+    }
     for found in run_ranks(world, _load_fsdp, str(written(tmp_path, kind)), True, ""):
         assert found == (tensors_of(net.state_dict()), tensors_of(moments), 0.125, 2)
 
@@ -219,7 +251,10 @@ def test_fsdp2_starts_from_a_safetensors_file_with_shorter_keys(tmp_path: Path):
 def test_a_part_of_the_checkpoint_is_loaded_without_its_first_name(tmp_path: Path):
     net, _ = trained()
     other = Net()
-    dcp.load(other.state_dict(), storage_reader=CkptStorageReader(written(tmp_path, "torch"), root="model"))
+    dcp.load(
+        other.state_dict(),
+        storage_reader=CkptStorageReader(written(tmp_path, "torch"), root="model"),
+    )
     assert tensors_of(dict(other.state_dict())) == tensors_of(dict(net.state_dict()))
 
 
@@ -227,18 +262,30 @@ def test_nesting_is_rebuilt_without_a_state_dict_to_fill(tmp_path: Path):
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    tree = {"a": [torch.arange(3), {"b": torch.ones(2)}], "c": {"d": 5, "e": [1, 2]}, "f": torch.tensor(2.5)}
+    tree = {
+        "a": [torch.arange(3), {"b": torch.ones(2)}],
+        "c": {"d": 5, "e": [1, 2]},
+        "f": torch.tensor(2.5),
+    }
     torch.save(tree, tmp_path / "tree.pt")
     state: dict[str, Any] = {}
     reader = CkptStorageReader(tmp_path / "tree.pt", prefix="top.")
-    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
     found = state["top"]
-    assert torch.equal(found["a"][0], tree["a"][0]) and torch.equal(found["a"][1]["b"], tree["a"][1]["b"])
+    assert torch.equal(found["a"][0], tree["a"][0]) and torch.equal(
+        found["a"][1]["b"], tree["a"][1]["b"]
+    )
     assert found["c"] == tree["c"] and torch.equal(found["f"], tree["f"])
 
 
 def test_other_objects_come_back_live(tmp_path: Path):
-    value = {"args": Namespace(lr=0.5, sizes=(1, 2)), "rng": [torch.arange(4, dtype=torch.uint8)], "names": {"x", "y"}}
+    value = {
+        "args": Namespace(lr=0.5, sizes=(1, 2)),
+        "rng": [torch.arange(4, dtype=torch.uint8)],
+        "names": {"x", "y"},
+    }
     torch.save({"extra": value}, tmp_path / "extra.pt")
     state = load_all(tmp_path / "extra.pt")
     assert state["extra.args"] == value["args"] and state["extra.names"] == value["names"]
@@ -250,7 +297,10 @@ def test_tensors_inside_the_objects_of_dcp_come_back(tmp_path: Path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"entry": value}, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
     state = load_all(tmp_path / "c")
-    assert torch.equal(state["entry"]["inside"][0], value["inside"][0]) and state["entry"]["inside"][1] == "text"
+    assert (
+        torch.equal(state["entry"]["inside"][0], value["inside"][0])
+        and state["entry"]["inside"][1] == "text"
+    )
 
 
 class Alien:
@@ -272,7 +322,9 @@ class Attack:
         return os.system, ("touch attacked",)
 
 
-def test_a_dangerous_object_is_refused_only_if_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dangerous_object_is_refused_only_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     dcp.save({"w": torch.ones(2), "attack": Attack()}, checkpoint_id=tmp_path / "c", no_dist=True)
     state = {"w": torch.zeros(2)}
@@ -293,7 +345,12 @@ def test_a_key_that_is_not_there_is_refused(tmp_path: Path, planner: Any):
     path = written(tmp_path, "safetensors")
     state = {"first.wieght": torch.zeros(5, 6)}
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.load(state, storage_reader=CkptStorageReader(path), planner=planner and planner(), no_dist=True)
+        dcp.load(
+            state,
+            storage_reader=CkptStorageReader(path),
+            planner=planner and planner(),
+            no_dist=True,
+        )
     error = _cause(raised.value)
     if planner is not None:
         assert isinstance(error, MissingShardError) and "first.weight" in str(error)
@@ -319,7 +376,10 @@ def test_keys_may_be_left_out_if_the_planner_allows_it(tmp_path: Path):
         planner=planner,
         no_dist=True,
     )
-    assert torch.equal(state["first.bias"], trained()[0].first.bias) and state["new"].tolist() == [3, 3]
+    assert torch.equal(state["first.bias"], trained()[0].first.bias) and state["new"].tolist() == [
+        3,
+        3,
+    ]
 
 
 def test_tensors_are_cast_to_the_dtype_of_the_program_unless_that_is_refused(tmp_path: Path):
@@ -329,7 +389,11 @@ def test_tensors_are_cast_to_the_dtype_of_the_program_unless_that_is_refused(tmp
     dcp.load(state, storage_reader=CkptStorageReader(tmp_path / "w.safetensors"), no_dist=True)
     assert torch.equal(state["w"], true.bfloat16()) and not state["w"].is_contiguous()
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.load(state, storage_reader=CkptStorageReader(tmp_path / "w.safetensors", casts=False), no_dist=True)
+        dcp.load(
+            state,
+            storage_reader=CkptStorageReader(tmp_path / "w.safetensors", casts=False),
+            no_dist=True,
+        )
     assert isinstance(_cause(raised.value), UnsupportedError)
 
 
@@ -341,7 +405,9 @@ def test_damage_is_found_while_loading(tmp_path: Path):
     data[at] ^= 1
     file.write_bytes(data)
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.load({"model": Net().state_dict()}, storage_reader=CkptStorageReader(file), no_dist=True)
+        dcp.load(
+            {"model": Net().state_dict()}, storage_reader=CkptStorageReader(file), no_dist=True
+        )
     assert isinstance(_cause(raised.value), CorruptError)
 
 
@@ -390,5 +456,7 @@ def test_a_planner_gets_objects_as_streams_that_weights_only_loads(tmp_path: Pat
             got[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     reader = CkptStorageReader(tmp_path / "n.pt")
-    dcp.load({"n": {"step": 0, "betas": ()}}, storage_reader=reader, planner=Careful(), no_dist=True)
+    dcp.load(
+        {"n": {"step": 0, "betas": ()}}, storage_reader=reader, planner=Careful(), no_dist=True
+    )
     assert got == {"n.step": 3, "n.betas": (0.9, 0.99)}

@@ -45,7 +45,10 @@ def state_of(size: int = 5) -> dict[str, Any]:
 
 def flat(state: dict[str, Any]) -> Tensors:
     """Every tensor of a nested state dict, as its readers know it."""
-    return {key: of_tensor(item.full_tensor() if isinstance(item, DTensor) else item) for key, item in leaves(state)}
+    return {
+        key: of_tensor(item.full_tensor() if isinstance(item, DTensor) else item)
+        for key, item in leaves(state)
+    }
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -56,14 +59,19 @@ def test_one_process_writes_what_the_real_reader_reads(tmp_path: Path, format: s
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def _save_cut(rank: int, world: int, folder: str, formats: list[str], mesh_shape: tuple[int, ...]) -> Tensors:
+def _save_cut(
+    rank: int, world: int, folder: str, formats: list[str], mesh_shape: tuple[int, ...]
+) -> Tensors:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
     state = state_of(7)
     model = state["model"]
     kinds = [Shard(0), Shard(1), Replicate()]
     for number, (key, item) in enumerate(model.items()):
         placements = [kinds[(number + axis) % 3] for axis in range(len(mesh_shape))]
-        placements = [Shard(0) if isinstance(one, Shard) and one.dim >= item.dim() else one for one in placements]
+        placements = [
+            Shard(0) if isinstance(one, Shard) and one.dim >= item.dim() else one
+            for one in placements
+        ]
         model[key] = distribute_tensor(item.contiguous(), mesh, placements)
     for format in formats:
         dcp.save(state, storage_writer=CkptStorageWriter(f"{folder}/{format}", format))
@@ -72,7 +80,9 @@ def _save_cut(rank: int, world: int, folder: str, formats: list[str], mesh_shape
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
-def test_ranks_with_dtensors_write_one_checkpoint_in_any_format(tmp_path: Path, mesh_shape: tuple[int, ...]):
+def test_ranks_with_dtensors_write_one_checkpoint_in_any_format(
+    tmp_path: Path, mesh_shape: tuple[int, ...]
+):
     world = 4 if len(mesh_shape) == 2 else mesh_shape[0]
     true = run_ranks(world, _save_cut, str(tmp_path), FORMATS, mesh_shape)[0]
     assert true == flat(state_of(7))
@@ -84,7 +94,11 @@ def test_ranks_with_dtensors_write_one_checkpoint_in_any_format(tmp_path: Path, 
 @pytest.mark.dist
 def test_every_rank_writes_a_file_of_its_own_in_dcp(tmp_path: Path):
     run_ranks(2, _save_cut, str(tmp_path), ["dcp"], (2,))
-    assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
 
 
 def _save_fsdp(rank: int, world: int, paths: dict[str, str], tp: int, plain: bool) -> Any:
@@ -92,14 +106,21 @@ def _save_fsdp(rank: int, world: int, paths: dict[str, str], tp: int, plain: boo
     net = Net()
     mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
     if tp > 1:
-        parallelize_module(net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        parallelize_module(
+            net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        )
     fully_shard(net, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
     for parameter in net.parameters():
         parameter.grad = parameter.detach() * 0.5
     optimizer.step()
     model, states = get_state_dict(net, optimizer)
-    state = {"model": model, "optim": states, "step": 4, "args": Namespace(lr=0.25) if not plain else 0}
+    state = {
+        "model": model,
+        "optim": states,
+        "step": 4,
+        "args": Namespace(lr=0.25) if not plain else 0,
+    }
     for format, path in paths.items():
         dcp.save(state, storage_writer=CkptStorageWriter(path, format))
     return flat({"model": model, "optim": states})
@@ -151,14 +172,21 @@ def test_entries_that_are_no_tensors_come_back(tmp_path: Path, format: str):
 
 
 def test_torch_loads_objects_of_any_class_from_dcp(tmp_path: Path):
-    state = {"w": torch.ones(3), "args": Namespace(lr=0.5), "nested": {"inside": (torch.arange(3), "x")}}
+    state = {
+        "w": torch.ones(3),
+        "args": Namespace(lr=0.5),
+        "nested": {"inside": (torch.arange(3), "x")},
+    }
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out"), planner=planner)
     found: dict[str, Any] = {"w": torch.zeros(3), "args": None, "nested": None}
     plan = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "out"), planner=plan)
     assert torch.equal(found["w"], state["w"]) and found["args"] == state["args"]
-    assert torch.equal(found["nested"]["inside"][0], torch.arange(3)) and found["nested"]["inside"][1] == "x"
+    assert (
+        torch.equal(found["nested"]["inside"][0], torch.arange(3))
+        and found["nested"]["inside"][1] == "x"
+    )
 
 
 def test_objects_of_dcp_lie_behind_the_tensors_of_the_first_rank(tmp_path: Path):
@@ -179,7 +207,10 @@ def test_one_file_is_written_where_the_destination_says_so(tmp_path: Path, name:
 
 def test_a_safetensors_file_refuses_what_it_cannot_hold(tmp_path: Path):
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.save({"w": torch.ones(2), "step": 3}, storage_writer=CkptStorageWriter(tmp_path / "w.safetensors", "hf"))
+        dcp.save(
+            {"w": torch.ones(2), "step": 3},
+            storage_writer=CkptStorageWriter(tmp_path / "w.safetensors", "hf"),
+        )
     assert isinstance(_cause(raised.value), UsageError) and not list(tmp_path.iterdir())
 
 
@@ -190,7 +221,9 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
 
 def test_tensors_are_split_into_files_of_a_size(tmp_path: Path):
     state = {f"w{n}": torch.full((100,), float(n)) for n in range(4)}
-    dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", "safetensors", max_file_bytes=800))
+    dcp.save(
+        state, storage_writer=CkptStorageWriter(tmp_path / "out", "safetensors", max_file_bytes=800)
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     assert READERS["safetensors"](tmp_path / "out") == flat(state)
 
@@ -209,14 +242,18 @@ def test_an_existing_checkpoint_is_replaced_only_if_that_was_said(tmp_path: Path
     dcp.save(state_of(3), storage_writer=CkptStorageWriter(out, format))
     with pytest.raises(dcp.CheckpointException) as raised:
         dcp.save(state_of(4), storage_writer=CkptStorageWriter(out, format))
-    assert isinstance(_cause(raised.value), UsageError) and "overwrite=True" in str(_cause(raised.value))
+    assert isinstance(_cause(raised.value), UsageError) and "overwrite=True" in str(
+        _cause(raised.value)
+    )
     assert READERS[format](out) == flat(state_of(3))
     dcp.save(state_of(4), storage_writer=CkptStorageWriter(out, format, overwrite=True))
     assert READERS[format](out) == flat(state_of(4))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(dcp.CheckpointException):
-        dcp.save(state_of(4), storage_writer=CkptStorageWriter(tmp_path / "mine", format, overwrite=True))
+        dcp.save(
+            state_of(4), storage_writer=CkptStorageWriter(tmp_path / "mine", format, overwrite=True)
+        )
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 
@@ -277,7 +314,9 @@ def test_one_writer_saves_again_and_again(tmp_path: Path):
     ids = set()
     for n in range(3):
         dcp.save(state_of(n), checkpoint_id=tmp_path / str(n), storage_writer=writer)
-        assert READERS["safetensors"](tmp_path / str(n)) == flat(state_of(n)) and writer.checkpoint_id.name == str(n)
+        assert READERS["safetensors"](tmp_path / str(n)) == flat(
+            state_of(n)
+        ) and writer.checkpoint_id.name == str(n)
         ids.add(writer.save_id)
     assert len(ids) == 3 and not (tmp_path / "first").exists()
 
@@ -304,7 +343,10 @@ def test_an_asynchronous_save_holds_the_values_of_its_beginning(tmp_path: Path):
 def _save_cached(rank: int, world: int, folder: str, format: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
     for n in range(3):
-        state = {"w": distribute_tensor(torch.full((5, 4), float(n)), mesh, [Shard(0)]), "n": torch.tensor(n)}
+        state = {
+            "w": distribute_tensor(torch.full((5, 4), float(n)), mesh, [Shard(0)]),
+            "n": torch.tensor(n),
+        }
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state, storage_writer=CkptStorageWriter(f"{folder}/{n}", format), planner=planner)
 
@@ -319,7 +361,9 @@ def test_plans_that_torch_has_cached_are_written(tmp_path: Path):
 
 def test_a_checkpoint_is_renamed_and_cast_on_the_way(tmp_path: Path):
     state = {"net": {"w": torch.randn(4, 4)}}
-    writer = CkptStorageWriter(tmp_path / "out", "safetensors", rename=((r"^net\.", ""),), dtype=((None, "bfloat16"),))
+    writer = CkptStorageWriter(
+        tmp_path / "out", "safetensors", rename=((r"^net\.", ""),), dtype=((None, "bfloat16"),)
+    )
     dcp.save(state, storage_writer=writer)
     assert READERS["safetensors"](tmp_path / "out") == flat({"w": state["net"]["w"].bfloat16()})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -337,12 +381,16 @@ def _nested(state: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def test_rank_files_are_written_of_a_model_with_the_names_and_arguments_of_megatron(tmp_path: Path, golden: Path):
+def test_rank_files_are_written_of_a_model_with_the_names_and_arguments_of_megatron(
+    tmp_path: Path, golden: Path
+):
     state = load_all(golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2")
     nested = _nested(state)
     dcp.save(nested, storage_writer=CkptStorageWriter(tmp_path / "out", "megatron"))
     again = load_all(tmp_path / "out", tensors_only=True)
-    assert tensors_of(again) == {key: item for key, item in tensors_of(state).items() if key in again}
+    assert tensors_of(again) == {
+        key: item for key, item in tensors_of(state).items() if key in again
+    }
     names = {key for key, item in nested["model"].items() if isinstance(item, torch.Tensor)}
     assert {key[6:] for key in again if key.startswith("model.")} == names
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -393,5 +441,9 @@ def test_a_region_that_nobody_writes_is_told(tmp_path: Path):
             return plans, metadata
 
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.save({"w": torch.arange(6)}, storage_writer=CkptStorageWriter(tmp_path / "out"), planner=Forgetting())
+        dcp.save(
+            {"w": torch.arange(6)},
+            storage_writer=CkptStorageWriter(tmp_path / "out"),
+            planner=Forgetting(),
+        )
     assert isinstance(_cause(raised.value), MissingShardError) and not list(tmp_path.iterdir())

@@ -58,29 +58,41 @@ def test_a_registered_strategy_is_found_under_its_action_backend_and_version(reg
     register_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3, strategy)
     assert get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3) is strategy
     assert registry["save_sharded"] == {("mine", 3): strategy}
-    with pytest.raises(CheckpointingException, match="backend 'mine', version 4.*Versions of mine: 3"):
+    with pytest.raises(
+        CheckpointingException, match="backend 'mine', version 4.*Versions of mine: 3"
+    ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 4)
     with pytest.raises(CheckpointingException, match="load_sharded of backend 'mine'"):
         get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 3)
 
 
 def test_an_unknown_backend_is_refused_with_the_names_that_exist(registry):
-    with pytest.raises(CheckpointingException, match="backend 'tar', version 1.*Backends: torch, torch_dist, zarr"):
+    with pytest.raises(
+        CheckpointingException, match="backend 'tar', version 1.*Backends: torch, torch_dist, zarr"
+    ):
         get_default_strategy(StrategyAction.LOAD_COMMON, "tar", 1)
 
 
-@pytest.mark.parametrize(("backend", "module", "package"), [("torch_dist", "torch", "torch"), ("zarr", "zarr", "zarr")])
+@pytest.mark.parametrize(
+    ("backend", "module", "package"), [("torch_dist", "torch", "torch"), ("zarr", "zarr", "zarr")]
+)
 def test_a_package_that_is_not_installed_is_named(registry, monkeypatch, backend, module, package):
     monkeypatch.setitem(sys.modules, f"core.dist_checkpointing.strategies.{module}", None)
-    with pytest.raises(CheckpointingException, match=f"save_sharded of backend '{backend}'.*Install.*`{package}>="):
+    with pytest.raises(
+        CheckpointingException, match=f"save_sharded of backend '{backend}'.*Install.*`{package}>="
+    ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
 
 
-def test_a_strategy_of_the_user_stays_the_default_when_the_backend_registers_its_own(registry, monkeypatch):
+def test_a_strategy_of_the_user_stays_the_default_when_the_backend_registers_its_own(
+    registry, monkeypatch
+):
     own = Saves("torch_dist", 1)
     module = type(sys)("core.dist_checkpointing.strategies.torch")
     module.register_default_torch_strategies = lambda: [
-        register_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1, Saves("torch_dist", 1)),
+        register_default_strategy(
+            StrategyAction.SAVE_SHARDED, "torch_dist", 1, Saves("torch_dist", 1)
+        ),
         register_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1, Loads()),
     ]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -93,7 +105,10 @@ def test_backends_and_versions_are_compared():
     strategy = Loads()
     strategy.check_backend_compatibility("mine")
     strategy.check_version_compatibility(2)
-    with pytest.raises(CheckpointingException, match="Loads reads the backend 'mine', but the checkpoint has 'zarr'"):
+    with pytest.raises(
+        CheckpointingException,
+        match="Loads reads the backend 'mine', but the checkpoint has 'zarr'",
+    ):
         strategy.check_backend_compatibility("zarr")
     for version in (3, "1", True, None):
         with pytest.raises(CheckpointingException, match="reads version 1 or 2 of its backend"):
@@ -128,7 +143,13 @@ def test_what_a_strategy_leaves_out_is_an_error_of_both_trees():
 
 @pytest.mark.parametrize(
     "kind",
-    [LoadCommonStrategy, LoadShardedStrategy, SaveCommonStrategy, SaveShardedStrategy, AsyncSaveShardedStrategy],
+    [
+        LoadCommonStrategy,
+        LoadShardedStrategy,
+        SaveCommonStrategy,
+        SaveShardedStrategy,
+        AsyncSaveShardedStrategy,
+    ],
 )
 def test_a_base_cannot_be_used_by_itself(kind):
     assert isabstract(kind)

@@ -19,7 +19,9 @@ def state(rank: int = 0, *, is_filled: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"step": 3} if is_filled else {}
     data = [torch.arange(4.0 * (index + 1)) + 100 * index for index in range(6)]
     found["layers"] = [
-        ShardedTensor.from_rank_offsets(f"w{index}", part if is_filled else torch.zeros_like(part), replica_id=rank)
+        ShardedTensor.from_rank_offsets(
+            f"w{index}", part if is_filled else torch.zeros_like(part), replica_id=rank
+        )
         for index, part in enumerate(data)
     ]
     found["rng"] = ShardedObject("rng", [1, 2] if is_filled else None, (1,), (0,), replica_id=rank)
@@ -30,7 +32,9 @@ def state(rank: int = 0, *, is_filled: bool = True) -> dict[str, Any]:
 def is_whole(loaded: Any, rank: int = 0) -> bool:
     tensors = [leaf.data for leaf in state()["layers"]]
     rest = {key: value for key, value in loaded.items() if key != "layers"}
-    return rest == {"step": 3, "rng": [1, 2], "local": rank} and all(map(torch.equal, loaded["layers"], tensors))
+    return rest == {"step": 3, "rng": [1, 2], "local": rank} and all(
+        map(torch.equal, loaded["layers"], tensors)
+    )
 
 
 def test_a_state_dict_taken_apart_makes_the_plain_one():
@@ -48,7 +52,12 @@ def test_tensors_are_popped_pickled_apart_and_put_back():
     tensors = apart.pop_tensors()
     assert apart.is_hollow and len(tensors) == 6
     copied = pickle.loads(pickle.dumps(apart))
-    for hollow in (lambda: apart.tensors, apart.pop_tensors, apart.copy_tensors_to_cpu, apart.restore_tensor_device):
+    for hollow in (
+        lambda: apart.tensors,
+        apart.pop_tensors,
+        apart.copy_tensors_to_cpu,
+        apart.restore_tensor_device,
+    ):
         with pytest.raises(UsageError, match="taken out"):
             hollow()
     with pytest.raises(UsageError, match="taken out"):
@@ -67,7 +76,9 @@ def test_uninitialised_tensors_have_the_dtypes_and_shapes_of_the_popped_ones():
     apart, _ = MCoreTensorAwareStateDict.from_state_dict(state())
     tensors = apart.pop_tensors()
     apart.init_tensors()
-    assert [(t.dtype, t.shape, t.device) for t in apart.tensors] == [(t.dtype, t.shape, t.device) for t in tensors]
+    assert [(t.dtype, t.shape, t.device) for t in apart.tensors] == [
+        (t.dtype, t.shape, t.device) for t in tensors
+    ]
     with pytest.raises(UsageError, match="not been taken out"):
         apart.init_tensors()
 
@@ -87,9 +98,14 @@ def test_copies_in_host_memory_are_made_once_and_do_not_follow_the_originals():
 
 def test_keys_that_differ_are_treated_as_strict_says():
     apart, _ = MCoreTensorAwareStateDict.from_state_dict(state())
-    wanted = {**state(is_filled=False), "more": ShardedTensor.from_rank_offsets("more", torch.zeros(2))}
+    wanted = {
+        **state(is_filled=False),
+        "more": ShardedTensor.from_rank_offsets("more", torch.zeros(2)),
+    }
     del wanted["rng"]
-    found, missing, unexpected = apart.to_state_dict(wanted, strict="return_all", return_mismatch_keys=True)
+    found, missing, unexpected = apart.to_state_dict(
+        wanted, strict="return_all", return_mismatch_keys=True
+    )
     assert (missing, unexpected) == ({"rng"}, {"more"}) and "more" not in found
     with pytest.raises(MissingShardError, match="more"):
         apart.to_state_dict(wanted, strict="raise_unexpected")
@@ -109,7 +125,9 @@ def _kept_in_parts(rank: int, world: int) -> Any:
     held = state(rank)
     apart, distribution = MCoreTensorAwareStateDict.from_state_dict(held)
     again, same = MCoreTensorAwareStateDict.from_state_dict(held, cached_metadata=distribution)
-    assert same is distribution and all(a is b for a, b in zip(apart.tensors, again.tensors, strict=True))
+    assert same is distribution and all(
+        a is b for a, b in zip(apart.tensors, again.tensors, strict=True)
+    )
     extra = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(2), replica_id=rank)}
     more = {**held, **extra}
     with pytest.raises(ValueError, match="another state dict: it has no more"):
@@ -120,7 +138,9 @@ def _kept_in_parts(rank: int, world: int) -> Any:
     back = pickle.loads(pickle.dumps(apart))
     back.insert_tensors(tensors)
     for exchange_algo in ("broadcast", "gather_rounds", "gather_object"):
-        loaded = back.to_state_dict(state(rank, is_filled=False), algo="fully_parallel", exchange_algo=exchange_algo)
+        loaded = back.to_state_dict(
+            state(rank, is_filled=False), algo="fully_parallel", exchange_algo=exchange_algo
+        )
         assert is_whole(loaded, rank)
     with pytest.raises(MissingShardError, match="no shard at offset"):
         back.to_state_dict(state(rank, is_filled=False), algo="atomic")

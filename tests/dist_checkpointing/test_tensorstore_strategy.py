@@ -48,8 +48,12 @@ def _load(rank: int, world: int, root: str, is_in_place: bool) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("savers", "loaders", "is_in_place"), [(2, 1, False), (1, 2, True), (2, 4, False)])
-def test_what_ranks_save_other_ranks_load(tmp_path: Path, savers: int, loaders: int, is_in_place: bool) -> None:
+@pytest.mark.parametrize(
+    ("savers", "loaders", "is_in_place"), [(2, 1, False), (1, 2, True), (2, 4, False)]
+)
+def test_what_ranks_save_other_ranks_load(
+    tmp_path: Path, savers: int, loaders: int, is_in_place: bool
+) -> None:
     run_ranks(savers, save, str(tmp_path))
     run_ranks(loaders, _load, str(tmp_path), is_in_place)
 
@@ -91,7 +95,9 @@ def test_a_damaged_chunk_is_named(small: Path) -> None:
         LOADER.load({"w": part_of("w", (6, 8))}, small)
 
 
-def test_a_compressed_chunk_that_cannot_be_decoded_is_an_error_of_the_project(tmp_path: Path) -> None:
+def test_a_compressed_chunk_that_cannot_be_decoded_is_an_error_of_the_project(
+    tmp_path: Path,
+) -> None:
     import zarr
     from numcodecs import Zlib
 
@@ -99,7 +105,9 @@ def test_a_compressed_chunk_that_cannot_be_decoded_is_an_error_of_the_project(tm
         tmp_path / "w", shape=(6, 8), chunks=(6, 8), dtype="f4", zarr_format=2, compressors=Zlib()
     )
     array[...] = global_tensor("w", (6, 8)).numpy()
-    assert torch.equal(LOADER.load({"w": part_of("w", (6, 8))}, tmp_path)["w"], global_tensor("w", (6, 8)))
+    assert torch.equal(
+        LOADER.load({"w": part_of("w", (6, 8))}, tmp_path)["w"], global_tensor("w", (6, 8))
+    )
     (tmp_path / "w/0.0").write_bytes(b"no zlib data")
     with pytest.raises(CorruptError, match=r"TensorStore cannot read.*w"):
         LOADER.load({"w": part_of("w", (6, 8))}, tmp_path)
@@ -115,12 +123,16 @@ def test_another_shape_is_an_error_unless_it_may_differ(small: Path) -> None:
     assert torch.equal(load(part_of("w", (4, 6), allow_shape_mismatch=True)), values[:4, :6])
     padded = load(part_of("w", (8, 8), (0, 1, 2), allow_shape_mismatch=True))
     assert torch.equal(padded, torch.cat([values[4:], torch.zeros(2, 8)]))
-    assert torch.equal(load(part_of("w", (12, 8), (0, 1, 2), allow_shape_mismatch=True)), torch.zeros(6, 8))
+    assert torch.equal(
+        load(part_of("w", (12, 8), (0, 1, 2), allow_shape_mismatch=True)), torch.zeros(6, 8)
+    )
 
 
 def test_a_flattened_range_is_cut_last_and_casts_are_the_engines(small: Path) -> None:
     flat = flat_part_of("w", (6, 8), 3, 11, offsets=((1, 1, 2),), is_filled=False)
-    assert torch.equal(LOADER.load({"w": flat}, small)["w"], global_tensor("w", (6, 8))[:, 4:].flatten()[3:11])
+    assert torch.equal(
+        LOADER.load({"w": flat}, small)["w"], global_tensor("w", (6, 8))[:, 4:].flatten()[3:11]
+    )
     cast = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 8, dtype=torch.bfloat16))
     assert bits(LOADER.load({"w": cast}, small)["w"]) == bits(global_tensor("w", (6, 8)).bfloat16())
 
@@ -173,7 +185,10 @@ def test_it_becomes_the_default_when_it_is_registered() -> None:
     before = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
     try:
         register_default_tensorstore_strategies()
-        assert type(get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)) is TensorStoreLoadShardedStrategy
+        assert (
+            type(get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1))
+            is TensorStoreLoadShardedStrategy
+        )
     finally:
         base.register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, before)
 

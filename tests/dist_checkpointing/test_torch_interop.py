@@ -20,8 +20,13 @@ from core.dist_checkpointing import serialization
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from core.files.store import LocalStore
 from core.formats.dcp.format import metadata_of
 from tests.dist_checkpointing.ranks import run_ranks
@@ -29,7 +34,8 @@ from tests.dist_checkpointing.test_torch_strategy import differences, on_ranks, 
 from tests.support.real_readers import Tensors, of_tensor, read_dcp
 
 has_megatron = (
-    importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+    importlib.util.find_spec("megatron") is not None
+    and importlib.util.find_spec("megatron.core") is not None
 )
 needs_megatron = pytest.mark.skipif(not has_megatron, reason="megatron-core is not installed")
 
@@ -45,7 +51,11 @@ def _theirs(state: Any) -> Any:
     from megatron.core.dist_checkpointing import mapping
 
     def made(leaf: ShardedTensor | ShardedObject) -> Any:
-        values = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.name != "flattened_range"}
+        values = {
+            field.name: getattr(leaf, field.name)
+            for field in fields(leaf)
+            if field.name != "flattened_range"
+        }
         return getattr(mapping, type(leaf).__name__)(**values)
 
     return dict_list_map_outplace(made, state)
@@ -61,11 +71,15 @@ def _megatron() -> Any:
 
 
 def _ours_save(rank: int, world: int, folder: Path, options: dict[str, Any]) -> None:
-    TorchDistSaveShardedStrategy("torch_dist", 1, **options).save(_without_flat(state_of(rank, world)), folder)
+    TorchDistSaveShardedStrategy("torch_dist", 1, **options).save(
+        _without_flat(state_of(rank, world)), folder
+    )
 
 
 def _theirs_load(rank: int, world: int, folder: Path, with_objects: bool) -> list[str]:
-    asked, wanted = (_without_flat(state_of(rank, world, is_filled=filled)) for filled in (False, True))
+    asked, wanted = (
+        _without_flat(state_of(rank, world, is_filled=filled)) for filled in (False, True)
+    )
     if not with_objects:
         del asked["rng"], wanted["rng"]
     found = _megatron().TorchDistLoadShardedStrategy().load(_theirs(asked), folder)
@@ -79,7 +93,9 @@ def _theirs_save(rank: int, world: int, folder: Path) -> None:
 
 
 def _ours_load(rank: int, world: int, folder: Path, with_objects: bool) -> list[str]:
-    asked, wanted = (_without_flat(state_of(rank, world, is_filled=filled)) for filled in (False, True))
+    asked, wanted = (
+        _without_flat(state_of(rank, world, is_filled=filled)) for filled in (False, True)
+    )
     if not with_objects:
         del asked["rng"], wanted["rng"]
     return differences(TorchDistLoadShardedStrategy().load(asked, folder), wanted)
@@ -89,7 +105,8 @@ def _ours_load(rank: int, world: int, folder: Path, with_objects: bool) -> list[
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n_saved", "n_loaded", "options"), [(1, 2, {}), (2, 2, {"separation_hint": "optimizer"}), (4, 1, {})]
+    ("n_saved", "n_loaded", "options"),
+    [(1, 2, {}), (2, 2, {"separation_hint": "optimizer"}), (4, 1, {})],
 )
 def test_megatron_core_loads_what_we_save(n_saved, n_loaded, options, tmp_path):
     on_ranks(n_saved, _ours_save, tmp_path, options)
@@ -126,7 +143,10 @@ def test_megatron_core_removes_what_we_kept_apart_and_leaves_what_we_leave(tmp_p
             TorchDistLoadShardedStrategy().remove_sharded_tensors(folder, "optimizer")
         else:
             run_ranks(1, _theirs_remove, folder)
-        found = {key: repr(item) for key, item in TorchDistLoadShardedStrategy().load_sharded_metadata(folder).items()}
+        found = {
+            key: repr(item)
+            for key, item in TorchDistLoadShardedStrategy().load_sharded_metadata(folder).items()
+        }
         states.append((found, read_dcp(folder), {file.name for file in folder.iterdir()}))
     assert states[0] == states[1]
     assert states[0][2] == {".metadata", "__0_0.distcp"}
@@ -171,7 +191,9 @@ def test_checkpoints_of_three_megatrons_are_loaded_whole_and_in_parts(golden, na
         if found[key].dim() and found[key].shape[0] % 2 == 0:
             local = (found[key].shape[0] // 2, *found[key].shape[1:])
             empty = torch.empty(local, dtype=found[key].dtype)
-            parts = [ShardedTensor.from_rank_offsets(key, empty.clone(), (0, n, 2)) for n in range(2)]
+            parts = [
+                ShardedTensor.from_rank_offsets(key, empty.clone(), (0, n, 2)) for n in range(2)
+            ]
             assert torch.equal(torch.cat(strategy.load({"p": parts}, folder)["p"]), found[key]), key
 
 
@@ -183,7 +205,9 @@ def test_checkpoints_of_three_megatrons_are_loaded_whole_and_in_parts(golden, na
         ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "optimizer"),
     ],
 )
-def test_removing_from_a_checkpoint_of_megatron_leaves_the_rest_as_it_was(golden, tmp_path, name, prefix):
+def test_removing_from_a_checkpoint_of_megatron_leaves_the_rest_as_it_was(
+    golden, tmp_path, name, prefix
+):
     (source,) = (path.parent for path in (golden / name).rglob(".metadata"))
     folder = shutil.copytree(source, tmp_path / "copy")
     strategy = TorchDistLoadShardedStrategy()
@@ -193,9 +217,13 @@ def test_removing_from_a_checkpoint_of_megatron_leaves_the_rest_as_it_was(golden
     kept = {key for key in before if not key.startswith(prefix)}
     assert 0 < len(kept) < len(before)
     found = strategy.load_sharded_metadata(folder)
-    assert {key: repr(item) for key, item in found.items()} == {key: repr(before[key]) for key in kept}
+    assert {key: repr(item) for key, item in found.items()} == {
+        key: repr(before[key]) for key in kept
+    }
     assert _read_by_torch(folder) == {key: tensor for key, tensor in tensors.items() if key in kept}
-    assert _items(folder) == {(key, at): data for (key, at), data in items.items() if not key.startswith(prefix)}
+    assert _items(folder) == {
+        (key, at): data for (key, at), data in items.items() if not key.startswith(prefix)
+    }
     assert bridge.load_common(folder).keys() == bridge.load_common(source).keys()
 
 
@@ -216,7 +244,8 @@ def _items(folder: Path) -> dict[tuple[str, tuple[int, ...] | None], bytes]:
         for box, item in metadata.chunks(key)
     }
     return found | {
-        (key, None): store.read(item.file, item.offset, item.n_bytes) for key, item in metadata.objects.items()
+        (key, None): store.read(item.file, item.offset, item.n_bytes)
+        for key, item in metadata.objects.items()
     }
 
 

@@ -26,15 +26,27 @@ from core.errors import UsageError
 
 def state(fill: float) -> dict[str, Any]:
     """Two halves of one tensor, a prepended axis, an object, and keys that are numbers."""
-    half = [ShardedTensor.from_rank_offsets("w", torch.arange(6.0) + 10 * n + fill, (0, n, 2)) for n in range(2)]
-    layer = ShardedTensor.from_rank_offsets("l", torch.full((2, 3), fill), (0, 0, 1), prepend_axis_num=1)
-    return {"model": {0: half, 1: {"l": layer}}, "rng": ShardedObject("rng", {"seed": fill}, (1,), (0,))}
+    half = [
+        ShardedTensor.from_rank_offsets("w", torch.arange(6.0) + 10 * n + fill, (0, n, 2))
+        for n in range(2)
+    ]
+    layer = ShardedTensor.from_rank_offsets(
+        "l", torch.full((2, 3), fill), (0, 0, 1), prepend_axis_num=1
+    )
+    return {
+        "model": {0: half, 1: {"l": layer}},
+        "rng": ShardedObject("rng", {"seed": fill}, (1,), (0,)),
+    }
 
 
 def test_what_torch_saves_by_these_names_loads_here_and_there(tmp_path: Path) -> None:
     leaves, _, _ = _replace_state_dict_keys_with_sharded_keys(state(1.0), True)
     planner = MCoreSavePlanner(flatten_state_dict=False)
-    dcp.save(mcore_to_pyt_state_dict(leaves), storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner)
+    dcp.save(
+        mcore_to_pyt_state_dict(leaves),
+        storage_writer=dcp.FileSystemWriter(tmp_path),
+        planner=planner,
+    )
     asked = state(0.0)
     leaves, paths, names = _replace_state_dict_keys_with_sharded_keys(asked)
     stored = mcore_to_pyt_state_dict(leaves, True)
@@ -66,7 +78,9 @@ def test_only_main_replicas_are_kept_if_that_is_asked_for() -> None:
 
 def test_values_that_are_too_few_are_refused() -> None:
     with pytest.raises(UsageError, match="1 values for 2 leaves"):
-        _replace_sharded_keys_with_state_dict_keys({"w": [1]}, {"a": ("a",), "b": ("b",)}, {"w": ["a", "b"]})
+        _replace_sharded_keys_with_state_dict_keys(
+            {"w": [1]}, {"a": ("a",), "b": ("b",)}, {"w": ["a", "b"]}
+        )
 
 
 @pytest.mark.parametrize(("nested", "template"), [([], {1: 0}), ({"2": 0}, {1: 0})])

@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    SavePlan,
+)
 
 from core.dist_checkpointing.mapping import ShardedObject
 from core.dist_checkpointing.strategies._torch.state import group_by_key
-from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 from core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
@@ -28,20 +38,34 @@ from core.dist_checkpointing.strategies.torch import (
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import global_tensor, part_of
-from tests.dist_checkpointing.test_torch_strategy import check_tensors, differences, on_ranks, state_of
+from tests.dist_checkpointing.test_torch_strategy import (
+    check_tensors,
+    differences,
+    on_ranks,
+    state_of,
+)
 from tests.support.real_readers import read_dcp
 
 
 def _torch_saves(rank: int, world: int, folder: Path) -> None:
     state = mcore_to_pyt_state_dict(group_by_key(state_of(rank, world), only_main_replicas=True))
-    dcp.save(state, storage_writer=FileSystemWriter(folder), planner=MCoreSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriter(folder),
+        planner=MCoreSavePlanner(flatten_state_dict=False),
+    )
 
 
 def _torch_loads(rank: int, world: int, folder: Path) -> list[str]:
     asked = state_of(rank, world, is_filled=False)
     leaves = group_by_key(asked)
     state: dict[str, Any] = mcore_to_pyt_state_dict(leaves, is_loading=True)
-    tensors = [leaf for several in leaves.values() for leaf in several if not isinstance(leaf, ShardedObject)]
+    tensors = [
+        leaf
+        for several in leaves.values()
+        for leaf in several
+        if not isinstance(leaf, ShardedObject)
+    ]
     planner = MCoreLoadPlanner(shapes_validation_sharded_tensors=tensors)
     dcp.load(state, storage_reader=CachedMetadataFileSystemReader(folder), planner=planner)
     for key, several in leaves.items():
@@ -113,15 +137,23 @@ class Runs:
 def test_an_object_that_would_run_code_is_refused_on_loading(tmp_path):
     stream = io.BytesIO()
     torch.save([Runs(tmp_path / "ran")], stream)
-    dcp.save({"o": stream}, checkpoint_id=tmp_path, planner=MCoreSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        {"o": stream}, checkpoint_id=tmp_path, planner=MCoreSavePlanner(flatten_state_dict=False)
+    )
     for flatten in (True, False):
         with pytest.raises(CheckpointException, match="would run code"):
-            dcp.load({"o": None}, checkpoint_id=tmp_path, planner=MCoreLoadPlanner(flatten_state_dict=flatten))
+            dcp.load(
+                {"o": None},
+                checkpoint_id=tmp_path,
+                planner=MCoreLoadPlanner(flatten_state_dict=flatten),
+            )
     assert not (tmp_path / "ran").exists()
 
 
 def test_objects_that_are_no_streams_yet_become_such(tmp_path):
-    dcp.save({"o": {"a": 1}}, checkpoint_id=tmp_path, planner=MCoreSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        {"o": {"a": 1}}, checkpoint_id=tmp_path, planner=MCoreSavePlanner(flatten_state_dict=False)
+    )
     state = {"o": None}
     dcp.load(state, checkpoint_id=tmp_path, planner=MCoreLoadPlanner())
     assert state == {"o": {"a": 1}}
@@ -143,7 +175,9 @@ def test_a_decentralized_plan_is_the_local_one():
         central.create_decentralized_global_plan(plan)
 
 
-def test_metadata_are_read_once_without_unpickling_and_are_those_that_torch_reads(tmp_path, monkeypatch):
+def test_metadata_are_read_once_without_unpickling_and_are_those_that_torch_reads(
+    tmp_path, monkeypatch
+):
     TorchDistSaveShardedStrategy("torch_dist", 1).save(state_of(0, 1), tmp_path)
     theirs = FileSystemReader(tmp_path).read_metadata()
 
@@ -173,7 +207,12 @@ def test_a_nested_state_is_flattened_by_its_paths():
     state = {"a": {0: w, "list": [b, {"c": w}], "plain": [1, 2]}, "empty": {}, "n": None}
     flat, paths = flatten_state_dict(state)
     assert list(flat) == ["a.0", "a.list.0", "a.list.1.c", "a.plain", "n"]
-    assert flat["a.0"] is w and flat["a.list.0"] is b and flat["a.list.1.c"] is w and flat["a.plain"] == [1, 2]
+    assert (
+        flat["a.0"] is w
+        and flat["a.list.0"] is b
+        and flat["a.list.1.c"] is w
+        and flat["a.plain"] == [1, 2]
+    )
     assert paths == {
         "a.0": ("a", "0"),
         "a.list.0": ("a", "list", 0),
@@ -187,8 +226,14 @@ def test_a_nested_state_is_flattened_by_its_paths():
 
 def test_shards_of_one_tensor_become_one_value():
     one = sharded_tensor_to_torch_sharded_tensor([part_of("w", (4,), (0, 0, 2))])
-    assert isinstance(one, CheckpointableShardedTensor) and one.key == "w" and one.mcore_sh_ten.data is None
-    two = sharded_tensor_to_torch_sharded_tensor([part_of("w", (4,), (0, n, 2)) for n in range(2)], 3)
+    assert (
+        isinstance(one, CheckpointableShardedTensor)
+        and one.key == "w"
+        and one.mcore_sh_ten.data is None
+    )
+    two = sharded_tensor_to_torch_sharded_tensor(
+        [part_of("w", (4,), (0, n, 2)) for n in range(2)], 3
+    )
     assert isinstance(two, LocalShardsContainer) and two.size() == (4,)
     made = mcore_to_pyt_state_dict({"o/shard_0_1": [ShardedObject("o", {"a": 1}, (1,), (0,))]})
     assert torch.load(made["o/shard_0_1"]) == [{"a": 1}]

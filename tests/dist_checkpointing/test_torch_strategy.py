@@ -46,18 +46,26 @@ def state_of(rank: int, world: int, *, is_filled: bool = True) -> dict[str, obje
         shape, dtype = SHAPES[key]
         return part_of(key, shape, *offsets, dtype=dtype, is_filled=is_filled, **more)
 
-    flat = flat_part_of("optimizer.flat", SHAPES["optimizer.flat"][0], start, stop, is_filled=is_filled)
+    flat = flat_part_of(
+        "optimizer.flat", SHAPES["optimizer.flat"][0], start, stop, is_filled=is_filled
+    )
     return {
         "model": {
             "column": part("column", (0, rank, world)),
             "row": part("row", (1, rank, world)),
             "grid": part("grid", (0, rank % rows, rows), (1, rank // rows, world // rows)),
-            "layers": [part("layers", (0, rank * layers + n, 4), prepended=1) for n in range(layers)],
+            "layers": [
+                part("layers", (0, rank * layers + n, 4), prepended=1) for n in range(layers)
+            ],
             "same": part("same", replica_id=(0, rank)),
         },
         "optimizer": {"flat": flat, 0: {"step": part("optimizer.step", replica_id=rank)}},
-        "rng": ShardedObject("rng", {"seed": 7 + rank, "pair": (1, 2.5)} if is_filled else None, (world,), (rank,)),
-        "once": ShardedObject("optimizer.once", ["a", None] if is_filled else None, (1,), (0,), replica_id=rank),
+        "rng": ShardedObject(
+            "rng", {"seed": 7 + rank, "pair": (1, 2.5)} if is_filled else None, (world,), (rank,)
+        ),
+        "once": ShardedObject(
+            "optimizer.once", ["a", None] if is_filled else None, (1,), (0,), replica_id=rank
+        ),
     }
 
 
@@ -67,10 +75,18 @@ def differences(found: object, wanted: object, path: str = "") -> list[str]:
         return [d for key in wanted for d in differences(found[key], wanted[key], f"{path}/{key}")]
     if isinstance(wanted, list):
         assert isinstance(found, list) and len(found) == len(wanted)
-        return [d for n, (a, b) in enumerate(zip(found, wanted, strict=True)) for d in differences(a, b, f"{path}/{n}")]
+        return [
+            d
+            for n, (a, b) in enumerate(zip(found, wanted, strict=True))
+            for d in differences(a, b, f"{path}/{n}")
+        ]
     if isinstance(wanted, ShardedObject):
         return [] if found == wanted.data else [path]
-    same = torch.equal(found, wanted.data) and found.dtype == wanted.dtype and found.shape == wanted.data.shape
+    same = (
+        torch.equal(found, wanted.data)
+        and found.dtype == wanted.dtype
+        and found.shape == wanted.data.shape
+    )
     return [] if same else [path]
 
 
@@ -101,7 +117,10 @@ def check_tensors(found: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
 @pytest.mark.parametrize("n_saved", [1, 2, 4])
 def test_what_is_saved_is_loaded_at_any_number_of_ranks_and_read_by_torch(n_saved, tmp_path):
     on_ranks(n_saved, _save, tmp_path, {})
-    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *(f"__{n}_0.distcp" for n in range(n_saved))}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        ".metadata",
+        *(f"__{n}_0.distcp" for n in range(n_saved)),
+    }
     for n_loaded in (1, 2, 4):
         assert on_ranks(n_loaded, _load, tmp_path, n_loaded == n_saved) == [[]] * n_loaded
     check_tensors(read_dcp(tmp_path))
@@ -110,7 +129,10 @@ def test_what_is_saved_is_loaded_at_any_number_of_ranks_and_read_by_torch(n_save
 def test_loading_fills_given_data_in_place_and_makes_what_is_missing(tmp_path):
     saves().save({"w": part_of("w", (4, 3)), "b": part_of("b", (4,))}, tmp_path)
     given = torch.nn.Parameter(torch.zeros(3, 4).t())
-    asked = {"w": ShardedTensor.from_rank_offsets("w", given), "b": part_of("b", (4,)).without_data()}
+    asked = {
+        "w": ShardedTensor.from_rank_offsets("w", given),
+        "b": part_of("b", (4,)).without_data(),
+    }
     found = TorchDistLoadShardedStrategy().load(asked, tmp_path)
     assert found["w"].data_ptr() == given.data_ptr() and not found["w"].requires_grad
     assert torch.equal(given.data, global_tensor("w", (4, 3)))
@@ -148,7 +170,11 @@ def test_metadata_are_listed_by_key(tmp_path):
     assert all(item.local_shape == item.global_shape for item in tensors.values())
     found = strategy.load_sharded_metadata(tmp_path)
     objects = {key: item for key, item in found.items() if isinstance(item, ShardedObject)}
-    assert set(objects) == {"rng/shard_0_1", "optimizer.once/shard_0_1"} == {o.unique_key for o in objects.values()}
+    assert (
+        set(objects)
+        == {"rng/shard_0_1", "optimizer.once/shard_0_1"}
+        == {o.unique_key for o in objects.values()}
+    )
     assert found.keys() - objects.keys() == SHAPES.keys()
     assert strategy.cached_global_metadata is None
     strategy.load({"same": part_of("same", (3,), dtype=torch.uint8)}, tmp_path)
@@ -162,10 +188,14 @@ def test_another_backend_or_version_is_refused():
     strategy = TorchDistLoadShardedStrategy()
     strategy.check_backend_compatibility("torch_dist")
     strategy.check_version_compatibility(1)
-    with pytest.raises(CheckpointingException, match="reads the backend 'torch_dist', but the checkpoint has 'zarr'"):
+    with pytest.raises(
+        CheckpointingException,
+        match="reads the backend 'torch_dist', but the checkpoint has 'zarr'",
+    ):
         strategy.check_backend_compatibility("zarr")
     with pytest.raises(
-        CheckpointingException, match="reads version 1 of its backend, but the checkpoint has version 2"
+        CheckpointingException,
+        match="reads version 1 of its backend, but the checkpoint has version 2",
     ):
         strategy.check_version_compatibility(2)
 
@@ -174,8 +204,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     for state, reason in (
         ({"w": torch.zeros(3)}, "with a Tensor cannot be saved"),
         ({"w": part_of("w", (4,)).without_data()}, "no data.*tensor w"),
-        ({"a": part_of("w", (4,)), "b": part_of("w", (4,))}, "two main replicas of one shard.*tensor w"),
-        ({"a": ShardedObject("o", 1, (1,), (0,)), "b": ShardedObject("o", 2, (1,), (0,))}, "two main replicas"),
+        (
+            {"a": part_of("w", (4,)), "b": part_of("w", (4,))},
+            "two main replicas of one shard.*tensor w",
+        ),
+        (
+            {"a": ShardedObject("o", 1, (1,), (0,)), "b": ShardedObject("o", 2, (1,), (0,))},
+            "two main replicas",
+        ),
     ):
         with pytest.raises(CheckpointingException, match=reason):
             saves().save(state, tmp_path)
@@ -223,7 +259,9 @@ def test_what_one_rank_cannot_write_fails_on_every_rank_and_leaves_no_metadata(t
 
 def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
     state: dict[str, object] = {"x": part_of("x", (4,), (0, rank, world))}
-    state["twice"] = part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
+    state["twice"] = (
+        part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
+    )
     try:
         saves().save(state, folder)
     except CheckpointingException as err:
@@ -256,7 +294,10 @@ def test_what_one_rank_cannot_load_fails_on_every_rank(tmp_path):
 
 def _save_replicas(rank: int, world: int, folder: Path) -> None:
     """Every rank holds all of ``w``, none of them as the main replica, and two parts of ``v``."""
-    state = {"w": part_of("w", (4, 2), replica_id=rank + 1), "o": ShardedObject("o", "x", (1,), (0,), replica_id=1)}
+    state = {
+        "w": part_of("w", (4, 2), replica_id=rank + 1),
+        "o": ShardedObject("o", "x", (1,), (0,), replica_id=1),
+    }
     state["v"] = [part_of("v", (6,), (0, (rank + n) % 3, 3), replica_id=n) for n in range(2)]
     saves(keep_only_main_replica=False).save(state, folder)
 
@@ -267,7 +308,9 @@ def test_without_main_replicas_only_each_shard_is_written_once(tmp_path):
     found = read_dcp(tmp_path)
     assert found["w"][2] == global_tensor("w", (4, 2)).numpy().tobytes()
     assert found["v"][2] == global_tensor("v", (6,)).numpy().tobytes()
-    assert TorchDistLoadShardedStrategy().load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path) == {"o": "x"}
+    assert TorchDistLoadShardedStrategy().load(
+        {"o": ShardedObject("o", None, (1,), (0,))}, tmp_path
+    ) == {"o": "x"}
 
 
 def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
@@ -306,7 +349,8 @@ def test_a_later_save_of_other_values_with_the_same_strategy_has_these(tmp_path)
         folder.mkdir()
         strategy.save({"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}, folder)
         assert torch.equal(
-            torch.frombuffer(bytearray(read_dcp(folder)["w"][2]), dtype=torch.float32), torch.full((4,), value)
+            torch.frombuffer(bytearray(read_dcp(folder)["w"][2]), dtype=torch.float32),
+            torch.full((4,), value),
         )
 
 
@@ -316,10 +360,16 @@ def test_a_separation_hint_keeps_files_apart_and_they_can_be_removed(n, tmp_path
     on_ranks(n, _save, tmp_path, {"separation_hint": "optimizer", "thread_count": 4})
     apart = {f"optimizer__{number}_0.distcp" for number in range(n)}
     others = {file.name: file.read_bytes() for file in tmp_path.glob("__*")}
-    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *apart, *(f"__{n}_0.distcp" for n in range(n))}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        ".metadata",
+        *apart,
+        *(f"__{n}_0.distcp" for n in range(n)),
+    }
     assert on_ranks(n, _load, tmp_path, True) == [[]] * n
     TorchDistLoadShardedStrategy().remove_sharded_tensors(tmp_path, "optimizer")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != ".metadata"} == others
+    assert {
+        file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != ".metadata"
+    } == others
     found = TorchDistLoadShardedStrategy().load_sharded_metadata(tmp_path)
     kept = {key for key in SHAPES if not key.startswith("optimizer")}
     assert found.keys() == {*kept, *(f"rng/shard_{number}_{n}" for number in range(n))}

@@ -20,7 +20,10 @@ def test_the_examples_of_the_page_run_one_after_the_other(tmp_path):
     save, convert = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     (tmp_path / "train.py").write_text(save)
     (tmp_path / "convert.py").write_text(convert)
-    for command in (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"], ["convert.py"]):
+    for command in (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
+        ["convert.py"],
+    ):
         done = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path,

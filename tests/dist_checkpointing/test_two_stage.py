@@ -51,7 +51,11 @@ def _load(rank: int, world: int, root: str, dp: int) -> tuple[int, list[str]]:
     two_stage._load_from_array = recorded
     n_models = world // dp
     for _ in range(2):  # the gloo groups are made once
-        check_loaded(strategy.load(state(rank % n_models, n_models, is_filled=False), root), rank % n_models, n_models)
+        check_loaded(
+            strategy.load(state(rank % n_models, n_models, is_filled=False), root),
+            rank % n_models,
+            n_models,
+        )
     strategy.summarize_load_times()
     assert strategy.dp_group_ranks == tuple(range(rank % n_models, world, n_models))
     return strategy.dp_group_rank, read
@@ -59,7 +63,9 @@ def _load(rank: int, world: int, root: str, dp: int) -> tuple[int, list[str]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("world", "dp"), [(1, 1), (2, 2), (4, 2), (4, 1), (4, 4)])
-def test_the_lowest_rank_reads_and_all_have_every_tensor(tmp_path: Path, world: int, dp: int) -> None:
+def test_the_lowest_rank_reads_and_all_have_every_tensor(
+    tmp_path: Path, world: int, dp: int
+) -> None:
     run_ranks(2, save, str(tmp_path))
     for dp_rank, read in run_ranks(world, _load, str(tmp_path), dp):
         if dp_rank:
@@ -74,7 +80,11 @@ def _load_pieces(rank: int, world: int, root: str) -> None:
     wanted = flat_part_of("w", (6, 8), *((0, 17) if rank == 0 else (17, 48)), is_filled=False)
     data = wanted.data
     found = strategy.load({"moment": [wanted], "copy": wanted.without_data()}, root)
-    expected = global_tensor("w", (6, 8)).flatten()[:17] if rank == 0 else global_tensor("w", (6, 8)).flatten()[17:]
+    expected = (
+        global_tensor("w", (6, 8)).flatten()[:17]
+        if rank == 0
+        else global_tensor("w", (6, 8)).flatten()[17:]
+    )
     assert found["moment"][0] is data
     assert torch.equal(data, expected) and torch.equal(found["copy"], expected)
 
@@ -115,9 +125,12 @@ def test_a_chunk_that_cannot_be_read_is_an_error_on_every_rank(small: Path) -> N
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("case", "message"), [("different shards", "want different"), ("not a tensor", "ShardedTensors")]
+    ("case", "message"),
+    [("different shards", "want different"), ("not a tensor", "ShardedTensors")],
 )
-def test_what_a_group_cannot_share_is_an_error_on_every_rank(small: Path, case: str, message: str) -> None:
+def test_what_a_group_cannot_share_is_an_error_on_every_rank(
+    small: Path, case: str, message: str
+) -> None:
     assert all(message in text for text in run_ranks(4, _fails, str(small), case))
 
 
@@ -130,8 +143,13 @@ def _meta(rank: int, *offsets: tuple[int, int, int], **options: Any) -> _Sharded
 def test_chunks_that_several_ranks_want_are_read_by_the_lowest_of_them() -> None:
     strategy = TwoStageDataParallelLoadShardedStrategy(None)
     left, right = (1, 0, 2), (1, 1, 2)
-    found = strategy.deduplicate_chunks([_meta(2, right), _meta(1, right), _meta(1, left), _meta(2, left)])
-    chunks = [(sharded_tensor_chunk_id(meta.sharded_tensor_no_data), meta.dist_group_rank) for meta in found]
+    found = strategy.deduplicate_chunks(
+        [_meta(2, right), _meta(1, right), _meta(1, left), _meta(2, left)]
+    )
+    chunks = [
+        (sharded_tensor_chunk_id(meta.sharded_tensor_no_data), meta.dist_group_rank)
+        for meta in found
+    ]
     assert chunks == [(("w", (0, 0)), 1), (("w", (0, 4)), 1)]
     with pytest.raises(UsageError, match=r"ranks 11 and 12.*offset \(0, 0\)"):
         strategy.deduplicate_chunks([_meta(1, left), _meta(2, (0, 0, 2))])
@@ -146,7 +164,10 @@ def test_calls_are_timed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=two_stage.__name__):
         assert add(1, b=2) == 3
     assert len(two_stage.timers["add"]) == before + 1
-    assert [record.getMessage().split(" ")[:2] for record in caplog.records] == [["add", "begins"], ["add", "took"]]
+    assert [record.getMessage().split(" ")[:2] for record in caplog.records] == [
+        ["add", "begins"],
+        ["add", "took"],
+    ]
     with caplog.at_level(logging.INFO, logger=two_stage.__name__):
         TwoStageDataParallelLoadShardedStrategy(None).summarize_load_times()
     assert any(record.getMessage().startswith("add: max") for record in caplog.records)

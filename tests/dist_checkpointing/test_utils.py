@@ -14,7 +14,11 @@ from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing.dict_utils import nested_values
 
 EXTRACTIONS = [
-    *("extract_sharded_tensors", "extract_sharded_tensors_and_factories", "extract_sharded_tensors_or_nonpersistent"),
+    *(
+        "extract_sharded_tensors",
+        "extract_sharded_tensors_and_factories",
+        "extract_sharded_tensors_or_nonpersistent",
+    ),
     *("extract_sharded_base", "extract_nonpersistent"),
 ]
 
@@ -23,7 +27,9 @@ def tree(module: ModuleType) -> Any:
     return {
         "t": [module.ShardedTensor.from_rank_offsets("a.t", torch.zeros(2)), 1],
         "o": {"x": module.ShardedObject("a.o", b"", (1,), (0,)), "y": "z"},
-        "f": module.ShardedTensorFactory("a.f", torch.zeros(2), lambda *args: {}, lambda loaded: torch.zeros(0)),
+        "f": module.ShardedTensorFactory(
+            "a.f", torch.zeros(2), lambda *args: {}, lambda loaded: torch.zeros(0)
+        ),
         "l": module.LocalNonpersistentObject(5),
         "e": {},
         "s": torch.zeros(1),
@@ -50,7 +56,9 @@ def theirs() -> ModuleType:
 def test_leaves_are_told_apart_by_kind(theirs: ModuleType, function: str) -> None:
     from megatron.core.dist_checkpointing import mapping as their_mapping
 
-    assert shown(getattr(utils, function)(tree(mapping))) == shown(getattr(theirs, function)(tree(their_mapping)))
+    assert shown(getattr(utils, function)(tree(mapping))) == shown(
+        getattr(theirs, function)(tree(their_mapping))
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,9 @@ def test_leaves_are_told_apart_by_kind(theirs: ModuleType, function: str) -> Non
         ("apply_prefix_mapping", ({"x": "1"},)),
     ],
 )
-def test_prefixes_of_keys_are_changed_in_place(theirs: ModuleType, function: str, args: Any) -> None:
+def test_prefixes_of_keys_are_changed_in_place(
+    theirs: ModuleType, function: str, args: Any
+) -> None:
     from megatron.core.dist_checkpointing import mapping as their_mapping
 
     mine, other = tree(mapping), tree(their_mapping)
@@ -89,9 +99,13 @@ def test_shards_are_identified_as_megatron_core_does(theirs: ModuleType) -> None
     for names, module in ((utils, mapping), (theirs, their_mapping)):
         tensor = module.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))
         sharded_object = module.ShardedObject("o", None, (3,), (1,))
-        found.append((names._sharded_tensor_shard_id(tensor), names._sharded_object_id(sharded_object)))
+        found.append(
+            (names._sharded_tensor_shard_id(tensor), names._sharded_object_id(sharded_object))
+        )
     assert found[0] == found[1]
-    flat = mapping.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(2), (2, 2), flattened_range=slice(1, 3))
+    flat = mapping.ShardedTensor.from_rank_offsets_flat(
+        "w", torch.zeros(2), (2, 2), flattened_range=slice(1, 3)
+    )
     assert utils._sharded_tensor_shard_id(flat) == ("w", (0, 0), (1, 3))
 
 
@@ -104,16 +118,24 @@ def float8_class() -> type:
 
 def test_eight_bit_tensors_are_replaced_by_ordinary_ones() -> None:
     scaled = torch.zeros(2).as_subclass(float8_class())
-    assert is_float8tensor(scaled) and not is_float8tensor(torch.zeros(2)) and not is_float8tensor("x")
+    assert (
+        is_float8tensor(scaled) and not is_float8tensor(torch.zeros(2)) and not is_float8tensor("x")
+    )
     state = {"a": [mapping.ShardedTensor.from_rank_offsets("a", scaled)], "b": tree(mapping)}
-    before = [leaf.data for leaf in nested_values(state["b"]) if isinstance(leaf, mapping.ShardedBase)]
+    before = [
+        leaf.data for leaf in nested_values(state["b"]) if isinstance(leaf, mapping.ShardedBase)
+    ]
     utils.force_all_tensors_to_non_fp8(state)
     assert type(state["a"][0].data) is torch.Tensor and state["a"][0].data.tolist() == [7, 7]
-    after = [leaf.data for leaf in nested_values(state["b"]) if isinstance(leaf, mapping.ShardedBase)]
+    after = [
+        leaf.data for leaf in nested_values(state["b"]) if isinstance(leaf, mapping.ShardedBase)
+    ]
     assert all(one is other for one, other in zip(before, after, strict=True))
 
 
-def test_messages_carry_the_names_of_the_blocks_around_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_carry_the_names_of_the_blocks_around_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG)
     logger = logging.getLogger("somewhere")
     with utils.logger_stack("outer", logger) as (names, found):
@@ -123,11 +145,17 @@ def test_messages_carry_the_names_of_the_blocks_around_them(caplog: pytest.LogCa
     with utils.logger_stack() as (names, found):
         assert (names, found) == ("", utils.fallback_logger)
     first, second = caplog.records
-    assert (first.getMessage(), first.name, first.levelname) == ("outer.inner.timed hello", "somewhere", "DEBUG")
+    assert (first.getMessage(), first.name, first.levelname) == (
+        "outer.inner.timed hello",
+        "somewhere",
+        "DEBUG",
+    )
     assert second.getMessage().startswith("outer.inner.timed took ")
 
 
-def test_only_blocks_above_the_threshold_are_logged_and_errors_pass_through(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_blocks_above_the_threshold_are_logged_and_errors_pass_through(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(KeyError), utils.debug_time("short", threshold=1e9):
         raise KeyError("mine")

@@ -54,7 +54,9 @@ def _part(
     )
 
 
-def _irregular(offset: tuple[int, ...], local: tuple[int, ...], shape: tuple[int, ...], **options: Any) -> Any:
+def _irregular(
+    offset: tuple[int, ...], local: tuple[int, ...], shape: tuple[int, ...], **options: Any
+) -> Any:
     return ShardedTensor("u", None, torch.float32, local, shape, offset, None, **options)
 
 
@@ -76,21 +78,36 @@ FITTING: dict[str, list[list[Any]]] = {
     "prepended axis": [[_part((i, 0), (2, 1), (3,), prepend_axis_num=1)] for i in range(2)],
     "scalar": [[_part((), (), ())], [_part((), (), (), replica_id=1)]],
     "empty tensor": [[_part((0,), (1,), (0,))], [_part((0,), (1,), (0,), replica_id=1)]],
-    "padded": [[_part((i,), (2,), (4,), global_shape=(7,), allow_shape_mismatch=True)] for i in range(2)],
-    "flattened": [[_part((0,), flat=(0, 3))], [_part((0,), flat=(3, 4))], [_part((1,), flat=(0, 4))]],
+    "padded": [
+        [_part((i,), (2,), (4,), global_shape=(7,), allow_shape_mismatch=True)] for i in range(2)
+    ],
+    "flattened": [
+        [_part((0,), flat=(0, 3))],
+        [_part((0,), flat=(3, 4))],
+        [_part((1,), flat=(0, 4))],
+    ],
     "flattened with replicas": [
         [_part((0,), (1,), flat=(0, 3)), _part((0,), (1,), flat=(1, 3), replica_id=1)],
         [_part((0,), (1,), flat=(3, 4))],
     ],
-    "flattened with an empty range": [[_part((0,), (1,), flat=(0, 4))], [_part((0,), (1,), flat=(4, 4))]],
+    "flattened with an empty range": [
+        [_part((0,), (1,), flat=(0, 4))],
+        [_part((0,), (1,), flat=(4, 4))],
+    ],
     "objects": [[_object(0)], [_object(1)], [_object(1, replica_id=1)]],
     "irregular": [[_irregular((0,), (3,), (5,))], [_irregular((3,), (2,), (5,))]],
     "nothing": [[], []],
 }
 FAULTY: dict[str, tuple[list[list[Any]], str]] = {
-    "two main replicas": ([[A], [B], [A]], r"shape \(4,\) at \(0,\) has 2 main replicas, on ranks 0, 2"),
+    "two main replicas": (
+        [[A], [B], [A]],
+        r"shape \(4,\) at \(0,\) has 2 main replicas, on ranks 0, 2",
+    ),
     "two main replicas on one rank": ([[A, B, B]], r"2 main replicas, on ranks 0"),
-    "no shard": ([[A], []], r"no main replica holds shard \(1,\) of the grid of \(2,\) shards.*no rank holds a copy"),
+    "no shard": (
+        [[A], []],
+        r"no main replica holds shard \(1,\) of the grid of \(2,\) shards.*no rank holds a copy",
+    ),
     "only copies": (
         [[A], [replace(B, replica_id=1)], [replace(B, replica_id=2)]],
         r"ranks 1, 2 hold copies with.* 1, 2",
@@ -100,8 +117,14 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
         [[_part((i, j), (2, 3), (4, 2)) for j in range(3) if (i, j) != (1, 1)] for i in range(2)],
         r"shard \(1, 1\) of the grid of \(2, 3\) shards \(1 of 6 are missing\)",
     ),
-    "dtypes": ([[A], [_part((1,), dtype=torch.bfloat16)]], r"dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1"),
-    "global shapes": ([[A], [_part((1,), (3,))]], r"global shape: \(8,\) on rank 0, \(12,\) on rank 1"),
+    "dtypes": (
+        [[A], [_part((1,), dtype=torch.bfloat16)]],
+        r"dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1",
+    ),
+    "global shapes": (
+        [[A], [_part((1,), (3,))]],
+        r"global shape: \(8,\) on rank 0, \(12,\) on rank 1",
+    ),
     "local shapes": (
         [[_part((0,), (2,), (4,))], [_part((2,), (2,), (2,), global_shape=(8,))]],
         r"local shape: \(4,\) on rank 0, \(2,\) on rank 1",
@@ -110,8 +133,14 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
         [[A], [replace(B, axis_fragmentations=None)]],
         r"regular grid .* on rank 0, None on rank 1",
     ),
-    "grids": ([[A], [replace(B, axis_fragmentations=(4,))]], r"regular grid .*\(2,\) on rank 0, \(4,\) on rank 1"),
-    "flattened and not": ([[A], [_part((1,), flat=(0, 4))]], "being flattened: False on rank 0, True on rank 1"),
+    "grids": (
+        [[A], [replace(B, axis_fragmentations=(4,))]],
+        r"regular grid .*\(2,\) on rank 0, \(4,\) on rank 1",
+    ),
+    "flattened and not": (
+        [[A], [_part((1,), flat=(0, 4))]],
+        "being flattened: False on rank 0, True on rank 1",
+    ),
     "flattened: a gap": (
         [[_part((0,), (1,), flat=(0, 1))], [_part((0,), (1,), flat=(2, 4))]],
         r"no main replica holds elements 1–2 of the flattened shard of shape \(4,\) at \(0,\) of 4 elements",
@@ -122,8 +151,14 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
         [[_part((0,), (1,), flat=(0, 3))], [_part((0,), (1,), flat=(2, 4))]],
         "elements 2–3 are held by ranks 0 and 1",
     ),
-    "flattened: twice": ([[_part((0,), (1,), flat=(0, 4))], [_part((0,), (1,), flat=(0, 4))]], "ranks 0 and 1"),
-    "flattened: a shard is missing": ([[_part((0,), flat=(0, 4))]], r"no main replica holds shard \(1,\)"),
+    "flattened: twice": (
+        [[_part((0,), (1,), flat=(0, 4))], [_part((0,), (1,), flat=(0, 4))]],
+        "ranks 0 and 1",
+    ),
+    "flattened: a shard is missing": (
+        [[_part((0,), flat=(0, 4))]],
+        r"no main replica holds shard \(1,\)",
+    ),
     "an object twice": (
         [[_object(0)], [_object(1), _object(0)]],
         r"2 main replicas, on ranks 0, 1 \(tensor rng/shard_0_2",
@@ -132,8 +167,14 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
         [[_object(1)], [_object(0, replica_id=1)]],
         "1 have no main replica; present are: shard_1_2",
     ),
-    "object shapes": ([[_object(0, 2)], [_object(1, 3)]], r"global shape: \(2,\) on rank 0, \(3,\) on rank 1"),
-    "tensor and object": ([[A], [_object(key="w")]], "a ShardedTensor on rank 0 and a ShardedObject on rank 1"),
+    "object shapes": (
+        [[_object(0, 2)], [_object(1, 3)]],
+        r"global shape: \(2,\) on rank 0, \(3,\) on rank 1",
+    ),
+    "tensor and object": (
+        [[A], [_object(key="w")]],
+        "a ShardedTensor on rank 0 and a ShardedObject on rank 1",
+    ),
     "outside the grid": ([[A], [_part((2,), (2,))]], r"shard \(2,\) is outside the grid of \(2,\)"),
     "shape and grid": (
         [[_part((i,), (2,), (3,), global_shape=(8,))] for i in range(2)],
@@ -152,7 +193,9 @@ def test_shards_that_do_not_fit_are_named_with_key_shard_and_ranks(case):
     metadata, message = FAULTY[case]
     with pytest.raises(UsageError, match=message) as caught:
         validate_sharding_integrity(metadata)
-    assert caught.value.key.split("/")[0] == metadata[0][0].key and isinstance(caught.value, CheckpointingException)
+    assert caught.value.key.split("/")[0] == metadata[0][0].key and isinstance(
+        caught.value, CheckpointingException
+    )
 
 
 def test_a_violation_of_a_later_key_is_found_among_many_that_fit():
@@ -171,7 +214,10 @@ IRREGULAR = {
         r"holds 1 of 5 elements: the first are those of shape \(1,\) at \(3,\)",
     ),
     "twice": ([[_irregular((0,), (5,), (5,))], [_irregular((0,), (5,), (5,))]], "2 main replicas"),
-    "outside": ([[_irregular((3,), (3,), (5,))]], r"at \(3,\) does not lie in the global shape \(5,\)"),
+    "outside": (
+        [[_irregular((3,), (3,), (5,))]],
+        r"at \(3,\) does not lie in the global shape \(5,\)",
+    ),
     "flattened": (
         [[_irregular((0,), (4,), (4,), flattened_range=slice(0, 3))]],
         r"elements 3–4 of the flattened shard",
@@ -208,7 +254,9 @@ def test_a_hundred_thousand_shards_are_checked_and_a_single_wrong_one_is_found()
     ranks = [shards[i::8] for i in range(8)]
     validate_sharding_integrity(ranks)
     lost = ranks[3].pop()
-    with pytest.raises(UsageError, match=rf"shard \({lost.global_offset[0]}, {lost.global_offset[1]}\) of the grid"):
+    with pytest.raises(
+        UsageError, match=rf"shard \({lost.global_offset[0]}, {lost.global_offset[1]}\) of the grid"
+    ):
         validate_sharding_integrity(ranks)
 
 
@@ -227,13 +275,23 @@ def test_strict_flags_are_parsed_and_others_refused():
 
 def test_strict_flags_say_what_they_need():
     flags = StrictHandling
-    assert {f.value for f in flags if not flags.requires_explicit_ckpt_mismatch_check(f)} == {"assume_ok_unexpected"}
+    assert {f.value for f in flags if not flags.requires_explicit_ckpt_mismatch_check(f)} == {
+        "assume_ok_unexpected"
+    }
     exchanging = {"ignore_all", "raise_all", "return_all", "log_all"}
     assert {f.value for f in flags if flags.requires_global_app_metadata(f)} == exchanging
-    assert {f.value for f in flags if flags.requires_returning_mismatch_keys(f)} == {"return_unexpected", "return_all"}
+    assert {f.value for f in flags if flags.requires_returning_mismatch_keys(f)} == {
+        "return_unexpected",
+        "return_all",
+    }
 
 
-STORED = {"w": A, "more": replace(A, key="more"), "rng/shard_0_2": _object(0), "rng/shard_1_2": _object(1)}
+STORED = {
+    "w": A,
+    "more": replace(A, key="more"),
+    "rng/shard_0_2": _object(0),
+    "rng/shard_1_2": _object(1),
+}
 REQUESTED = {"a": [A, {"new": replace(A, key="new")}], "state": _object(0)}
 
 
@@ -247,7 +305,9 @@ REQUESTED = {"a": [A, {"new": replace(A, key="new")}], "state": _object(0)}
         ("ignore_all", set(), set()),
     ],
 )
-def test_unexpected_keys_are_left_out_and_reported_as_the_flag_says(caplog, strict, missing, unexpected):
+def test_unexpected_keys_are_left_out_and_reported_as_the_flag_says(
+    caplog, strict, missing, unexpected
+):
     with caplog.at_level(logging.WARNING):
         found = validate_integrity_and_strict_load(
             REQUESTED,
@@ -257,20 +317,28 @@ def test_unexpected_keys_are_left_out_and_reported_as_the_flag_says(caplog, stri
             ckpt_sharded_metadata=STORED,
         )
     assert found == ({"a": [A], "state": _object(0)}, missing, unexpected)
-    assert ("new" in caplog.text) == strict.startswith("log") and ("more" in caplog.text) == (strict == "log_all")
+    assert ("new" in caplog.text) == strict.startswith("log") and ("more" in caplog.text) == (
+        strict == "log_all"
+    )
 
 
-@pytest.mark.parametrize(("strict", "named"), [("raise_unexpected", ["new"]), ("raise_all", ["new", "more"])])
+@pytest.mark.parametrize(
+    ("strict", "named"), [("raise_unexpected", ["new"]), ("raise_all", ["new", "more"])]
+)
 def test_raising_flags_name_the_keys(strict, named):
     with pytest.raises(MissingShardError) as caught:
         validate_integrity_and_strict_load(
             REQUESTED, StrictHandling(strict), False, None, [[A]], ckpt_sharded_metadata=STORED
         )
-    assert all(name in str(caught.value) for name in named) and ("more" in str(caught.value)) == ("more" in named)
+    assert all(name in str(caught.value) for name in named) and ("more" in str(caught.value)) == (
+        "more" in named
+    )
 
 
 def test_nothing_is_compared_by_default():
-    found = validate_integrity_and_strict_load(REQUESTED, StrictHandling.ASSUME_OK_UNEXPECTED, False)
+    found = validate_integrity_and_strict_load(
+        REQUESTED, StrictHandling.ASSUME_OK_UNEXPECTED, False
+    )
     assert found == (REQUESTED, set(), set())
 
 
@@ -320,8 +388,12 @@ def _on_ranks(rank: int, world: int) -> dict[str, Any]:
             found[name] = f"{type(err).__name__}: {err}"
 
     local = ShardedTensor.from_rank_offsets("w", torch.ones(4) * rank, (0, rank, world))
-    mine, everyone = determine_global_metadata({"a": [local], "o": ShardedObject("o", {1}, (world,), (rank,))})
-    found["metadata"] = [[(leaf.key, leaf.data, leaf.global_offset) for leaf in leaves] for leaves in everyone]
+    mine, everyone = determine_global_metadata(
+        {"a": [local], "o": ShardedObject("o", {1}, (world,), (rank,))}
+    )
+    found["metadata"] = [
+        [(leaf.key, leaf.data, leaf.global_offset) for leaf in leaves] for leaves in everyone
+    ]
     assert [leaf.key for leaf in mine] == ["w", "o"] and local.data is not None
     attempt("fitting", lambda: validate_sharding_integrity(everyone))
     doubled = [*everyone, everyone[0]]
@@ -345,10 +417,15 @@ def _on_ranks(rank: int, world: int) -> dict[str, Any]:
     common = {"step": 3, "t": torch.arange(3), "args": {"lr": 0.1}}
     validate_sharding_integrity(everyone, common)
     found["equal"] = list(logged.texts)
-    common = common | {"step": rank, "t": torch.arange(3) + rank} | ({"more": 1} if rank == 1 else {})
+    common = (
+        common | {"step": rank, "t": torch.arange(3) + rank} | ({"more": 1} if rank == 1 else {})
+    )
     validate_sharding_integrity(everyone, common)
     found["unequal"] = list(logged.texts)
-    attempt("unpickled", lambda: validate_sharding_integrity(everyone, {"f": (lambda: 0) if rank == 0 else 1}))
+    attempt(
+        "unpickled",
+        lambda: validate_sharding_integrity(everyone, {"f": (lambda: 0) if rank == 0 else 1}),
+    )
     comm.barrier()
     return found
 
@@ -359,18 +436,38 @@ def test_several_ranks_agree_on_what_is_wrong():
     by_rank = [[("w", None, (4 * rank,)), ("o", None, (rank,))] for rank in range(3)]
     assert all(one["metadata"] == by_rank and one["fitting"] is None for one in found)
     assert len({one["doubled"] for one in found}) == 1 and "on ranks 0, 3" in zero["doubled"]
-    assert zero["return_all"] == (["b"], {"c"}, {"new0"}) and one["return_all"] == (["a"], {"c"}, set())
-    assert zero["return_unexpected"] == (["b"], set(), {"new0"}) and two["return_unexpected"] == (["a"], set(), set())
-    assert zero["raise_unexpected"].startswith("MissingShardError: ") and "new0" in zero["raise_unexpected"]
-    assert one["raise_unexpected"].startswith("WorkerError: rank 0 failed") and "new0" in one["raise_unexpected"]
+    assert zero["return_all"] == (["b"], {"c"}, {"new0"}) and one["return_all"] == (
+        ["a"],
+        {"c"},
+        set(),
+    )
+    assert zero["return_unexpected"] == (["b"], set(), {"new0"}) and two["return_unexpected"] == (
+        ["a"],
+        set(),
+        set(),
+    )
+    assert (
+        zero["raise_unexpected"].startswith("MissingShardError: ")
+        and "new0" in zero["raise_unexpected"]
+    )
+    assert (
+        one["raise_unexpected"].startswith("WorkerError: rank 0 failed")
+        and "new0" in one["raise_unexpected"]
+    )
     assert all("no rank requests them): c" in one["raise_all"] for one in found)
     assert all(one["equal"] == [] and "cannot be pickled" in one["unpickled"] for one in found)
     assert zero["unequal"] == [] and len(one["unequal"]) == len(two["unequal"]) == 1
     assert "only on rank 1 [('more',)]" in one["unequal"][0] and "('step',)" in one["unequal"][0]
-    assert "('t',)" in two["unequal"][0] and "more" not in two["unequal"][0] and "lr" not in two["unequal"][0]
+    assert (
+        "('t',)" in two["unequal"][0]
+        and "more" not in two["unequal"][0]
+        and "lr" not in two["unequal"][0]
+    )
 
 
-def _verdicts_of_megatron(rank: int, world: int, metadata: dict[str, list[list[Any]]]) -> dict[str, bool]:
+def _verdicts_of_megatron(
+    rank: int, world: int, metadata: dict[str, list[list[Any]]]
+) -> dict[str, bool]:
     """Case → whether megatron-core accepts it."""
     import warnings
 
@@ -386,7 +483,9 @@ def _verdicts_of_megatron(rank: int, world: int, metadata: dict[str, list[list[A
     found = {}
     for case, ranks in metadata.items():
         try:
-            validation.validate_sharding_integrity([[theirs(leaf) for leaf in leaves] for leaves in ranks])
+            validation.validate_sharding_integrity(
+                [[theirs(leaf) for leaf in leaves] for leaves in ranks]
+            )
             found[case] = True
         except (AssertionError, AttributeError, IndexError, validation.CheckpointingException):
             found[case] = False
@@ -404,5 +503,9 @@ def test_megatron_core_comes_to_the_same_verdicts():
     }
     (found,) = run_ranks(1, _verdicts_of_megatron, plain)
     ours = {case: case in FITTING for case in plain}
-    stricter = {"shape and grid", "grids", "object shapes"}  # these it only finds, if at all, while it writes or reads
+    stricter = {
+        "shape and grid",
+        "grids",
+        "object shapes",
+    }  # these it only finds, if at all, while it writes or reads
     assert {case for case in plain if found[case] != ours[case]} <= stricter

@@ -43,7 +43,15 @@ from core.errors import (
 )
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
-from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, save_columns, state
+from tests.dist_checkpointing.zarr_states import (
+    SHAPES,
+    bits,
+    check_loaded,
+    global_bits,
+    save,
+    save_columns,
+    state,
+)
 from tests.support.zarr_files import files_of
 
 LOADER = ZarrLoadShardedStrategy("zarr", 1)
@@ -86,7 +94,9 @@ def test_every_shard_is_a_chunk_of_plain_bytes_and_nothing_else_is_written(saved
             before = expected.get(f"{part.key}/{name}", b"")
             expected[f"{part.key}/{name}"] = before + bits(part.data)
     found = files_of(saved)
-    metadata = {name: json.loads(found.pop(name)) for name in list(found) if name.endswith(".zarray")}
+    metadata = {
+        name: json.loads(found.pop(name)) for name in list(found) if name.endswith(".zarray")
+    }
     assert found == expected
     assert set(metadata) == {f"{key}/.zarray" for key in SHAPES}
     assert metadata["layers.fc1/.zarray"] == {
@@ -105,14 +115,18 @@ def test_every_shard_is_a_chunk_of_plain_bytes_and_nothing_else_is_written(saved
 @pytest.mark.parametrize("key", SHAPES)
 def test_zarr_and_tensorstore_open_what_ranks_saved(saved: Path, key: str) -> None:
     by_zarr = zarr.open_array(saved / key, mode="r")
-    by_tensorstore = ts.open({"driver": "zarr", "kvstore": f"file://{saved / key}/"}, open=True).result()
+    by_tensorstore = ts.open(
+        {"driver": "zarr", "kvstore": f"file://{saved / key}/"}, open=True
+    ).result()
     assert by_zarr.shape == tuple(by_tensorstore.shape) == SHAPES[key][0]
     assert bits(tensor_of(by_zarr[...], key=key)) == global_bits(key)
     assert bits(tensor_of(by_tensorstore.read().result(), key=key)) == global_bits(key)
 
 
 def _save_torch_dist(rank: int, world: int, root: str) -> None:
-    tensors = [part for part in nested_values(state(rank, world)) if is_main_replica(part.replica_id)]
+    tensors = [
+        part for part in nested_values(state(rank, world)) if is_main_replica(part.replica_id)
+    ]
     work = prepare_save(tensors, (), root, format="torch_dist")
     comm.together(work.write)
     comm.together(lambda: work.finish() if rank == 0 else None)
@@ -121,12 +135,18 @@ def _save_torch_dist(rank: int, world: int, root: str) -> None:
 def _complete(root: Path, backend: str) -> None:
     """What the common strategy and ``save`` write."""
     torch.save({"iteration": 3}, root / "common.pt")
-    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    (root / "metadata.json").write_text(
+        json.dumps({"sharded_backend": backend, "sharded_backend_version": 1})
+    )
 
 
 @pytest.mark.dist
 def test_a_strategy_saves_what_ckpt_convert_makes_of_torch_dist(tmp_path: Path) -> None:
-    direct, other, converted = tmp_path / "direct", tmp_path / "torch_dist", tmp_path / "converted/iter_0000003"
+    direct, other, converted = (
+        tmp_path / "direct",
+        tmp_path / "torch_dist",
+        tmp_path / "converted/iter_0000003",
+    )
     direct.mkdir()
     other.mkdir()
     run_ranks(4, save, str(direct))
@@ -148,13 +168,17 @@ def test_a_missing_chunk_is_named_not_zeros(small: Path, how: str) -> None:
     (small / "w/0.1").unlink()
     part = part_of("w", (6, 8), is_filled=False)
     with pytest.raises(MissingShardError, match=r"w/0\.1"):
-        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(part, small)
+        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(
+            part, small
+        )
 
 
 def test_a_helper_needs_only_the_chunks_of_its_region(small: Path) -> None:
     (small / "w/0.1").unlink()
     part = part_of("w", (6, 8), (1, 0, 2), is_filled=False)
-    assert bits(strategy._load_from_array(part, small)) == bits(part_of("w", (6, 8), (1, 0, 2)).data)
+    assert bits(strategy._load_from_array(part, small)) == bits(
+        part_of("w", (6, 8), (1, 0, 2)).data
+    )
 
 
 @pytest.mark.parametrize("how", ["strategy", "helper"])
@@ -162,14 +186,20 @@ def test_a_chunk_cut_short_is_named(small: Path, how: str) -> None:
     (small / "w/0.0").write_bytes(bytes(7))
     part = part_of("w", (6, 8), is_filled=False)
     with pytest.raises(TruncatedError, match=r"w/0\.0"):
-        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(part, small)
+        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(
+            part, small
+        )
 
 
 @pytest.mark.parametrize("how", ["strategy", "helper"])
 def test_another_shape_is_an_error_unless_it_may_differ(small: Path, how: str) -> None:
     def load(part: ShardedTensor) -> torch.Tensor:
         part = part.without_data()
-        return LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+        return (
+            LOADER.load({"w": part}, small)["w"]
+            if how == "strategy"
+            else strategy._load_from_array(part, small)
+        )
 
     values = global_tensor("w", (6, 8))
     with pytest.raises(CheckpointingException, match=r"\(6, 8\).*\(4, 8\)|\(4, 8\).*\(6, 8\)"):
@@ -185,14 +215,22 @@ def test_another_shape_is_an_error_unless_it_may_differ(small: Path, how: str) -
 @pytest.mark.parametrize("how", ["strategy", "helper"])
 def test_a_tensor_arrives_in_the_type_that_is_asked_for(small: Path, how: str) -> None:
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 8, dtype=torch.bfloat16))
-    found = LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+    found = (
+        LOADER.load({"w": part}, small)["w"]
+        if how == "strategy"
+        else strategy._load_from_array(part, small)
+    )
     assert bits(found) == bits(global_tensor("w", (6, 8)).bfloat16())
 
 
 @pytest.mark.parametrize("how", ["strategy", "helper"])
 def test_a_flattened_range_is_cut_last(small: Path, how: str) -> None:
     part = flat_part_of("w", (6, 8), 3, 11, offsets=((1, 1, 2),), is_filled=False)
-    found = LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+    found = (
+        LOADER.load({"w": part}, small)["w"]
+        if how == "strategy"
+        else strategy._load_from_array(part, small)
+    )
     assert torch.equal(found, global_tensor("w", (6, 8))[:, 4:].flatten()[3:11])
 
 
@@ -248,7 +286,9 @@ def _save_irregular(rank: int, world: int, root: str) -> str:
 
 
 @pytest.mark.dist
-def test_shards_that_are_no_grid_are_refused_on_every_rank_before_anything_is_written(tmp_path: Path) -> None:
+def test_shards_that_are_no_grid_are_refused_on_every_rank_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     texts = run_ranks(2, _save_irregular, str(tmp_path))
     assert all("grid" in text for text in texts)
     assert not list(tmp_path.rglob("*"))
@@ -257,7 +297,9 @@ def test_shards_that_are_no_grid_are_refused_on_every_rank_before_anything_is_wr
 def _save_by_helpers(rank: int, world: int, root: str) -> None:
     parts = list(nested_values(state(rank, world)))
     arrays = strategy._create_or_open_zarr_arrays(parts, Path(root))
-    assert [array is None for array in arrays] == [not is_main_replica(part.replica_id) for part in parts]
+    assert [array is None for array in arrays] == [
+        not is_main_replica(part.replica_id) for part in parts
+    ]
     for part, array in zip(parts, arrays, strict=True):
         strategy._save_to_existing_array(part, array)
 
@@ -271,7 +313,10 @@ def test_the_documented_helpers_write_the_same_files(tmp_path: Path, saved: Path
 @pytest.mark.dist
 def test_the_documented_helper_reads_the_same_tensors(saved: Path) -> None:
     for rank in range(4):
-        found = [strategy._load_from_array(part, saved) for part in nested_values(state(rank, 4, is_filled=False))]
+        found = [
+            strategy._load_from_array(part, saved)
+            for part in nested_values(state(rank, 4, is_filled=False))
+        ]
         check_loaded(found, rank, 4)
 
 
@@ -286,7 +331,9 @@ def test_the_first_shard_of_the_main_replica_creates_the_array() -> None:
     assert strategy._should_create_array(part_of("step", ()))
     assert strategy._should_create_array(flat_part_of("w", (6, 8), 0, 5))
     assert not strategy._should_create_array(flat_part_of("w", (6, 8), 5, 9))
-    assert not strategy._should_create_array(flat_part_of("w", (6, 8), 0, 0)), "another piece begins there, too"
+    assert not strategy._should_create_array(flat_part_of("w", (6, 8), 0, 0)), (
+        "another piece begins there, too"
+    )
     assert not strategy._should_create_array(part_of("w", (6, 8), (1, 1, 2)))
     assert not strategy._should_create_array(part_of("w", (6, 8), (1, 0, 2), replica_id=(0, 1)))
 
@@ -357,7 +404,11 @@ def test_postprocessing_pads_and_cuts_only_where_that_is_allowed() -> None:
         strategy.postprocess_numpy_array(array[:5], part)
     flexible = part_of("w", (6, 8), allow_shape_mismatch=True)
     padded = strategy.postprocess_numpy_array(array[:5, :7], flexible)
-    assert torch.equal(padded[:5, :7], part.data[:5, :7]) and not padded[5].any() and not padded[:, 7].any()
+    assert (
+        torch.equal(padded[:5, :7], part.data[:5, :7])
+        and not padded[5].any()
+        and not padded[:, 7].any()
+    )
     with pytest.raises(CheckpointingException, match=r"\(6, 8\).*\(5, 8\)"):
         strategy.pad_to_expected_shape(part.data, part_of("w", (5, 8), allow_shape_mismatch=True))
     with pytest.raises(CheckpointingException, match=r"\(6,\)"):
@@ -384,11 +435,15 @@ def test_metadata_lists_all_arrays_and_passes_over_locks(saved: Path) -> None:
         (lock / ".zarray").unlink()
         lock.rmdir()
     assert {key: (part.global_shape, part.dtype) for key, part in found.items()} == SHAPES
-    assert all(part.data is None and part.local_shape == part.global_shape for part in found.values())
+    assert all(
+        part.data is None and part.local_shape == part.global_shape for part in found.values()
+    )
     assert LOADER.load_sharded_metadata(saved) == LOADER.load_tensors_metadata(saved)
 
 
-def test_tensors_and_objects_are_removed_by_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_and_objects_are_removed_by_prefix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tree = {
         "w": part_of("w", (2,)),
         "x": part_of("x.a", (2,)),
@@ -400,7 +455,10 @@ def test_tensors_and_objects_are_removed_by_prefix(tmp_path: Path, caplog: pytes
     serialization.remove_sharded_tensors(tmp_path, "x.")
     assert set(serialization.load_sharded_metadata(tmp_path)) == {"w", "rng/shard_0_1"}
     assert not list(tmp_path.glob("x.*"))
-    wanted = {"w": part_of("w", (2,), is_filled=False), "kept": ShardedObject("rng", None, (1,), (0,))}
+    wanted = {
+        "w": part_of("w", (2,), is_filled=False),
+        "kept": ShardedObject("rng", None, (1,), (0,)),
+    }
     assert serialization.load(wanted, tmp_path)["kept"] == [2]
     LOADER.remove_sharded_tensors(tmp_path, "x.")
     assert "nothing in" in caplog.text
@@ -415,9 +473,9 @@ def test_a_whole_state_is_saved_and_loaded_by_the_documented_functions(tmp_path:
     found = serialization.load(wanted, tmp_path)
     assert (found.pop("rng"), found.pop("iteration")) == ({"seed": [1, 2]}, 7)
     check_loaded(found, 0, 1)
-    assert {key: bits(tensor) for key, tensor in serialization.load_plain_tensors(tmp_path).items()} == {
-        key: global_bits(key) for key in SHAPES
-    }
+    assert {
+        key: bits(tensor) for key, tensor in serialization.load_plain_tensors(tmp_path).items()
+    } == {key: global_bits(key) for key in SHAPES}
 
 
 def test_only_backend_zarr_of_version_1_is_loaded() -> None:
@@ -430,19 +488,31 @@ def test_only_backend_zarr_of_version_1_is_loaded() -> None:
 
 
 def test_these_strategies_are_the_default_ones() -> None:
-    assert type(get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)) is ZarrSaveShardedStrategy
-    assert type(get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)) is ZarrLoadShardedStrategy
+    assert (
+        type(get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1))
+        is ZarrSaveShardedStrategy
+    )
+    assert (
+        type(get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1))
+        is ZarrLoadShardedStrategy
+    )
 
 
 @pytest.mark.parametrize("dtype", strategy.torch_to_numpy_dtype_dict, ids=str)
 def test_every_type_goes_through_zarr_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    raw = np.random.default_rng(7).integers(0, 2 if dtype == torch.bool else 256, 24 * dtype.itemsize, np.uint8)
+    raw = np.random.default_rng(7).integers(
+        0, 2 if dtype == torch.bool else 256, 24 * dtype.itemsize, np.uint8
+    )
     values = torch.from_numpy(raw).view(dtype).reshape(4, 6)
     part = ShardedTensor.from_rank_offsets("w", values)
     strategy._save_to_existing_array(part, strategy._create_zarr_array(part, tmp_path))
     found = zarr.open_array(tmp_path / "w", mode="r")
     assert found.dtype == strategy.torch_to_numpy_dtype_dict[dtype]
-    assert bits(strategy._load_from_array(part.without_data(), tmp_path)) == bits(values) == raw.tobytes()
+    assert (
+        bits(strategy._load_from_array(part.without_data(), tmp_path))
+        == bits(values)
+        == raw.tobytes()
+    )
     assert bits(tensor_of(found[1:3, 2:], key="w")) == bits(values[1:3, 2:])
 
 
@@ -450,11 +520,18 @@ def test_registered_types_have_fill_values_and_can_be_made_by_zarr(tmp_path: Pat
     dtype = zarr_types.torch_to_numpy_dtype_dict[torch.bfloat16]
     for number, fill in enumerate([0, 1.5, float("inf"), float("-inf"), float("nan")]):
         made = zarr.create_array(
-            tmp_path / str(number), shape=(2,), chunks=(2,), dtype=dtype, zarr_format=2, fill_value=fill
+            tmp_path / str(number),
+            shape=(2,),
+            chunks=(2,),
+            dtype=dtype,
+            zarr_format=2,
+            fill_value=fill,
         )
         found = zarr.open_array(tmp_path / str(number), mode="r")
         assert found.metadata == made.metadata or fill != fill
-        assert bits(tensor_of(found[:], key="w")) == bits(torch.full((2,), fill, dtype=torch.bfloat16))
+        assert bits(tensor_of(found[:], key="w")) == bits(
+            torch.full((2,), fill, dtype=torch.bfloat16)
+        )
     with pytest.raises(TypeError, match="bfloat16"):
         found.metadata.dtype.cast_scalar("abc")
 
@@ -481,8 +558,14 @@ def test_types_that_zarr_or_torch_lack_and_casts_that_lose_are_refused() -> None
 
 
 @pytest.mark.parametrize("case", ["dense_gqa/tp2_pp2", "moe_seq"])
-def test_checkpoints_of_old_megatron_are_read_alike_by_engine_and_helpers(golden: Path, case: str) -> None:
-    roots = sorted(path.parent for path in (golden / "mcore0121_zarr").rglob("metadata.json") if case in str(path))
+def test_checkpoints_of_old_megatron_are_read_alike_by_engine_and_helpers(
+    golden: Path, case: str
+) -> None:
+    roots = sorted(
+        path.parent
+        for path in (golden / "mcore0121_zarr").rglob("metadata.json")
+        if case in str(path)
+    )
     assert roots
     metadata = LOADER.load_tensors_metadata(roots[0])
     found = LOADER.load({key: part.without_data() for key, part in metadata.items()}, roots[0])

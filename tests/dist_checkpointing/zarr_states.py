@@ -38,15 +38,27 @@ def state(rank: int, world: int, *, is_filled: bool = True) -> dict[str, Any]:
     layers = range(pp_rank * 4 // pp, (pp_rank + 1) * 4 // pp)
     cut = CUTS[world]
     return {
-        "embedding": part_of("embedding", (12, 8), (0, rank, world), is_filled=is_filled, allow_shape_mismatch=True),
+        "embedding": part_of(
+            "embedding", (12, 8), (0, rank, world), is_filled=is_filled, allow_shape_mismatch=True
+        ),
         "layers": [
             {
-                "fc1": _part("layers.fc1", (0, layer, 4), (1, tp_rank, tp), prepended=1, is_filled=is_filled),
-                "norm": _part("layers.norm", (0, layer, 4), prepended=1, is_filled=is_filled, replica_id=tp_rank),
+                "fc1": _part(
+                    "layers.fc1", (0, layer, 4), (1, tp_rank, tp), prepended=1, is_filled=is_filled
+                ),
+                "norm": _part(
+                    "layers.norm",
+                    (0, layer, 4),
+                    prepended=1,
+                    is_filled=is_filled,
+                    replica_id=tp_rank,
+                ),
             }
             for layer in layers
         ],
-        "moment": flat_part_of("group/moment", (8, 6), cut[rank], cut[rank + 1], is_filled=is_filled),
+        "moment": flat_part_of(
+            "group/moment", (8, 6), cut[rank], cut[rank + 1], is_filled=is_filled
+        ),
         "mask": _part("mask", (0, rank, world), is_filled=is_filled),
         "scale": _part("scale", (1, rank, world), is_filled=is_filled),
         "counts": _part("counts", (0, tp_rank, tp), is_filled=is_filled, replica_id=(0, pp_rank)),

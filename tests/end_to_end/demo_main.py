@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 PER_RANK = {"rng_state"}
 """Belongs to the ranks that were; ckpt says that it does not carry it to others."""
-PARALLEL_ARGS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "num_layers")
+PARALLEL_ARGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "padded_vocab_size",
+    "num_layers",
+)
 
 
 class _StandIn:
@@ -47,7 +52,9 @@ def fail(message: str) -> None:
 
 def rank_file(path: Path) -> dict[str, Any]:
     """A Megatron rank file, by torch.load."""
-    loaded: dict[str, Any] = torch.load(path, weights_only=False, pickle_module=_PICKLE, map_location="cpu")
+    loaded: dict[str, Any] = torch.load(
+        path, weights_only=False, pickle_module=_PICKLE, map_location="cpu"
+    )
     return loaded
 
 
@@ -61,9 +68,12 @@ def rank_files(root_dir: Path) -> dict[str, dict[str, Any]]:
 def check_tensor(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """Compares dtype, shape and every bit; returns the number of bytes."""
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        fail(f"{where}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}")
+        fail(
+            f"{where}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
+        )
     if not torch.equal(
-        ours.contiguous().reshape(-1).view(torch.uint8), theirs.contiguous().reshape(-1).view(torch.uint8)
+        ours.contiguous().reshape(-1).view(torch.uint8),
+        theirs.contiguous().reshape(-1).view(torch.uint8),
     ):
         fail(f"{where}: the bits differ")
     return ours.nbytes
@@ -72,7 +82,9 @@ def check_tensor(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> int:
 def check_keys(where: str, ours: Any, theirs: Any) -> None:
     """Compares two sets of keys."""
     if set(ours) != set(theirs):
-        fail(f"{where}: only ours {sorted(set(ours) - set(theirs))}, only theirs {sorted(set(theirs) - set(ours))}")
+        fail(
+            f"{where}: only ours {sorted(set(ours) - set(theirs))}, only theirs {sorted(set(theirs) - set(ours))}"
+        )
 
 
 def check_same(where: str, ours: Any, theirs: Any) -> list[int]:
@@ -83,7 +95,11 @@ def check_same(where: str, ours: Any, theirs: Any) -> list[int]:
         return [check_tensor(where, ours, theirs)]
     if isinstance(theirs, dict):
         check_keys(where, ours, theirs)
-        return [n for key, value in theirs.items() for n in check_same(f"{where} {key}", ours[key], value)]
+        return [
+            n
+            for key, value in theirs.items()
+            for n in check_same(f"{where} {key}", ours[key], value)
+        ]
     if isinstance(theirs, (list, tuple)):
         if len(ours) != len(theirs):
             fail(f"{where}: {len(ours)} entries against {len(theirs)}")
@@ -107,12 +123,16 @@ def ranks(ours_dir: Path, theirs_dir: Path) -> str:
         args = mine.pop("args", None), rest.pop("args", None)
         for name in PARALLEL_ARGS if args[1] is not None else ():
             if getattr(args[0], name) != getattr(args[1], name):
-                fail(f"{file} args.{name}: {getattr(args[0], name)} against {getattr(args[1], name)}")
+                fail(
+                    f"{file} args.{name}: {getattr(args[0], name)} against {getattr(args[1], name)}"
+                )
         check_keys(file, mine, rest)
         for name, value in rest.items():
             what = "model" if str(name).startswith("model") else "optimizer"
             sizes.setdefault(what, []).extend(check_same(f"{file} {name}", mine[name], value))
-    found = " and ".join(f"{len(of)} tensors, {sum(of):,} bytes of the {what}" for what, of in sizes.items() if of)
+    found = " and ".join(
+        f"{len(of)} tensors, {sum(of):,} bytes of the {what}" for what, of in sizes.items() if of
+    )
     return f"{found} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and so do all other entries"
 
 
@@ -134,7 +154,9 @@ def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
             fail(f"{key} is missing; there are {sorted(loaded)[:8]} …")
         mine = loaded[key]
         if mine.shape[0] < value.shape[0] and not value[mine.shape[0] :].any():
-            value = value[: mine.shape[0]]  # the rows that pad the vocabulary belong to one TP size only
+            value = value[
+                : mine.shape[0]
+            ]  # the rows that pad the vocabulary belong to one TP size only
         n_bytes += check_tensor(key, mine, value)
     return f"{len(weights)} tensors, {n_bytes:,} bytes equal what Megatron-LM saved at TP1, bit for bit"
 
@@ -142,9 +164,17 @@ def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
 def flat(value: Any, path: tuple[object, ...] = ()) -> dict[tuple[object, ...], Any]:
     """Path → leaf of nested dicts and lists."""
     if isinstance(value, dict) and value:
-        return {at: leaf for key, inner in value.items() for at, leaf in flat(inner, (*path, key)).items()}
+        return {
+            at: leaf
+            for key, inner in value.items()
+            for at, leaf in flat(inner, (*path, key)).items()
+        }
     if isinstance(value, (list, tuple)) and value:
-        return {at: leaf for i, inner in enumerate(value) for at, leaf in flat(inner, (*path, i)).items()}
+        return {
+            at: leaf
+            for i, inner in enumerate(value)
+            for at, leaf in flat(inner, (*path, i)).items()
+        }
     return {path: value}
 
 
@@ -187,6 +217,11 @@ def safetensors_files(ours_dir: Path, theirs_path: Path) -> str:
 
 
 if __name__ == "__main__":
-    checks = {"ranks": ranks, "dcp": dcp_directory, "torch": torch_file, "safetensors": safetensors_files}
+    checks = {
+        "ranks": ranks,
+        "dcp": dcp_directory,
+        "torch": torch_file,
+        "safetensors": safetensors_files,
+    }
     what = checks[sys.argv[1]]
     print("proof:", what(Path(sys.argv[2]), Path(sys.argv[3])))

@@ -32,7 +32,9 @@ def _zarr3_by_zarr_python(golden: Path, folder: Path) -> Path:
     values = np.arange(24 * 10, dtype="float32").reshape(24, 10)
     group.create_array("plain", data=values, chunks=(6, 10), compressors=None)
     group.create_array("packed", data=values + 0.5, chunks=(6, 5))
-    group.create_array("sharded", data=values - 7, chunks=(3, 10), shards=(12, 10), compressors=None)
+    group.create_array(
+        "sharded", data=values - 7, chunks=(3, 10), shards=(12, 10), compressors=None
+    )
     group.create_array("layers.0.bias", data=np.arange(7, dtype="int64"))
     return folder / "zarr3"
 
@@ -41,7 +43,10 @@ def _orbax_by_tensorstore(golden: Path, folder: Path) -> Path:
     import ml_dtypes
     import tensorstore as ts
 
-    for key, compressor in (("params.dense.kernel", None), ("params.dense.bias", {"id": "zstd", "level": 1})):
+    for key, compressor in (
+        ("params.dense.kernel", None),
+        ("params.dense.bias", {"id": "zstd", "level": 1}),
+    ):
         data = np.arange(64 * 33, dtype="float32").reshape(64, 33).astype(ml_dtypes.bfloat16)
         spec = {
             "driver": "zarr",
@@ -54,7 +59,10 @@ def _orbax_by_tensorstore(golden: Path, folder: Path) -> Path:
 
 def _state() -> dict[str, object]:
     weight = torch.arange(40 * 6, dtype=torch.float32).reshape(40, 6)
-    return {"model": {"w": weight.to(torch.bfloat16), "b": weight[0] + 0.25, "n": torch.tensor(7)}, "epoch": 3}
+    return {
+        "model": {"w": weight.to(torch.bfloat16), "b": weight[0] + 0.25, "n": torch.tensor(7)},
+        "epoch": 3,
+    }
 
 
 def _dcp_zstd(golden: Path, folder: Path) -> Path:
@@ -94,7 +102,11 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "deepspeed-3": _gold("deepspeed/zero3_dp2_bf16"),
     "universal": _gold("deepspeed_universal/zero1_dp2_bf16"),
 }
-MEGATRON = {name for name in SOURCES if name.startswith(("megatron", "torch_dist", "zarr")) and name != "zarr3"}
+MEGATRON = {
+    name
+    for name in SOURCES
+    if name.startswith(("megatron", "torch_dist", "zarr")) and name != "zarr3"
+}
 HUGGING_FACE = {"safetensors", "safetensors-one", "torch_bin"}
 TARGETS = [format.name for format in formats() if format.lay_out is not None]
 
@@ -115,7 +127,9 @@ def _wanted(job: Job) -> Tensors:
             if job.to == "deepspeed_universal" and key in plan.target.aliases:
                 continue  # recorded as shared
             stored = plan.match(key).dtype
-            source = replace(plan.source, tensors={key: replace(plan.source.tensors[key], dtype=stored)})
+            source = replace(
+                plan.source, tensors={key: replace(plan.source.tensors[key], dtype=stored)}
+            )
             tensor = _as_torch(tensor_bytes(source, store, key), stored)
             padded = torch.zeros(meta.shape, dtype=tensor.dtype)
             padded[tuple(slice(0, n) for n in tensor.shape)] = tensor
@@ -142,10 +156,20 @@ def _job(src: Path, dst: Path, to: str) -> Job:
                 return job
         except UnsupportedError as err:
             hint = err.hint or "no hint"
-            if err.key is None or not any(way in hint for way in ("--dtype", "--exclude", "--rename")):
+            if err.key is None or not any(
+                way in hint for way in ("--dtype", "--exclude", "--rename")
+            ):
                 raise
             exclude = (*job.exclude, err.key)
-            job = Job(src=src, dst=dst, to=to, fsync=False, exclude=exclude, dtype=job.dtype, optim=job.optim)
+            job = Job(
+                src=src,
+                dst=dst,
+                to=to,
+                fsync=False,
+                exclude=exclude,
+                dtype=job.dtype,
+                optim=job.optim,
+            )
     raise AssertionError("the refusals do not end")
 
 
@@ -213,7 +237,9 @@ def test_two_conversions_write_the_same_bytes(golden: Path, tmp_path: Path) -> N
         for number in range(2):
             dst = tmp_path / f"{target}-{number}"
             run(Job(src=golden / "torch_dcp/tp2_only", dst=dst, to=target, fsync=False))
-            written.append({p.relative_to(dst): p.read_bytes() for p in sorted(dst.rglob("*")) if p.is_file()})
+            written.append(
+                {p.relative_to(dst): p.read_bytes() for p in sorted(dst.rglob("*")) if p.is_file()}
+            )
         shutil.rmtree(dst)
         assert written[0] == written[1]
         for path, data in written[0].items():

@@ -38,7 +38,9 @@ def copy(golden: Path, name: str, src: Path) -> Path:
     return src / "iter_0000010"
 
 
-def refused(src: Path, error: type[CheckpointingException], *, to: str = "torch") -> CheckpointingException:
+def refused(
+    src: Path, error: type[CheckpointingException], *, to: str = "torch"
+) -> CheckpointingException:
     """Converts, expects the error, and that nothing remains."""
     dst = src.parent / "out"
     before = sorted(src.parent.iterdir())
@@ -115,11 +117,15 @@ def test_a_flipped_bit_in_a_rank_file_is_found_by_its_crc(golden: Path, src: Pat
 
 
 @pytest.mark.parametrize("folder", [DIST, DCP], ids=["torch_dist", "dcp"])
-def test_a_flipped_bit_in_a_distcp_file_is_found_by_its_crc(golden: Path, src: Path, folder: str) -> None:
+def test_a_flipped_bit_in_a_distcp_file_is_found_by_its_crc(
+    golden: Path, src: Path, folder: str
+) -> None:
     copy(golden, folder, src)
     path = max(src.rglob("*.distcp"), key=lambda found: found.stat().st_size)
     opened = open_checkpoint(path.parent)
-    pieces = [piece.array for key in opened.catalog.tensors for piece in opened.catalog.fragments(key)]
+    pieces = [
+        piece.array for key in opened.catalog.tensors for piece in opened.catalog.fragments(key)
+    ]
     largest = max(
         (piece for piece in pieces if piece is not None and piece.extent.file == path.name),
         key=lambda piece: piece.n_bytes,
@@ -170,7 +176,9 @@ def test_hostile_pickles_run_nothing(golden: Path, src: Path, tmp_path: Path) ->
         assert not marker.exists()
 
 
-def test_a_dangerous_object_inside_a_checkpoint_is_refused(golden: Path, src: Path, tmp_path: Path) -> None:
+def test_a_dangerous_object_inside_a_checkpoint_is_refused(
+    golden: Path, src: Path, tmp_path: Path
+) -> None:
     import torch
 
     marker = tmp_path / "marker"
@@ -188,22 +196,36 @@ def dropping(module: bytes, name: bytes) -> bytes:
 def test_a_name_that_a_pickle_drops_again_is_refused(src: Path) -> None:
     src.mkdir()
     with zipfile.ZipFile(src / "model.pt", "w") as archive:
-        archive.writestr("m/data.pkl", b"\x80\x02" + dropping(b"posix", b"system") + pickle.dumps({"a": 1}, 2)[2:])
+        archive.writestr(
+            "m/data.pkl",
+            b"\x80\x02" + dropping(b"posix", b"system") + pickle.dumps({"a": 1}, 2)[2:],
+        )
         archive.writestr("m/version", "3\n")
     assert "posix.system" in refused(src / "model.pt", UnsafeError, to="dcp").message
 
 
-@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large enough for the fast reader"])
-def test_a_name_that_metadata_drops_again_is_refused(golden: Path, src: Path, is_large: bool) -> None:
+@pytest.mark.parametrize(
+    "is_large", [False, True], ids=["small", "large enough for the fast reader"]
+)
+def test_a_name_that_metadata_drops_again_is_refused(
+    golden: Path, src: Path, is_large: bool
+) -> None:
     path = copy(golden, DIST, src) / ".metadata"
     padding = b"\x8e" + (1 << 20).to_bytes(8, "little") + bytes(1 << 20) + b"0" if is_large else b""
     data = path.read_bytes()
     assert data[:2] == b"\x80\x04"
-    path.write_bytes(b"\x80\x04" + padding + dropping(b"posix", b"system") + data[2:].replace(b"\x95", b"\x95", 1))
+    path.write_bytes(
+        b"\x80\x04"
+        + padding
+        + dropping(b"posix", b"system")
+        + data[2:].replace(b"\x95", b"\x95", 1)
+    )
     assert "posix.system" in refused(src, UnsafeError, to="dcp").message
 
 
-def test_a_name_in_an_object_of_a_linked_copy_is_refused(golden: Path, src: Path, tmp_path: Path) -> None:
+def test_a_name_in_an_object_of_a_linked_copy_is_refused(
+    golden: Path, src: Path, tmp_path: Path
+) -> None:
     import torch
     from torch.distributed import checkpoint
 
@@ -222,7 +244,9 @@ def test_an_unknown_class_is_refused_or_dropped_by_request(src: Path) -> None:
     error = refused(src / "model.pt", CheckpointingException, to="dcp")
     assert error.exit_code == 4
     assert "core.convert.job.Job" in error.message
-    report = run(Job(src=src / "model.pt", dst=src / "out", to="dcp", drop_unknown=True, fsync=False))
+    report = run(
+        Job(src=src / "model.pt", dst=src / "out", to="dcp", drop_unknown=True, fsync=False)
+    )
     assert any("extra" in text for text in report.dropped)
 
 
@@ -234,7 +258,9 @@ def test_names_that_leave_the_directory_are_refused(golden: Path, src: Path) -> 
     assert refused(src, UnsafeError).exit_code == 5
 
 
-def test_an_existing_destination_is_left_alone_and_replaced_by_request(golden: Path, tmp_path: Path) -> None:
+def test_an_existing_destination_is_left_alone_and_replaced_by_request(
+    golden: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")
@@ -274,7 +300,9 @@ def test_a_parent_that_cannot_be_made_is_a_storage_error(golden: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_anything_is_written(golden: Path, tmp_path: Path) -> None:
-    job = Job(src=golden / "torch_dcp/fsdp2_dp2", dst=tmp_path / "out", to="torch", memory_bytes=1 << 20)
+    job = Job(
+        src=golden / "torch_dcp/fsdp2_dp2", dst=tmp_path / "out", to="torch", memory_bytes=1 << 20
+    )
     with pytest.raises(CapacityError, match="memory"):
         run(job)
     assert list(tmp_path.iterdir()) == []

@@ -60,12 +60,16 @@ def damaged(folder: Path, *, flip: bool = False) -> Path:
 def test_values_and_fingerprints_are_found_on_a_device(tmp_path: Path) -> None:
     one, other = damaged(tmp_path / "a"), damaged(tmp_path / "b", flip=True)
     expected = validated(one, None, against=other)
-    assert {"CK710", "CK711", "CK712", "CK713", "CK715", "CK824"} <= {found.code for found in expected.findings}
+    assert {"CK710", "CK711", "CK712", "CK713", "CK715", "CK824"} <= {
+        found.code for found in expected.findings
+    }
     assert validated(one, DEVICE, against=other) == expected
     assert {VALUES, FINGERPRINT} <= used()
 
 
-@pytest.mark.parametrize("name", ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "torch_dcp/tp2_fsdp2_dp2"])
+@pytest.mark.parametrize(
+    "name", ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "torch_dcp/tp2_fsdp2_dp2"]
+)
 def test_a_whole_checkpoint_is_whole_on_a_device(golden: Path, name: str) -> None:
     assert validated(golden / name, DEVICE) == validated(golden / name, None)
 
@@ -80,7 +84,9 @@ def test_copies_that_differ_are_found_on_a_device(golden: Path, tmp_path: Path) 
     assert COMPARE in used()
 
 
-@pytest.mark.parametrize("change", [{"dtype": ((None, "bfloat16"),)}, {"quantize": ((None, "block"),)}, {}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": ((None, "bfloat16"),)}, {"quantize": ((None, "block"),)}, {}]
+)
 def test_a_conversion_with_a_device_writes_the_same_files(
     golden: Path, tmp_path: Path, change: dict[str, object]
 ) -> None:
@@ -95,28 +101,48 @@ def test_a_conversion_with_a_device_writes_the_same_files(
 
 def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> None:
     one, other = (
-        read_inventory(golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device)
+        read_inventory(
+            golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device
+        )
         for device in (None, DEVICE)
     )
-    assert one.fingerprints and one.fingerprints == other.fingerprints and one.arrays == other.arrays
+    assert (
+        one.fingerprints and one.fingerprints == other.fingerprints and one.arrays == other.arrays
+    )
 
 
 def converted(team: PipeTeam, src: Path, dst: Path) -> None:
-    run_shared(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), verify=True, device=DEVICE), team)
+    run_shared(
+        Job(
+            src=src,
+            dst=dst,
+            to="safetensors",
+            dtype=((None, "bfloat16"),),
+            verify=True,
+            device=DEVICE,
+        ),
+        team,
+    )
 
 
 def test_workers_with_devices_write_the_same_files(golden: Path, tmp_path: Path) -> None:
     src = golden / "hf/llama/torch_single/model_zip.pt"
     run(Job(src=src, dst=tmp_path / "a", to="safetensors", dtype=((None, "bfloat16"),)))
     run_team(2, converted, src, tmp_path / "b")
-    one, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
+    one, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
+    )
     assert one == other
 
 
 def test_a_device_counts_in_the_memory_promise(golden: Path, tmp_path: Path) -> None:
-    job = Job(src=golden / "hf/llama/safetensors_sharded", dst=tmp_path / "a", memory_bytes=512 << 20)
+    job = Job(
+        src=golden / "hf/llama/safetensors_sharded", dst=tmp_path / "a", memory_bytes=512 << 20
+    )
     assert within_memory(replace(job, device=DEVICE)).memory_bytes == (512 << 20) - 2 * LANE_BYTES
-    with pytest.raises(CapacityError, match=r"cuda:0 and its pinned buffers take .*at least \d+ MiB \(--memory\)"):
+    with pytest.raises(
+        CapacityError, match=r"cuda:0 and its pinned buffers take .*at least \d+ MiB \(--memory\)"
+    ):
         run(replace(job, device=Device("cuda:0")))
     assert within_memory(replace(job, device=Device("cuda:9", is_auto=True))) == job
     (found,) = decisions(Device("cuda:9", is_auto=True))
@@ -129,7 +155,10 @@ def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:
     view = memoryview(window)
 
     def first_bytes(start: int) -> list[int]:
-        return [int(piece[0]) for piece in lane.map_pieces((view[start : start + 8],), lambda data: data[:1], size=8)]
+        return [
+            int(piece[0])
+            for piece in lane.map_pieces((view[start : start + 8],), lambda data: data[:1], size=8)
+        ]
 
     with lane.uploaded_once(view):
         assert first_bytes(8) == [8]

@@ -68,7 +68,10 @@ class Text:
 def texts() -> tuple[Text, ...]:
     """Return every string of the program that names a command or an option; no docstrings."""
     collected = []
-    for path in [*sorted((ROOT / "core").rglob("*.py")), *sorted((ROOT / "ckpt_cli").rglob("*.py"))]:
+    for path in [
+        *sorted((ROOT / "core").rglob("*.py")),
+        *sorted((ROOT / "ckpt_cli").rglob("*.py")),
+    ]:
         place = path.relative_to(ROOT).as_posix()
         for line, value in strings_of(ast.parse(path.read_text(encoding="utf-8"))):
             is_declared = DECLARATIONS.search(place) and re.fullmatch(r"-\S+", value)
@@ -83,9 +86,13 @@ def strings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(part) for part in node.values}
-            parts = [str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values]
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values
+            ]
             yield node.lineno, "".join(parts)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner
+        ):
             yield node.lineno, node.value
 
 
@@ -95,7 +102,11 @@ def params_of() -> dict[str, dict[str, Any]]:
     group = get_command(app)
     assert isinstance(group, Group)
     return {
-        name: {option.lstrip("-"): param for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        name: {
+            option.lstrip("-"): param
+            for param in command.params
+            for option in (*param.opts, *param.secondary_opts)
+        }
         | {"help": None}
         for name, command in group.commands.items()
     }
@@ -173,7 +184,9 @@ CHECKED_VALUES: Mapping[str, Callable[[str], object]] = {
 TAKES_WORDS = frozenset(
     {*CHECKED_VALUES, "rng", "on-replica-mismatch", "unknown", "names", "device", "backend", "bind"}
 )
-SENTENCES = re.compile(r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with")
+SENTENCES = re.compile(
+    r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with"
+)
 """Words that follow an option in a sentence, and are no value of it."""
 
 
@@ -194,24 +207,40 @@ def lines_of(text: Text) -> Iterator[list[str]]:
     verbs = [verb for verb, _ in named_verbs(text.value)]
     for match in OPTION.finditer(text.value):
         option = match[1].replace("_", "-")
-        verb = next(iter([verb for verb in verbs if option in params_of()[verb]] or verbs_with(option)), None)
+        verb = next(
+            iter([verb for verb in verbs if option in params_of()[verb]] or verbs_with(option)),
+            None,
+        )
         param = None if verb is None else params_of()[verb][option]
         if verb is None or param is None:
             continue  # another program's, or --help
         word = re.match(r"[ =]'?([\w.*=-]+)", text.value[match.end() :])
-        value = None if param.is_flag else value_of(option, word[1].rstrip(".") if word else "", param)
+        value = (
+            None if param.is_flag else value_of(option, word[1].rstrip(".") if word else "", param)
+        )
         named = [f"--{option}", *([] if value is None else [value])]
         if value is not None and option in CHECKED_VALUES:
             CHECKED_VALUES[option](value)
-        yield [verb, *named, "validate", "a"] if verb == "launch" else [verb, *["a"] * (1 + (verb == "diff")), *named]
+        yield (
+            [verb, *named, "validate", "a"]
+            if verb == "launch"
+            else [verb, *["a"] * (1 + (verb == "diff")), *named]
+        )
 
 
 def value_of(option: str, word: str, param: Any) -> str:
     """Return the value that a text names for an option, or a sample where that is a placeholder or no value."""
-    is_value = bool(word) and HOLE not in word and word.upper() != word and SENTENCES.fullmatch(word) is None
+    is_value = (
+        bool(word)
+        and HOLE not in word
+        and word.upper() != word
+        and SENTENCES.fullmatch(word) is None
+    )
     if (is_value and option in TAKES_WORDS) or re.fullmatch(r"\d[\w.]*", word):
         return word
-    return VALUES.get(option) or (param.metavar.rpartition("|")[2] if "|" in (param.metavar or "") else "1")
+    return VALUES.get(option) or (
+        param.metavar.rpartition("|")[2] if "|" in (param.metavar or "") else "1"
+    )
 
 
 @dataclass(frozen=True)
@@ -234,11 +263,25 @@ class Refusal:
 REFUSALS = (
     Refusal("reshard SRC DST --tp 2", "--tp-new 2", "mcore_legacy/dense_gqa/tp2_pp2"),
     Refusal("reshard SRC DST", "--tp-new 4 --pp-new 2", "mcore_legacy/dense_gqa/tp2_pp2"),
-    Refusal("convert SRC DST --to safetensor", "safetensors", "torch_dcp/tp2_only", replaces="safetensor"),
+    Refusal(
+        "convert SRC DST --to safetensor",
+        "safetensors",
+        "torch_dcp/tp2_only",
+        replaces="safetensor",
+    ),
     Refusal("convert SRC DST --to deepspeed_universal", "--no-optim", "torch_dcp/fsdp2_dp2"),
-    Refusal("convert SRC DST --to deepspeed_universal", "--dtype float32", "mcore_legacy/dense_gqa/tp2_pp2"),
+    Refusal(
+        "convert SRC DST --to deepspeed_universal",
+        "--dtype float32",
+        "mcore_legacy/dense_gqa/tp2_pp2",
+    ),
     Refusal("convert SRC DST --to hf", "--no-optim", "mcore_legacy/dense_gqa/tp2_pp1_optim"),
-    Refusal("convert SRC DST --to dcp --tp-new 2", "--to megatron", "mcore_legacy/dense_gqa/tp2_pp2", "--to dcp"),
+    Refusal(
+        "convert SRC DST --to dcp --tp-new 2",
+        "--to megatron",
+        "mcore_legacy/dense_gqa/tp2_pp2",
+        "--to dcp",
+    ),
     Refusal("convert SRC DST --to dcp", "--drop-unknown", "unknown class"),
     Refusal("convert SRC DST --to dcp", "--exclude", "sparse"),
     Refusal("convert SRC DST --to torch", "--exclude s", "an object that calls"),
@@ -246,7 +289,9 @@ REFUSALS = (
     Refusal("convert SRC DST --to megatron", "--dequantize bf16", "float8"),
     Refusal("convert SRC DST --to dcp", "FOLDER/last.ckpt", "loose", "SRC"),
     Refusal("inspect SRC", "FOLDER/last.ckpt", "loose", "SRC"),
-    Refusal("validate SRC --ignore CK199", "ckpt validate --list-checks", "torch_dcp/tp2_only", "*"),
+    Refusal(
+        "validate SRC --ignore CK199", "ckpt validate --list-checks", "torch_dcp/tp2_only", "*"
+    ),
     Refusal("inspect SRC no.such", "ckpt inspect SRC --flat", "torch_dcp/tp2_only", "*"),
     Refusal("inspect SRC", "--iteration", "tracker"),
     Refusal("convert SRC DST --to dcp", "--force", "existing"),
@@ -273,13 +318,18 @@ def made(golden: Path, tmp_path: Path) -> Callable[[str], Path]:
             path = tmp_path / "x.pt"
             noted = torch.nn.Parameter(torch.ones(2))
             noted.calls = map(len, [[1]])  # type: ignore[attr-defined]
-            torch.save({"w": torch.ones(2), "s": noted if "attribute" in name else noted.calls}, path)
+            torch.save(
+                {"w": torch.ones(2), "s": noted if "attribute" in name else noted.calls}, path
+            )
         elif name == "loose":
             path.mkdir()
             torch.save({"w": torch.ones(2)}, path / "last.ckpt")
         elif name == "float8":
             source = golden / "hf/llama/safetensors_single"
-            assert main(["convert", str(source), str(path), "--to", "hf", "--quantize", "block", "-q"]) == 0
+            assert (
+                main(["convert", str(source), str(path), "--to", "hf", "--quantize", "block", "-q"])
+                == 0
+            )
         elif name == "tracker":
             shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", path)
             (path / "latest_checkpointed_iteration.txt").write_text("99")
@@ -299,9 +349,14 @@ class Thing:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.words} → {refusal.advice}")
+@pytest.mark.parametrize(
+    "refusal", REFUSALS, ids=lambda refusal: f"{refusal.words} → {refusal.advice}"
+)
 def test_taking_the_hint_of_a_refusal_works(
-    refusal: Refusal, made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refusal: Refusal,
+    made: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = made(refusal.source)
     paths = {"SRC": str(source), "DST": str(tmp_path / "out"), "FOLDER": str(source)}
@@ -314,7 +369,10 @@ def test_taking_the_hint_of_a_refusal_works(
     assert main(filled(refusal.words)) != 0
     told = capsys.readouterr().err
     advice = " ".join(filled(refusal.advice))
-    assert advice.lower() in told.replace(f"{tmp_path}/out", "DST").lower() or refusal.advice.lower() in told.lower()
+    assert (
+        advice.lower() in told.replace(f"{tmp_path}/out", "DST").lower()
+        or refusal.advice.lower() in told.lower()
+    )
     line = refusal.words
     advice = COMPLETED.get(refusal.advice, refusal.advice).removeprefix("ckpt ")
     if refusal.replaces == "*":

@@ -27,15 +27,28 @@ def _model(folder: Path, rank: str) -> dict[str, bytes]:
     file = next(folder.glob(f"iter_*/{rank}/model_optim_rng.pt"))
     store = LocalStore(file.parent, entry=file.name)
     catalog = torch_file.read(store)
-    return {key: tensor_bytes(catalog, store, key).tobytes() for key in catalog.tensors if key.startswith("model.")}
+    return {
+        key: tensor_bytes(catalog, store, key).tobytes()
+        for key in catalog.tensors
+        if key.startswith("model.")
+    }
 
 
-def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(golden: Path, tmp_path: Path) -> None:
+def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(
+    golden: Path, tmp_path: Path
+) -> None:
     run(Job(src=golden / GOLD / "tp4_pp1", dst=tmp_path / "hf", to="hf", fsync=False))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["model_type"] == "qwen2"
     size = TopologyChange(tp=2)
-    back = Job(src=tmp_path / "hf", dst=tmp_path / "back", to="megatron", topology=size, vocab_divisor=64, fsync=False)
+    back = Job(
+        src=tmp_path / "hf",
+        dst=tmp_path / "back",
+        to="megatron",
+        topology=size,
+        vocab_divisor=64,
+        fsync=False,
+    )
     run(back)
     for rank in ("mp_rank_00", "mp_rank_01"):
         wanted, found = _model(golden / GOLD / "tp2_pp1", rank), _model(tmp_path / "back", rank)
@@ -48,12 +61,22 @@ def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(golden: Pat
 def test_transformers_loads_what_was_a_megatron_checkpoint(golden: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    run(Job(src=golden / GOLD / "tp2_pp2", dst=tmp_path / "hf", to="safetensors", names="hf", fsync=False))
+    run(
+        Job(
+            src=golden / GOLD / "tp2_pp2",
+            dst=tmp_path / "hf",
+            to="safetensors",
+            names="hf",
+            fsync=False,
+        )
+    )
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True, torch_dtype=torch.bfloat16
     )
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    weights = _model(golden / GOLD / "tp1_pp1", "mp_rank_00")["model.embedding.word_embeddings.weight"]
+    weights = _model(golden / GOLD / "tp1_pp1", "mp_rank_00")[
+        "model.embedding.word_embeddings.weight"
+    ]
     embedding = of_tensor(model.model.embed_tokens.weight)[2]
     assert embedding == weights[: len(embedding)]
     assert torch.isfinite(model(torch.arange(12)[None]).logits).all()
@@ -82,7 +105,9 @@ def test_hugging_face_directories_become_rank_files_and_come_back(
     assert read_safetensors(tmp_path / "again") == first
 
 
-def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(golden: Path, tmp_path: Path) -> None:
+def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(
+    golden: Path, tmp_path: Path
+) -> None:
     hf = golden / "hf/llama/safetensors_single"
     wanted = read_safetensors(hf)
     run(Job(src=hf, dst=tmp_path / "step.dcp", to="dcp", add_prefix="app.model.", fsync=False))
@@ -107,15 +132,35 @@ def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(golden: Path, t
 def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_path: Path) -> None:
     hf = golden / "hf/llama/safetensors_single"
     with pytest.raises(UsageError, match="SRC already has a config.json"):
-        run(Job(src=hf, dst=tmp_path / "out", to="megatron", config=hf / "config.json", fsync=False))
+        run(
+            Job(src=hf, dst=tmp_path / "out", to="megatron", config=hf / "config.json", fsync=False)
+        )
     with pytest.raises(UsageError, match="--config has no effect"):
-        run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / "out", to="hf", config=hf / "config.json", fsync=False))
+        run(
+            Job(
+                src=golden / GOLD / "tp1_pp1",
+                dst=tmp_path / "out",
+                to="hf",
+                config=hf / "config.json",
+                fsync=False,
+            )
+        )
     with pytest.raises(MissingShardError):
-        run(Job(src=golden / "torch_dcp/tp2_only", dst=tmp_path / "out", to="hf", config=tmp_path / "no", fsync=False))
+        run(
+            Job(
+                src=golden / "torch_dcp/tp2_only",
+                dst=tmp_path / "out",
+                to="hf",
+                config=tmp_path / "no",
+                fsync=False,
+            )
+        )
 
 
 @pytest.mark.parametrize("config", ["hf/llama/safetensors_single/config.json", None])
-@pytest.mark.parametrize(("to", "names"), [("hf", None), ("megatron", None), ("dcp", "hf"), ("dcp", "megatron")])
+@pytest.mark.parametrize(
+    ("to", "names"), [("hf", None), ("megatron", None), ("dcp", "hf"), ("dcp", "megatron")]
+)
 def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
     to: str, names: str | None, config: str | None, golden: Path, tmp_path: Path
 ) -> None:
@@ -145,7 +190,9 @@ def test_names_of_megatron_may_be_asked_for_in_any_format(golden: Path, tmp_path
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in found["model"]
 
 
-def test_layers_of_a_converted_model_can_be_stacked_and_quantized(golden: Path, tmp_path: Path) -> None:
+def test_layers_of_a_converted_model_can_be_stacked_and_quantized(
+    golden: Path, tmp_path: Path
+) -> None:
     run(
         Job(
             src=golden / GOLD / "tp2_pp1",
@@ -167,20 +214,43 @@ def test_layers_of_a_converted_model_can_be_stacked_and_quantized(golden: Path, 
     assert "quantization_config" not in json.loads((tmp_path / "wide" / "config.json").read_text())
 
 
-def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(golden: Path, tmp_path: Path) -> None:
+def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(
+    golden: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="--make-vocab-size-divisible-by has no effect"):
-        run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / "out", to="hf", vocab_divisor=64, fsync=False))
+        run(
+            Job(
+                src=golden / GOLD / "tp1_pp1",
+                dst=tmp_path / "out",
+                to="hf",
+                vocab_divisor=64,
+                fsync=False,
+            )
+        )
     src = golden / "hf/llama/safetensors_single"
     with pytest.raises(UsageError, match="no padding rows"):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", keep_padded_vocab=True, fsync=False))
-    with pytest.raises(UsageError, match=r"--vocab-size 10 does not match config\.json, which has \d+ rows"):
+    with pytest.raises(
+        UsageError, match=r"--vocab-size 10 does not match config\.json, which has \d+ rows"
+    ):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", vocab_size=10, fsync=False))
 
 
-@pytest.mark.parametrize(("to", "name"), [("torch", "o.pt"), ("megatron", "o"), ("zarr", "o"), ("hf", "o.safetensors")])
-def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, golden: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "name"), [("torch", "o.pt"), ("megatron", "o"), ("zarr", "o"), ("hf", "o.safetensors")]
+)
+def test_a_size_of_files_is_refused_where_it_has_no_effect(
+    to: str, name: str, golden: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="--max-shard-size has no effect"):
-        run(Job(src=golden / "hf/llama/safetensors_single", dst=tmp_path / name, to=to, max_file_bytes=10))
+        run(
+            Job(
+                src=golden / "hf/llama/safetensors_single",
+                dst=tmp_path / name,
+                to=to,
+                max_file_bytes=10,
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -197,12 +267,48 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, g
             "LayerNorm|layernorm|normalization|GELU|swiglu",
         ),
         ("torch_dcp/fsdp2_dp2", "hf", None, CheckpointingException, "neither Megatron's names"),
-        ("torch_dcp/fsdp2_dp2", "dcp", "megatron", UsageError, "neither Megatron's names nor Hugging Face's"),
-        (f"{GOLD}/tp1_pp1", "hf", "megatron", UsageError, "--to hf and --names megatron contradict"),
-        (f"{GOLD}/tp1_pp1", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
-        ("hf/llama/safetensors_single", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
-        ("hf/llama/safetensors_single", "hf", "hf:qwen3", UsageError, "already have Hugging Face's names of 'llama'"),
-        ("hf/llama/safetensors_single", "hf", "hf:typo", UsageError, "already have Hugging Face's names"),
+        (
+            "torch_dcp/fsdp2_dp2",
+            "dcp",
+            "megatron",
+            UsageError,
+            "neither Megatron's names nor Hugging Face's",
+        ),
+        (
+            f"{GOLD}/tp1_pp1",
+            "hf",
+            "megatron",
+            UsageError,
+            "--to hf and --names megatron contradict",
+        ),
+        (
+            f"{GOLD}/tp1_pp1",
+            "megatron",
+            "hf",
+            UsageError,
+            "--names hf and --to megatron contradict",
+        ),
+        (
+            "hf/llama/safetensors_single",
+            "megatron",
+            "hf",
+            UsageError,
+            "--names hf and --to megatron contradict",
+        ),
+        (
+            "hf/llama/safetensors_single",
+            "hf",
+            "hf:qwen3",
+            UsageError,
+            "already have Hugging Face's names of 'llama'",
+        ),
+        (
+            "hf/llama/safetensors_single",
+            "hf",
+            "hf:typo",
+            UsageError,
+            "already have Hugging Face's names",
+        ),
         (
             "hf/llama/safetensors_single/model.safetensors",
             "hf",
@@ -210,7 +316,13 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, g
             UnsupportedError,
             "Hugging Face's names and a config.json",
         ),
-        ("hf/llama/torch_single/model_zip.pt", "megatron", None, UnsupportedError, "cannot be written as megatron"),
+        (
+            "hf/llama/torch_single/model_zip.pt",
+            "megatron",
+            None,
+            UnsupportedError,
+            "cannot be written as megatron",
+        ),
     ],
 )
 def test_names_that_cannot_be_had_are_refused(
@@ -249,13 +361,25 @@ def test_what_the_users_options_take_away_is_not_called_missing(
 @pytest.mark.parametrize("to", ["megatron", "torch_dist"])
 def test_megatron_is_given_no_scales(source: str, to: str, golden: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--quantize: Megatron cannot load float8"):
-        run(Job(src=golden / source, dst=tmp_path / "out", to=to, quantize=((None, "block"),), fsync=False))
+        run(
+            Job(
+                src=golden / source,
+                dst=tmp_path / "out",
+                to=to,
+                quantize=((None, "block"),),
+                fsync=False,
+            )
+        )
 
 
-def test_a_cast_is_told_of_the_arguments_only_where_there_are_some(golden: Path, tmp_path: Path) -> None:
+def test_a_cast_is_told_of_the_arguments_only_where_there_are_some(
+    golden: Path, tmp_path: Path
+) -> None:
     half = ((None, "fp16"),)
     for to, is_told in (("hf", False), ("megatron", True)):
-        report = run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / to, to=to, dtype=half, fsync=False))
+        report = run(
+            Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / to, to=to, dtype=half, fsync=False)
+        )
         assert any("training arguments are unchanged" in note for note in report.notes) == is_told
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
 
@@ -268,7 +392,9 @@ def test_advice_for_megatron_is_not_given_to_transformers(golden: Path, tmp_path
 
 
 def test_names_alone_go_where_no_configuration_can(golden: Path, tmp_path: Path) -> None:
-    report = run(Job(src=golden / GOLD / "tp2_pp1", dst=tmp_path / "out", to="dcp", names="hf", fsync=False))
+    report = run(
+        Job(src=golden / GOLD / "tp2_pp1", dst=tmp_path / "out", to="dcp", names="hf", fsync=False)
+    )
     assert not any("config.json" in text for text in (*report.notes, *report.dropped))
     assert sum("args" in text for text in report.dropped) == 1
 
@@ -276,15 +402,31 @@ def test_names_alone_go_where_no_configuration_can(golden: Path, tmp_path: Path)
 def test_what_a_directory_holds_beside_its_model_is_told_of(golden: Path, tmp_path: Path) -> None:
     source = tmp_path / "checkpoint-3"
     shutil.copytree(golden / "hf/llama/safetensors_sharded", source)
-    for name in ("optimizer.pt", "training_args.bin", "notes.txt", "trainer_state.json", ".gitattributes"):
+    for name in (
+        "optimizer.pt",
+        "training_args.bin",
+        "notes.txt",
+        "trainer_state.json",
+        ".gitattributes",
+    ):
         (source / name).write_bytes(b"{}")
     (source / "1_Pooling").mkdir()
     report = run(Job(src=source, dst=tmp_path / "out", to="hf", fsync=False))
     assert len(report.dropped) == 1
     left = "1_Pooling/, notes.txt, optimizer.pt, training_args.bin"
-    assert sorted(report.dropped[0].removeprefix("other files of the directory: ").split(", ")) == left.split(", ")
+    assert sorted(
+        report.dropped[0].removeprefix("other files of the directory: ").split(", ")
+    ) == left.split(", ")
     assert (tmp_path / "out" / "trainer_state.json").read_bytes() == b"{}"
-    again = run(Job(src=tmp_path / "out", dst=tmp_path / "again", to="hf", max_file_bytes=1 << 14, fsync=False))
+    again = run(
+        Job(
+            src=tmp_path / "out",
+            dst=tmp_path / "again",
+            to="hf",
+            max_file_bytes=1 << 14,
+            fsync=False,
+        )
+    )
     assert (again.dropped, again.notes) == ((), ())
     carried = {path.name for path in source.glob("*.json")} - {"model.safetensors.index.json"}
     assert carried <= {path.name for path in (tmp_path / "again").iterdir()}
@@ -296,7 +438,9 @@ def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_pa
     (source / "tokenizer.json").write_text("{}")
     for to in ("megatron", "dcp"):
         beside = [
-            text for text in run(Job(src=source, dst=tmp_path / to, to=to, fsync=False)).dropped if "token" in text
+            text
+            for text in run(Job(src=source, dst=tmp_path / to, to=to, fsync=False)).dropped
+            if "token" in text
         ]
         assert len(beside) == 1
         assert beside[0].startswith("files beside the weights: ")
@@ -308,7 +452,15 @@ def test_a_tied_output_layer_is_one_for_transformers_too(golden: Path, tmp_path:
     """The configuration says whether there is one; otherwise transformers would make one up, or ignore ours."""
     embedding = "model.embed_tokens.weight"
     tied = golden / "hf/qwen2_tied/safetensors_single"
-    report = run(Job(src=tied, dst=tmp_path / "apart", to="hf", untie=(("lm_head.weight", embedding),), fsync=False))
+    report = run(
+        Job(
+            src=tied,
+            dst=tmp_path / "apart",
+            to="hf",
+            untie=(("lm_head.weight", embedding),),
+            fsync=False,
+        )
+    )
     assert "config.json: tie_word_embeddings is now false" in report.notes
     apart = loaded_model(tmp_path / "apart")
     assert apart.lm_head.weight is not apart.model.embed_tokens.weight
@@ -319,11 +471,17 @@ def test_a_tied_output_layer_is_one_for_transformers_too(golden: Path, tmp_path:
     again = loaded_model(tmp_path / "tied")
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits(again), logits(apart))
-    run(Job(src=tmp_path / "apart", dst=tmp_path / "tied-ranks", to="megatron", tie=tie, fsync=False))
+    run(
+        Job(
+            src=tmp_path / "apart", dst=tmp_path / "tied-ranks", to="megatron", tie=tie, fsync=False
+        )
+    )
     assert "model.output_layer.weight" not in _model(tmp_path / "tied-ranks", "mp_rank_00")
 
 
-def test_float8_weights_are_not_taken_for_numbers_of_their_own(golden: Path, tmp_path: Path) -> None:
+def test_float8_weights_are_not_taken_for_numbers_of_their_own(
+    golden: Path, tmp_path: Path
+) -> None:
     small = tmp_path / "float8"
     src = golden / "hf/llama/safetensors_single"
     run(Job(src=src, dst=small, to="hf", quantize=((None, "block"),), fsync=False))
@@ -333,5 +491,7 @@ def test_float8_weights_are_not_taken_for_numbers_of_their_own(golden: Path, tmp
     with pytest.raises(UnsupportedError, match="the weights are quantized") as refused:
         run(Job(src=small, dst=tmp_path / "out", to="megatron", fsync=False))
     assert "--dequantize bf16" in str(refused.value.hint)
-    report = run(Job(src=small, dst=tmp_path / "out", to="megatron", dequantize="bf16", fsync=False))
+    report = run(
+        Job(src=small, dst=tmp_path / "out", to="megatron", dequantize="bf16", fsync=False)
+    )
     assert not any("config.json" in note for note in report.notes)

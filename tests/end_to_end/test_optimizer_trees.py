@@ -27,16 +27,26 @@ FSDP = "torch_dcp/fsdp2_dp2"
 MEGATRON = "mcore_legacy/dense_gqa/tp2_pp1_optim"
 NAMES = {
     FSDP: ("app.model.model.", "app.optim.state.model.{}.{}", "app.optim.param_groups.0.params"),
-    MEGATRON: ("model.decoder.", "optimizer.state.{1}.decoder.{0}", "optimizer.param_groups.0.params"),
+    MEGATRON: (
+        "model.decoder.",
+        "optimizer.state.{1}.decoder.{0}",
+        "optimizer.param_groups.0.params",
+    ),
 }
 
 
-def made(golden: Path, tmp_path: Path, source: str, **options: Any) -> tuple[Tensors, dict[str, Any], tuple[str, ...]]:
+def made(
+    golden: Path, tmp_path: Path, source: str, **options: Any
+) -> tuple[Tensors, dict[str, Any], tuple[str, ...]]:
     """A conversion to DCP, as torch reads it: tensors, other entries, and the notes."""
     report = run(Job(src=golden / source, dst=tmp_path / "out", to="dcp", fsync=False, **options))
     found = open_checkpoint(tmp_path / "out")
     catalog = loaded(found.catalog, found.store, load_object)
-    return read_dcp(tmp_path / "out"), {key: item.value for key, item in catalog.objects.items()}, report.notes
+    return (
+        read_dcp(tmp_path / "out"),
+        {key: item.value for key, item in catalog.objects.items()},
+        report.notes,
+    )
 
 
 def states_of(source: str, param: str, keys: Tensors) -> list[str]:
@@ -61,7 +71,9 @@ def test_states_are_carried_bit_for_bit(golden: Path, tmp_path: Path, source: st
 
 
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
-def test_a_parameter_that_is_excluded_takes_its_states_along(golden: Path, tmp_path: Path, source: str) -> None:
+def test_a_parameter_that_is_excluded_takes_its_states_along(
+    golden: Path, tmp_path: Path, source: str
+) -> None:
     before, objects_before, _ = made(golden, tmp_path / "a", source)
     glob = NAMES[source][0] + "layers.1.*"
     if source == MEGATRON:
@@ -82,18 +94,25 @@ def test_states_can_be_left_out_alone(golden: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 @pytest.mark.parametrize("glob", [None, "*.weight", "*layers.1.*", "*"])
-def test_a_cast_leaves_the_optimizer_as_it_is(golden: Path, tmp_path: Path, source: str, glob: str | None) -> None:
+def test_a_cast_leaves_the_optimizer_as_it_is(
+    golden: Path, tmp_path: Path, source: str, glob: str | None
+) -> None:
     before, _, _ = made(golden, tmp_path / "a", source)
     after, _, _ = made(golden, tmp_path / "b", source, dtype=((glob, "float16"),))
-    assert {key for key in before if before[key] != after[key]} <= {key for key in before if "optim" not in key}
+    assert {key for key in before if before[key] != after[key]} <= {
+        key for key in before if "optim" not in key
+    }
     model = next(key for key in before if key.endswith(PARAM[source]) and "optim" not in key)
     assert after[model][0] == "float16"
 
 
 @pytest.mark.parametrize(
-    ("source", "glob"), [(FSDP, "app.optim.*.exp_avg"), (FSDP, "*.exp_avg"), (MEGATRON, "optimizer.state.exp_avg.*")]
+    ("source", "glob"),
+    [(FSDP, "app.optim.*.exp_avg"), (FSDP, "*.exp_avg"), (MEGATRON, "optimizer.state.exp_avg.*")],
 )
-def test_a_glob_that_names_states_casts_them(golden: Path, tmp_path: Path, source: str, glob: str) -> None:
+def test_a_glob_that_names_states_casts_them(
+    golden: Path, tmp_path: Path, source: str, glob: str
+) -> None:
     after, _, _ = made(golden, tmp_path, source, dtype=((glob, "bfloat16"),))
     for state, dtype in (("exp_avg", "bfloat16"), ("exp_avg_sq", "float32")):
         assert after[NAMES[source][1].format(PARAM[source], state)][0] == dtype
@@ -102,7 +121,9 @@ def test_a_glob_that_names_states_casts_them(golden: Path, tmp_path: Path, sourc
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 def test_states_follow_a_new_name(golden: Path, tmp_path: Path, source: str) -> None:
     old = NAMES[source][0].removeprefix("model.") + PARAM[source]
-    after, objects, _ = made(golden, tmp_path, source, rename=(("^" + old.replace(".", r"\."), old + "_new"),))
+    after, objects, _ = made(
+        golden, tmp_path, source, rename=(("^" + old.replace(".", r"\."), old + "_new"),)
+    )
     assert not states_of(source, PARAM[source], after)
     assert len(states_of(source, PARAM[source] + "_new", after)) == N_STATES[source]
     assert any(str(name).endswith(PARAM[source] + "_new") for name in objects[NAMES[source][2]])
@@ -114,9 +135,13 @@ def test_a_copy_of_a_parameter_gets_copies_of_its_states(golden: Path, tmp_path:
     for state in ("exp_avg", "exp_avg_sq", "step"):
         copy = after[f"app.optim.state.head.weight.{state}"]
         assert copy == after[f"app.optim.state.model.embed_tokens.weight.{state}"]
-    assert {"head.weight", "model.embed_tokens.weight"} <= set(objects["app.optim.param_groups.0.params"])
+    assert {"head.weight", "model.embed_tokens.weight"} <= set(
+        objects["app.optim.param_groups.0.params"]
+    )
     assert "3 optimizer tensors of tied weights are written as copies too" in notes
-    nested: dict[str, Any] = {"app": {"optim": {"state": {"head.weight": {"exp_avg": torch.zeros(copy_shape(after))}}}}}
+    nested: dict[str, Any] = {
+        "app": {"optim": {"state": {"head.weight": {"exp_avg": torch.zeros(copy_shape(after))}}}}
+    }
     dcp.load(nested, checkpoint_id=tmp_path / "out", no_dist=True)
     assert nested["app"]["optim"]["state"]["head.weight"]["exp_avg"].abs().sum() > 0
 
@@ -128,21 +153,39 @@ def copy_shape(tensors: Tensors) -> tuple[int, ...]:
 def test_a_parameter_that_is_tied_loses_its_states(golden: Path, tmp_path: Path) -> None:
     head, embedding = "app.model.head.weight", "app.model.model.embed_tokens.weight"
     made(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
-    report = run(Job(src=tmp_path / "a" / "out", dst=tmp_path / "b", to="dcp", tie=((head, embedding),), fsync=False))
+    report = run(
+        Job(
+            src=tmp_path / "a" / "out",
+            dst=tmp_path / "b",
+            to="dcp",
+            tie=((head, embedding),),
+            fsync=False,
+        )
+    )
     assert read_dcp(tmp_path / "b") == read_dcp(golden / FSDP)
     assert "3 optimizer tensors of tied weights are left out too" in report.notes
 
 
-def test_an_entry_that_an_untied_parameter_has_already_is_refused(golden: Path, tmp_path: Path) -> None:
+def test_an_entry_that_an_untied_parameter_has_already_is_refused(
+    golden: Path, tmp_path: Path
+) -> None:
     head, embedding = "app.model.head.weight", "app.model.model.embed_tokens.weight"
     made(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
-    job = Job(src=tmp_path / "a" / "out", dst=tmp_path / "b", to="dcp", untie=((head, embedding),), fsync=False)
+    job = Job(
+        src=tmp_path / "a" / "out",
+        dst=tmp_path / "b",
+        to="dcp",
+        untie=((head, embedding),),
+        fsync=False,
+    )
     with pytest.raises(UsageError, match="exists already"):
         run(job)
 
 
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
-def test_states_are_stacked_and_taken_apart_with_their_parameters(golden: Path, tmp_path: Path, source: str) -> None:
+def test_states_are_stacked_and_taken_apart_with_their_parameters(
+    golden: Path, tmp_path: Path, source: str
+) -> None:
     before, _, _ = made(golden, tmp_path / "a", source)
     stacked, objects, _ = made(golden, tmp_path / "b", source, stack_layers=True)
     assert not any("layers.1." in key for key in stacked)
@@ -152,17 +195,30 @@ def test_states_are_stacked_and_taken_apart_with_their_parameters(golden: Path, 
         dtype, shape, data = stacked[NAMES[source][1].format(whole, state)]
         n_layers = shape[0]
         layers = [
-            before[NAMES[source][1].format(PARAM[source].replace(".1.", f".{n}."), state)] for n in range(n_layers)
+            before[NAMES[source][1].format(PARAM[source].replace(".1.", f".{n}."), state)]
+            for n in range(n_layers)
         ]
         assert data == b"".join(layer[2] for layer in layers)
         assert {layer[:2] for layer in layers} == {(dtype, shape[1:])}
-    run(Job(src=tmp_path / "b" / "out", dst=tmp_path / "c", to="dcp", unstack_layers=(), fsync=False))
+    run(
+        Job(
+            src=tmp_path / "b" / "out", dst=tmp_path / "c", to="dcp", unstack_layers=(), fsync=False
+        )
+    )
     assert read_dcp(tmp_path / "c") == before
 
 
-def test_a_megatron_tree_without_a_parameter_is_told_so_when_it_goes_back(golden: Path, tmp_path: Path) -> None:
+def test_a_megatron_tree_without_a_parameter_is_told_so_when_it_goes_back(
+    golden: Path, tmp_path: Path
+) -> None:
     made(golden, tmp_path, MEGATRON, exclude=("decoder.layers.1.*",))
-    job = Job(src=tmp_path / "out", dst=tmp_path / "b", to="torch_dist", topology=TopologyChange(tp=1), fsync=False)
+    job = Job(
+        src=tmp_path / "out",
+        dst=tmp_path / "b",
+        to="torch_dist",
+        topology=TopologyChange(tp=1),
+        fsync=False,
+    )
     with pytest.raises(Exception, match=r"layers 1 of 4 are not in the checkpoint"):
         run(job)
 
@@ -184,7 +240,9 @@ def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path
     )
     run(back)
     found = open_checkpoint(tmp_path / "b")
-    optimizer = unshard(loaded(found.catalog, found.store, load_object), rules=load_rules()).optimizer
+    optimizer = unshard(
+        loaded(found.catalog, found.store, load_object), rules=load_rules()
+    ).optimizer
     assert optimizer is not None
     assert "decoder.layers.1.mlp.linear_fc1.weight" in (optimizer.groups[0].params or ())
 
@@ -201,6 +259,8 @@ def test_an_optimizer_that_could_not_go_on_is_not_written(
     job = Job(src=src, dst=tmp_path / "out", keeps_layout=True, fsync=False, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"drop this optimizer state .*--no-optim"):
         run(replace(job, exclude=("optimizer.state.exp_avg.*",)))
-    with pytest.raises(UsageError, match=r"--dtype: the weight would become float16, but the optimizer's"):
+    with pytest.raises(
+        UsageError, match=r"--dtype: the weight would become float16, but the optimizer's"
+    ):
         run(replace(job, dtype=((None, "float16"),)))
     run(replace(job, dtype=((None, "float16"),), optim="drop"))

@@ -100,7 +100,11 @@ def keys() -> dict[Any, Any]:
 
 def object_keys() -> dict[Any, Any]:
     return {
-        "proto": {np.int64(3): numbers(2), np.int64(-7): numbers(3), np.float32(0.1): {"w": numbers(1)}},
+        "proto": {
+            np.int64(3): numbers(2),
+            np.int64(-7): numbers(3),
+            np.float32(0.1): {"w": numbers(1)},
+        },
         "counts": {np.int64(3): 5, np.str_("x"): 6, np.bool_(True): 7},
         np.float64(1.5): numbers(1),
     }
@@ -139,7 +143,17 @@ def sharing() -> dict[str, Any]:
 
 
 def tensors() -> dict[str, Any]:
-    kinds = ("float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool", "complex64", "float8_e4m3fn")
+    kinds = (
+        "float64",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "float8_e4m3fn",
+    )
     return {
         **{kind: numbers(3, dtype=getattr(torch, kind)) for kind in kinds},
         "parameter": torch.nn.Parameter(numbers(2)),
@@ -222,9 +236,16 @@ def converted(src: Path, dst: Path, to: str) -> Report:
 def there_and_back(source: Path, to: str, folder: Path) -> tuple[Any, list[str]]:
     """What a file holds after a conversion to a format and back to torch, and what the two summaries say."""
     middle = folder / ("middle.safetensors" if to == "safetensors file" else "middle")
-    reports = [converted(source, middle, to.split()[0]), converted(middle, folder / "back.pt", "torch")]
+    reports = [
+        converted(source, middle, to.split()[0]),
+        converted(middle, folder / "back.pt", "torch"),
+    ]
     result = torch.load(folder / "back.pt", weights_only=False)
-    entries = {key: result[key] for key in result if key != ASIDE_KEY} if isinstance(result, dict) else result
+    entries = (
+        {key: result[key] for key in result if key != ASIDE_KEY}
+        if isinstance(result, dict)
+        else result
+    )
     assert reports[1].n_tensors == n_leaves(entries) + n_set_aside(result)
     if to != "torch":
         assert reports[0].n_tensors == N_TENSORS[to](middle)
@@ -242,7 +263,11 @@ def n_set_aside(root: Any) -> int:
     """Tensors that are set aside because weights_only refuses their keys."""
     aside = root.get(ASIDE_KEY) if isinstance(root, dict) else None
     records = [] if aside is None else aside["entries"]
-    return sum(n_leaves(record["value"]) for record in records if record["path"] and type(record["path"][-1]) is dict)
+    return sum(
+        n_leaves(record["value"])
+        for record in records
+        if record["path"] and type(record["path"][-1]) is dict
+    )
 
 
 def safetensors_keys(path: Path) -> int:
@@ -255,11 +280,15 @@ def dcp_tensors(path: Path) -> int:
     metadata = FileSystemReader(next(path.glob("iter_*"), path)).read_metadata()
     beside = path / "meta.pt"  # Lightning's
     n_beside = n_leaves(torch.load(beside, weights_only=False)) if beside.exists() else 0
-    return n_beside + sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+    return n_beside + sum(
+        isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
+    )
 
 
 def arrays_called(name: str) -> Callable[[Path], int]:
-    return lambda path: sum('"node_type": "group"' not in file.read_text() for file in path.rglob(name))
+    return lambda path: sum(
+        '"node_type": "group"' not in file.read_text() for file in path.rglob(name)
+    )
 
 
 N_TENSORS: dict[str, Callable[[Path], int]] = {
@@ -298,7 +327,11 @@ def test_every_difference_is_told(make: Any, to: str, tmp_path: Path) -> None:
 def test_classes_of_a_script_stay_in_torch_files(tmp_path: Path) -> None:
     state = own_classes()
     result, texts = there_and_back(saved(state, tmp_path), "torch", tmp_path)
-    assert result["config"].width == 3 and result["config"].mode is Mode.FAST and result["mode"] is Mode.FAST
+    assert (
+        result["config"].width == 3
+        and result["config"].mode is Mode.FAST
+        and result["mode"] is Mode.FAST
+    )
     assert result["cyclic"].parts[0] is result["cyclic"] is result["cyclic"].parts[1]["up"]
     del state["cyclic"], result["cyclic"]
     assert untold(state, result, texts) == [], "\n".join(texts)
@@ -317,7 +350,17 @@ def test_classes_of_a_script_stay_in_torch_files(tmp_path: Path) -> None:
         np.arange(3),
         argparse.Namespace(t=numbers(2)),
     ],
-    ids=["tensor", "list", "tuple", "empty list", "int", "empty mapping", "twice", "array", "namespace"],
+    ids=[
+        "tensor",
+        "list",
+        "tuple",
+        "empty list",
+        "int",
+        "empty mapping",
+        "twice",
+        "array",
+        "namespace",
+    ],
 )
 @pytest.mark.parametrize("to", TARGETS)
 def test_every_root_comes_back_or_a_summary_tells(to: str, root: Any, tmp_path: Path) -> None:
@@ -325,7 +368,11 @@ def test_every_root_comes_back_or_a_summary_tells(to: str, root: Any, tmp_path: 
     assert untold(root, result, texts, to=to) == [], "\n".join(texts)
 
 
-HF_NAMES = ("hf/qwen2_tied/bin_sharded", "hf/qwen2_tied/safetensors_single", "hf/llama/safetensors_sharded")
+HF_NAMES = (
+    "hf/qwen2_tied/bin_sharded",
+    "hf/qwen2_tied/safetensors_single",
+    "hf/llama/safetensors_sharded",
+)
 """Become Megatron's in its formats."""
 GOLDEN = (
     *HF_NAMES,
@@ -354,7 +401,9 @@ GOLDEN = (
         ("mcore_legacy/dense_gqa/tp2_pp2", "torch"),
     ],
 )
-def test_checkpoints_of_other_software_differ_only_as_told(golden: Path, source: str, to: str, tmp_path: Path) -> None:
+def test_checkpoints_of_other_software_differ_only_as_told(
+    golden: Path, source: str, to: str, tmp_path: Path
+) -> None:
     """The tree of a direct conversion to torch against that of a detour, where no layout gives tensors other names."""
     report = converted(golden / source, tmp_path / "direct.pt", "torch")
     state = torch.load(tmp_path / "direct.pt", weights_only=False)
@@ -365,7 +414,9 @@ def test_checkpoints_of_other_software_differ_only_as_told(golden: Path, source:
 
 @pytest.mark.long
 @pytest.mark.parametrize("to", TARGETS)
-def test_every_golden_checkpoint_differs_only_as_told(golden: Path, to: str, tmp_path: Path) -> None:
+def test_every_golden_checkpoint_differs_only_as_told(
+    golden: Path, to: str, tmp_path: Path
+) -> None:
     n_checkpoints = 0
     for folder in sorted({path.parent for path in golden.rglob("*") if path.is_file()}):
         try:
@@ -388,7 +439,9 @@ def test_every_golden_checkpoint_differs_only_as_told(golden: Path, to: str, tmp
 
 def gains_names(checkpoint: Checkpoint, to: str) -> bool:
     """Return whether a layout gives the tensors other names on the way, which is what the conversion is for."""
-    has_config = (checkpoint.path / "config.json").exists() or (checkpoint.path.parent / "config.json").exists()
+    has_config = (checkpoint.path / "config.json").exists() or (
+        checkpoint.path.parent / "config.json"
+    ).exists()
     return checkpoint.format.partition == "ranks" or (has_config and to in ("torch_dist", "zarr"))
 
 
@@ -408,7 +461,11 @@ def gains_names(checkpoint: Checkpoint, to: str) -> bool:
         ({"a": np.arange(2)}, {"a": np.arange(2) + 1}, "value"),
         ({"a": Config(x=1)}, {"a": Config(x=2)}, "value"),
         ({"a": numbers(2).requires_grad_()}, {"a": numbers(2)}, "grad"),
-        (attributes(), {**attributes(), "model": collections.OrderedDict(attributes()["model"])}, "attributes"),
+        (
+            attributes(),
+            {**attributes(), "model": collections.OrderedDict(attributes()["model"])},
+            "attributes",
+        ),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "order"),
         (sharing(), {**sharing(), "same": numbers(4, 3)}, "alias"),
         (sharing(), {**sharing(), "again": {"w": numbers(2), "n": 1}}, "shared"),
@@ -422,11 +479,19 @@ def test_the_comparison_sees_every_kind_of_difference(source: Any, result: Any, 
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "safetensors", "zarr3", "torch_dist"])
-@pytest.mark.parametrize("table", [{"n": 1}, {"w": numbers(2)}, [{"n": 1}]], ids=["plain", "tensors", "list"])
-def test_what_an_object_shares_with_the_state_dict_is_told(table: Any, to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "table", [{"n": 1}, {"w": numbers(2)}, [{"n": 1}]], ids=["plain", "tensors", "list"]
+)
+def test_what_an_object_shares_with_the_state_dict_is_told(
+    table: Any, to: str, tmp_path: Path
+) -> None:
     state = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=table)}
     report = converted(saved(state, tmp_path), tmp_path / "out", to)
     assert "shared objects become separate copies: args (table)" in report.notes
-    alone = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=copy.deepcopy(table))}
+    alone = {
+        "e": numbers(1),
+        "table": table,
+        "args": argparse.Namespace(table=copy.deepcopy(table)),
+    }
     report = converted(saved(alone, tmp_path), tmp_path / "alone", to)
     assert not any("separate copies" in note for note in report.notes)

@@ -50,10 +50,14 @@ def _job(src: Path) -> Job:
     return Job(src=src, topology=TopologyChange(ep=8), keeps_layout=True, optim="drop")
 
 
-def test_alike_rank_files_are_parsed_once_for_each_stage(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alike_rank_files_are_parsed_once_for_each_stage(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = LocalStore(many)
     files = PatternedFiles(store)
-    patterns = {id(files.read(f"{folder}/{megatron.MODEL_FILE}").pattern) for folder in store.folders()}
+    patterns = {
+        id(files.read(f"{folder}/{megatron.MODEL_FILE}").pattern) for folder in store.folders()
+    }
     store.close()
     assert len(store.folders()) == N_FILES
     assert len(patterns) <= 4
@@ -79,19 +83,28 @@ def _set(path: Path, old: bytes, new: bytes) -> None:
         (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         pickled = archive.read(name)
     assert pickled.count(old) >= 1
-    before, after = (zlib.crc32(text).to_bytes(4, "little") for text in (pickled, pickled.replace(old, new)))
+    before, after = (
+        zlib.crc32(text).to_bytes(4, "little") for text in (pickled, pickled.replace(old, new))
+    )
     path.write_bytes(data.replace(old, new).replace(before, after))
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(b"linear_kv_up_proj.layer_norm_weight", b"linear_kv_up_proj.layer_norm_weighs"), (b"num_layers", b"num_layert")],
+    [
+        (b"linear_kv_up_proj.layer_norm_weight", b"linear_kv_up_proj.layer_norm_weighs"),
+        (b"num_layers", b"num_layert"),
+    ],
 )
-def test_a_file_that_differs_otherwise_is_parsed(many: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_a_file_that_differs_otherwise_is_parsed(
+    many: Path, tmp_path: Path, old: bytes, new: bytes
+) -> None:
     names = sorted(path.name for path in many.iterdir())[:2]
     for name in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / megatron.MODEL_FILE).write_bytes((many / name / megatron.MODEL_FILE).read_bytes())
+        (tmp_path / name / megatron.MODEL_FILE).write_bytes(
+            (many / name / megatron.MODEL_FILE).read_bytes()
+        )
     _set(tmp_path / names[1] / megatron.MODEL_FILE, old, new)
     store = LocalStore(tmp_path)
     files = PatternedFiles(store)
@@ -124,14 +137,21 @@ def test_ranks_with_equal_lists_of_their_own_share_a_pickle() -> None:
     other = plans.plan(tree(2, 201), _array)
     assert second.payloads is first.payloads
     assert [placed.array.name for placed in second.arrays] == ["1:weight"]
-    assert other.payloads == plan_tree(tree(2, 201), _array, prefix="archive").payloads != first.payloads
+    assert (
+        other.payloads
+        == plan_tree(tree(2, 201), _array, prefix="archive").payloads
+        != first.payloads
+    )
 
 
 def test_a_deep_tree_is_planned_as_others_are() -> None:
     deep: object = 0
     for _ in range(2000):
         deep = [deep]
-    plans = [TreePlans("archive").plan({"deep": deep, "weight": TensorLeaf("w")}, _array) for _ in range(2)]
+    plans = [
+        TreePlans("archive").plan({"deep": deep, "weight": TensorLeaf("w")}, _array)
+        for _ in range(2)
+    ]
     assert plans[0].payloads == plans[1].payloads
 
 
@@ -175,8 +195,23 @@ def test_the_dry_run_says_what_could_not_be_less(many: Path) -> None:
 @pytest.mark.slow
 def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "scripts.benchmarks", "scale", "--tiny", "--runs", "1", "--only", "weights"]
-    subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks",
+        "scale",
+        "--tiny",
+        "--runs",
+        "1",
+        "--only",
+        "weights",
+    ]
+    subprocess.run(
+        [*command, "--scratch", tmp_path, "--json", out],
+        cwd=repo_dir,
+        check=True,
+        capture_output=True,
+    )
     found = json.loads(out.read_text())
     assert found["failures"] == []
     assert {case["unit"] for case in found["cases"]} == {"s", "MB"}
@@ -185,8 +220,23 @@ def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_bench_of_launch_plans_and_divides(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "scripts.benchmarks", "launch", "--tiny", "--runs", "1", "--only", "balance"]
-    subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks",
+        "launch",
+        "--tiny",
+        "--runs",
+        "1",
+        "--only",
+        "balance",
+    ]
+    subprocess.run(
+        [*command, "--scratch", tmp_path, "--json", out],
+        cwd=repo_dir,
+        check=True,
+        capture_output=True,
+    )
     found = json.loads(out.read_text())
     assert found["failures"] == []
     rows = {row["name"]: row for row in found["cases"]}

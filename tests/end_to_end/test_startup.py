@@ -45,7 +45,9 @@ def test_help_imports_nothing_heavy(arguments: list[str], repo_dir: Path) -> Non
 
 
 def test_a_usage_error_imports_nothing_heavy(repo_dir: Path) -> None:
-    assert imported_by("inspect", "--no-such-option", repo_dir=repo_dir, exit_code=2) & HEAVY == set()
+    assert (
+        imported_by("inspect", "--no-such-option", repo_dir=repo_dir, exit_code=2) & HEAVY == set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,14 @@ def test_inspect_imports_nothing_heavy(arguments: list[str], golden: Path, repo_
         "deepspeed/zero1_dp2_bf16",
     ],
 )
-def test_validate_imports_nothing_heavy_unless_it_is_deep(name: str, golden: Path, repo_dir: Path) -> None:
-    assert imported_by("validate", str(golden / name), "--headers", repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+def test_validate_imports_nothing_heavy_unless_it_is_deep(
+    name: str, golden: Path, repo_dir: Path
+) -> None:
+    assert (
+        imported_by("validate", str(golden / name), "--headers", repo_dir=repo_dir)
+        & (HEAVY | {"rich"})
+        == set()
+    )
 
 
 @pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
@@ -99,4 +107,7 @@ def test_the_table_of_checks_imports_nothing_heavy(repo_dir: Path) -> None:
 
 def test_a_newest_iteration_is_found_without_anything_heavy(golden: Path, repo_dir: Path) -> None:
     root = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
-    assert imported_by("validate", "--newest-valid", str(root), repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+    assert (
+        imported_by("validate", "--newest-valid", str(root), repo_dir=repo_dir) & (HEAVY | {"rich"})
+        == set()
+    )

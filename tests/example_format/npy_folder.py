@@ -53,8 +53,12 @@ def read(store: ReadStore) -> Catalog:
     try:
         files = dict(json.loads(store.read(INDEX, 0, store.size(INDEX)))["tensors"])
     except (ValueError, KeyError, TypeError, RecursionError) as err:
-        raise CorruptError(f"not an index: {err!r}", file=INDEX, hint="copy the checkpoint again") from err
-    arrays = {key: _array(store, key, check_name(name, found_in=INDEX)) for key, name in files.items()}
+        raise CorruptError(
+            f"not an index: {err!r}", file=INDEX, hint="copy the checkpoint again"
+        ) from err
+    arrays = {
+        key: _array(store, key, check_name(name, found_in=INDEX)) for key, name in files.items()
+    }
     return catalog_of_arrays(format="npy_folder", version="1", arrays=arrays)
 
 
@@ -69,8 +73,18 @@ def _array(store: ReadStore, key: str, name: str) -> StoredArray:
         is_fortran = header["fortran_order"]
         if min(shape, default=0) < 0 or is_fortran not in (True, False):
             raise ValueError(f"shape {shape}, fortran_order {is_fortran!r}")
-    except (ValueError, KeyError, TypeError, SyntaxError, MemoryError, RecursionError, AttributeError) as err:
-        raise CorruptError(f"not a header: {err!r}", file=name, key=key, hint="copy the checkpoint again") from err
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        SyntaxError,
+        MemoryError,
+        RecursionError,
+        AttributeError,
+    ) as err:
+        raise CorruptError(
+            f"not a header: {err!r}", file=name, key=key, hint="copy the checkpoint again"
+        ) from err
     strides = tuple(prod(shape[:axis]) for axis in range(len(shape))) if is_fortran else None
     array = StoredArray(key, dtype, shape, Extent(name, 10 + n_header, strides))
     if 10 + n_header + array.n_bytes != store.size(name):
@@ -97,7 +111,9 @@ def lay_out(target: TargetCatalog) -> list[FileImage]:
             raise UnsupportedError(
                 f".npy has no {meta.dtype}",
                 key=key,
-                hint=f"cast it: --dtype '{key}=float32'" if wide else f"leave it out: --exclude '{key}'",
+                hint=f"cast it: --dtype '{key}=float32'"
+                if wide
+                else f"leave it out: --exclude '{key}'",
             )
         array = target.whole_array(key)
         text = f"{{'descr': '{_CODES[meta.dtype]}', 'fortran_order': False, 'shape': {meta.shape!r}, }}"

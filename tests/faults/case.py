@@ -117,7 +117,9 @@ class Cases:
                 for more in ((), ("--resume",)) if isinstance(self.target, Target) else ((),):
                     disturb = how.failed_from(operation.number, errno.ENOSPC, names)
                     yield Case(
-                        "full from then on", f"{_named(operation)} {more}", self._failed(operation, disturb, *more)
+                        "full from then on",
+                        f"{_named(operation)} {more}",
+                        self._failed(operation, disturb, *more),
                     )
 
     def lacking(self) -> Iterator[Case]:
@@ -135,27 +137,41 @@ class Cases:
                 for when in ("before", "after"):
                     kill = how.both(how.killed(operation.number, when), no_rename)
                     name = f"SIGKILL {when} {_named(operation)}, without renameat2"
-                    yield Case("no such function", name, self._killed(operation, when, disturb=kill))
                     yield Case(
-                        "no such function", f"{name}, --resume", self._killed(operation, when, "--resume", disturb=kill)
+                        "no such function", name, self._killed(operation, when, disturb=kill)
+                    )
+                    yield Case(
+                        "no such function",
+                        f"{name}, --resume",
+                        self._killed(operation, when, "--resume", disturb=kill),
                     )
             if is_errno_of(operation, errno.EIO) and operation.name != "renameat2":
                 fail = how.both(how.failed(operation.number, errno.EIO), no_rename)
                 yield Case(
-                    "no such function", f"EIO at {_named(operation)}, no renameat2", self._failed(operation, fail)
+                    "no such function",
+                    f"EIO at {_named(operation)}, no renameat2",
+                    self._failed(operation, fail),
                 )
             interrupt = how.signalled(operation.number, signal.SIGINT, also=no_rename)
             yield Case(
-                "no such function", f"SIGINT at {_named(operation)}, no renameat2", self._signalled(2, interrupt)
+                "no such function",
+                f"SIGINT at {_named(operation)}, no renameat2",
+                self._signalled(2, interrupt),
             )
 
     def signals(self) -> Iterator[Case]:
         """Ctrl-C and a polite request to end, at any moment."""
-        for what in (signal.SIGINT, signal.SIGTERM) if isinstance(self.target, Target) else (signal.SIGINT,):
+        for what in (
+            (signal.SIGINT, signal.SIGTERM) if isinstance(self.target, Target) else (signal.SIGINT,)
+        ):
             for operation in self.trace:
                 if operation.name not in LOOKS:
                     disturb = how.signalled(operation.number, what)
-                    yield Case("SIGINT, SIGTERM", f"{what.name} {_named(operation)}", self._signalled(what, disturb))
+                    yield Case(
+                        "SIGINT, SIGTERM",
+                        f"{what.name} {_named(operation)}",
+                        self._signalled(what, disturb),
+                    )
 
     def others(self) -> Iterator[Case]:
         """Somebody else writes the same, or looks at the destination."""
@@ -168,7 +184,9 @@ class Cases:
         """The source changes while it is read."""
         for operation in self.trace:
             if operation.name in (*READS, "open", *RENAMES):
-                yield Case("source changed", _named(operation), self._source_changed(target, operation))
+                yield Case(
+                    "source changed", _named(operation), self._source_changed(target, operation)
+                )
 
     # ------------------------------------------------------------------ how they are judged
 
@@ -205,7 +223,9 @@ class Cases:
 
         return check
 
-    def _failed(self, operation: Operation, disturb: Disturb, *more: str) -> Callable[[], Iterator[str]]:
+    def _failed(
+        self, operation: Operation, disturb: Disturb, *more: str
+    ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self.target.run(*more, disturb=disturb)
@@ -276,7 +296,11 @@ class Cases:
             target.begin_anew()
             ended = target.run(disturb=how.paused(operation.number, target.change_source))
             if ended.code == 0:
-                begun = [o for o in ended.trace if o.number < operation.number and o.path.startswith("src")]
+                begun = [
+                    o
+                    for o in ended.trace
+                    if o.number < operation.number and o.path.startswith("src")
+                ]
                 if target.state() == "new" or not any(o.name in ("open", *READS) for o in begun):
                     pass  # changed after the last look, or before the first
                 elif self._is_of_now(target):
@@ -304,7 +328,9 @@ class Cases:
         seen: list[str] = []
 
         def look(operation: Operation) -> None:
-            if operation.name not in CHANGES or (operation.name in WRITES and "stage" in operation.path):
+            if operation.name not in CHANGES or (
+                operation.name in WRITES and "stage" in operation.path
+            ):
                 return
             state = self.target.state()
             if not seen or state != seen[-1]:

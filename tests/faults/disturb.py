@@ -48,7 +48,11 @@ def failed_from(number: int, error: int, names: Collection[str]) -> Disturb:
     """All operations of these names fail from ``number`` on, as on a disk that is full and stays so."""
 
     def disturb(operation: Operation, call: Call) -> object:
-        return call.fail(error) if operation.number >= number and operation.name in names else call.do()
+        return (
+            call.fail(error)
+            if operation.number >= number and operation.name in names
+            else call.do()
+        )
 
     return disturb
 

@@ -47,12 +47,24 @@ def main() -> int:
     """Parses the command line, runs, prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--golden", type=Path, help="the golden checkpoints, unpacked")
-    parser.add_argument("--targets", nargs="+", choices=[kind.name for kind in ALL], help="only these")
-    parser.add_argument("--faults", nargs="+", metavar="TEXT", help="only faults whose name holds one of these")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N cases of each target, fault and mode")
+    parser.add_argument(
+        "--targets", nargs="+", choices=[kind.name for kind in ALL], help="only these"
+    )
+    parser.add_argument(
+        "--faults", nargs="+", metavar="TEXT", help="only faults whose name holds one of these"
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="only N cases of each target, fault and mode"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; each takes a target in one mode")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes; each takes a target in one mode",
+    )
     parser.add_argument("--work", type=Path, help="where to write; else a temporary directory")
     options = parser.parse_args()
     begun = time.monotonic()
@@ -104,7 +116,13 @@ def report(case: Case, target: str) -> bool:
     """Runs a case; tells on stderr what was wrong, and whether anything was."""
     wrong = list(case.check())
     if wrong:
-        print(f"{target}: {case.fault}: {case.name}", *wrong, sep="\n    ", file=sys.stderr, flush=True)
+        print(
+            f"{target}: {case.fault}: {case.name}",
+            *wrong,
+            sep="\n    ",
+            file=sys.stderr,
+            flush=True,
+        )
     return bool(wrong)
 
 
@@ -131,14 +149,18 @@ def preload(kinds: Sequence[Kind], golden_dir: Path, work_dir: Path) -> None:
         verb, *rest = kind.arguments
         dst = work_dir / "preloaded" / kind.name / kind.dst
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            assert main_of_ckpt([verb, str(golden_dir / kind.source), str(dst), *rest, "--quiet"]) == 0
+            assert (
+                main_of_ckpt([verb, str(golden_dir / kind.source), str(dst), *rest, "--quiet"]) == 0
+            )
     gc.collect()
     gc.freeze()  # so that forks do not copy pages for the sake of the collector
 
 
 def _unpacked(folder: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
+        archive.extractall(folder, filter="data") if hasattr(
+            tarfile, "data_filter"
+        ) else archive.extractall(folder)
     return folder
 
 

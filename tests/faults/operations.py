@@ -78,13 +78,31 @@ Disturb = Callable[[Operation, Call], object]
 
 def read_trace(path: Path) -> list[Operation]:
     """The operations that a process has begun."""
-    return [Operation(**json.loads(line)) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [
+        Operation(**json.loads(line))
+        for line in path.read_text().splitlines()
+        if line.endswith("}")
+    ]
 
 
 def watch(root: Path, trace_path: Path, disturb: Disturb) -> None:
     """Watches all operations below ``root`` from now on, for the rest of this process's life."""
-    watched = _Watched(root, REAL["open"](trace_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC), disturb)
-    for name in (*WRITES, *READS, *SYNCS, "ftruncate", *LISTINGS, *LOOKS, *REMOVALS, "mkdir", "close"):
+    watched = _Watched(
+        root,
+        REAL["open"](trace_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC),
+        disturb,
+    )
+    for name in (
+        *WRITES,
+        *READS,
+        *SYNCS,
+        "ftruncate",
+        *LISTINGS,
+        *LOOKS,
+        *REMOVALS,
+        "mkdir",
+        "close",
+    ):
         setattr(os, name, watched.on_path(name, getattr(os, name)))
     for name in ("rename", "replace", "link"):
         setattr(os, name, watched.on_two(name, getattr(os, name)))
@@ -92,8 +110,12 @@ def watch(root: Path, trace_path: Path, disturb: Disturb) -> None:
     fcntl.flock = watched.on_path("flock", fcntl.flock)
     io.open = builtins.open = watched.io_open  # type: ignore[assignment]
     libc = linux._libc()
-    libc.fallocate64 = watched.on_libc("fallocate64", libc.fallocate64, lambda fd, mode, offset, n: (fd, "", n, offset))
-    libc.renameat2 = watched.on_libc("renameat2", libc.renameat2, lambda a, old, b, new, flags: (old, new, 0, -1))
+    libc.fallocate64 = watched.on_libc(
+        "fallocate64", libc.fallocate64, lambda fd, mode, offset, n: (fd, "", n, offset)
+    )
+    libc.renameat2 = watched.on_libc(
+        "renameat2", libc.renameat2, lambda a, old, b, new, flags: (old, new, 0, -1)
+    )
     libc.sync_file_range = watched.on_libc(
         "sync_file_range", libc.sync_file_range, lambda fd, offset, n, flags: (fd, "", 0, offset)
     )
@@ -122,7 +144,16 @@ class _Watched:
             return None
         return os.path.relpath(text, self._root)
 
-    def happen(self, name: str, path: str, call: Call, *, target: str = "", n_bytes: int = 0, offset: int = -1) -> Any:
+    def happen(
+        self,
+        name: str,
+        path: str,
+        call: Call,
+        *,
+        target: str = "",
+        n_bytes: int = 0,
+        offset: int = -1,
+    ) -> Any:
         """Numbers an operation, writes it down, and has it done or disturbed."""
         if getattr(self._local, "is_inside", False):  # what a disturber does itself
             return call.do()
@@ -204,7 +235,9 @@ class _Watched:
             def fail(number: int) -> int:
                 raise OSError(number, os.strerror(number), path)
 
-            found: int = self.happen("create" if flags & os.O_CREAT else "open", path, Call(do, do, fail))
+            found: int = self.happen(
+                "create" if flags & os.O_CREAT else "open", path, Call(do, do, fail)
+            )
             return found
 
         return called
@@ -216,9 +249,13 @@ class _Watched:
         if mode == "wb":
             fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             return io.BufferedWriter(_Written(fd))
-        return _IO_OPEN(file, mode, *rest, opener=lambda name, flags: os.open(name, flags, 0o666), **options)
+        return _IO_OPEN(
+            file, mode, *rest, opener=lambda name, flags: os.open(name, flags, 0o666), **options
+        )
 
-    def on_libc(self, name: str, real: Any, parts: Callable[..., tuple[Any, Any, int, int]]) -> Callable[..., int]:
+    def on_libc(
+        self, name: str, real: Any, parts: Callable[..., tuple[Any, Any, int, int]]
+    ) -> Callable[..., int]:
         """A function of libc: -1 and errno in place of an exception."""
 
         def called(*arguments: Any) -> int:
@@ -233,7 +270,11 @@ class _Watched:
 
             target = (self.path_of(second) or "") if second else ""
             do = lambda: int(real(*arguments))
-            return int(self.happen(name, path, Call(do, do, fail), target=target, n_bytes=n_bytes, offset=offset))
+            return int(
+                self.happen(
+                    name, path, Call(do, do, fail), target=target, n_bytes=n_bytes, offset=offset
+                )
+            )
 
         return called
 
@@ -263,11 +304,30 @@ def is_errno_of(operation: Operation, number: int) -> bool:
     """Whether the kernel may answer an operation so."""
     name = operation.name
     if number == errno.ENOSPC:
-        return name in (*WRITES, *RENAMES, "create", "mkdir", "link", "ftruncate", "fallocate64", *SYNCS)
+        return name in (
+            *WRITES,
+            *RENAMES,
+            "create",
+            "mkdir",
+            "link",
+            "ftruncate",
+            "fallocate64",
+            *SYNCS,
+        )
     if number == errno.EIO:
         return name not in ("flock", "sync_file_range")
     if number == errno.EACCES:
-        return name in ("open", "create", "mkdir", "link", *RENAMES, *REMOVALS, *LISTINGS, "stat", "lstat")
+        return name in (
+            "open",
+            "create",
+            "mkdir",
+            "link",
+            *RENAMES,
+            *REMOVALS,
+            *LISTINGS,
+            "stat",
+            "lstat",
+        )
     if number == errno.EMFILE:
         return name in ("open", "create", *LISTINGS)
     if number == errno.ENOSYS:

@@ -50,12 +50,17 @@ def unordered(trace: list[Operation], *, dst: str) -> Iterator[str]:
         if parent in changed and parent != path and synced.get(parent, -1) < synced.get(path, -1):
             yield f"{parent} was synced before {path} in it"
     last = max(o.number for o in trace if o.name in RENAMES and _is_in_parent(o.target, dst))
-    if not any(o.name in SYNCS and o.path == str(PurePosixPath(dst).parent) and o.number > last for o in trace):
+    if not any(
+        o.name in SYNCS and o.path == str(PurePosixPath(dst).parent) and o.number > last
+        for o in trace
+    ):
         yield "the directory of the destination is not synced after the rename"
     for operation in trace:
         if operation.name == "mkdir" and _is_in(dst, operation.path) and operation.path != dst:
             parent = str(PurePosixPath(operation.path).parent)
-            if not any(o.name in SYNCS and o.path == parent and o.number > operation.number for o in trace):
+            if not any(
+                o.name in SYNCS and o.path == parent and o.number > operation.number for o in trace
+            ):
                 yield f"{parent} is not synced, in which {operation.path} was made"
 
 

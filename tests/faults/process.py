@@ -43,7 +43,9 @@ def command(arguments: Sequence[str]) -> Callable[[], int]:
     return work
 
 
-def run(work: Callable[[], int], *, root: Path, notes_dir: Path, disturb: Disturb = nothing) -> Ended:
+def run(
+    work: Callable[[], int], *, root: Path, notes_dir: Path, disturb: Disturb = nothing
+) -> Ended:
     """Does some work in a fork.
 
     Args:
@@ -71,7 +73,11 @@ def run(work: Callable[[], int], *, root: Path, notes_dir: Path, disturb: Distur
         finally:
             os._exit(code)
     code = _waited(pid)
-    return Ended(code, output_path.read_text(errors="replace"), read_trace(trace_path) if trace_path.exists() else [])
+    return Ended(
+        code,
+        output_path.read_text(errors="replace"),
+        read_trace(trace_path) if trace_path.exists() else [],
+    )
 
 
 def _waited(pid: int) -> int | None:

@@ -32,7 +32,9 @@ def state_dict(value: int) -> dict[str, Any]:
         return ShardedTensor.from_rank_offsets(key, data)
 
     return {
-        "weight": whole("weight", torch.arange(value, value + 6000, dtype=torch.float32).reshape(60, 100)),
+        "weight": whole(
+            "weight", torch.arange(value, value + 6000, dtype=torch.float32).reshape(60, 100)
+        ),
         "bias": whole("bias", torch.full((100,), value, dtype=torch.bfloat16)),
         "rng": ShardedObject("rng", {"seed": value}, (1,), (0,)),
         "iteration": value,
@@ -137,7 +139,10 @@ class SavedTarget:
 
     def is_clean(self) -> bool:
         """Whether nothing lies about."""
-        return not os.path.lexists(self.stage_dir) and self.state() in ("new", "old" if self.force else "none")
+        return not os.path.lexists(self.stage_dir) and self.state() in (
+            "new",
+            "old" if self.force else "none",
+        )
 
     def is_untouched_beside(self) -> bool:
         """Whether somebody else's file in the directory is as it was."""

@@ -44,7 +44,9 @@ _LAYER = ("--include", "*layers.0.*", "--include", "*embed*")
 KINDS = (
     Kind("torch", _HF, ("convert", "--to", "torch", *_LAYER), "out.pt"),
     Kind("dcp", _HF, ("convert", "--to", "dcp", *_LAYER)),
-    Kind("safetensors", _HF, ("convert", "--to", "safetensors", "--max-shard-size", "50KB", *_LAYER)),
+    Kind(
+        "safetensors", _HF, ("convert", "--to", "safetensors", "--max-shard-size", "50KB", *_LAYER)
+    ),
     Kind("zarr3", _HF, ("convert", "--to", "zarr3", *_LAYER)),
     Kind("megatron", _RANKS, ("reshard", "--tp-new", "1", "--pp-new", "2")),
     Kind("torch_dist", _RANKS, ("convert", "--to", "torch_dist")),
@@ -124,7 +126,9 @@ class Target:
 
     def change_source(self) -> None:
         """Other bytes at the end of its largest file."""
-        file = max(self.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+        file = max(
+            self.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0
+        )
         content = bytearray(file.read_bytes())
         content[-1000:] = bytes(255 - byte for byte in content[-1000:])
         file.write_bytes(content)
@@ -147,11 +151,15 @@ class Target:
         """The command, to be run."""
         verb, *rest = self.kind.arguments
         force = ["--force"] if self.force else []
-        return command([verb, str(self.src), str(dst or self.dst), *rest, "--json", "-j", "1", *force, *more])
+        return command(
+            [verb, str(self.src), str(dst or self.dst), *rest, "--json", "-j", "1", *force, *more]
+        )
 
     def run(self, *more: str, disturb: Disturb = nothing, dst: Path | None = None) -> Ended:
         """Runs the command in a process of its own."""
-        return run(self.work(*more, dst=dst), root=self.root, notes_dir=self._notes_dir, disturb=disturb)
+        return run(
+            self.work(*more, dst=dst), root=self.root, notes_dir=self._notes_dir, disturb=disturb
+        )
 
     def state(self) -> str:
         """What the destination is: ``none``, ``old``, ``new``, or what is wrong with it."""
@@ -159,9 +167,17 @@ class Target:
             return "none" if self._manifest() is None else "a manifest without its file"
         found = tree(self.dst)
         if found == self.new:
-            return "new" if self._manifest() in (None, self.new_manifest) else "new, with another manifest"
+            return (
+                "new"
+                if self._manifest() in (None, self.new_manifest)
+                else "new, with another manifest"
+            )
         if self.force and found == self.old:
-            return "old" if self._manifest() != self.new_manifest or not self._is_file else "old, with a new manifest"
+            return (
+                "old"
+                if self._manifest() != self.new_manifest or not self._is_file
+                else "old, with a new manifest"
+            )
         return f"torn: {sorted(found)[:10]}"
 
     def is_complete(self) -> bool:
@@ -170,7 +186,11 @@ class Target:
 
     def is_clean(self) -> bool:
         """Whether nothing lies about."""
-        return set(os.listdir(self.place)) <= {"neighbour", self.kind.dst, manifest_name(self.kind.dst)}
+        return set(os.listdir(self.place)) <= {
+            "neighbour",
+            self.kind.dst,
+            manifest_name(self.kind.dst),
+        }
 
     def is_untouched_beside(self) -> bool:
         """Whether the neighbour and the source are as they were."""

@@ -22,7 +22,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_nothing_is_lost_whatever_happens(run: str, golden: Path, tmp_path: Path, repo_dir: Path) -> None:
+def test_nothing_is_lost_whatever_happens(
+    run: str, golden: Path, tmp_path: Path, repo_dir: Path
+) -> None:
     mode, targets = RUNS[run]
     ended = subprocess.run(
         [

@@ -17,7 +17,9 @@ from tests.faults.process import command, run
 
 @pytest.fixture
 def checkpoint_dir(golden: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(golden / "hf" / "llama" / "safetensors_single", tmp_path / "watched" / "it"))
+    return Path(
+        shutil.copytree(golden / "hf" / "llama" / "safetensors_single", tmp_path / "watched" / "it")
+    )
 
 
 def test_a_manifest_is_there_as_a_whole_or_not_at_all(checkpoint_dir: Path, tmp_path: Path) -> None:
@@ -37,7 +39,9 @@ def test_a_manifest_is_there_as_a_whole_or_not_at_all(checkpoint_dir: Path, tmp_
             assert set(os.listdir(checkpoint_dir)) <= before | {MANIFEST}, operation
         found.unlink(missing_ok=True)
         assert run(work, root=checkpoint_dir, notes_dir=tmp_path).code == 0
-        assert set(os.listdir(checkpoint_dir)) == before | {MANIFEST} and found.read_bytes() == whole
+        assert (
+            set(os.listdir(checkpoint_dir)) == before | {MANIFEST} and found.read_bytes() == whole
+        )
 
     points = [operation for operation in ended.trace if operation.name in (*CHANGES, *SYNCS)]
     assert {"create", "fsync", "renameat2"} <= {operation.name for operation in points}

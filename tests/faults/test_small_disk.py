@@ -31,7 +31,12 @@ ls -A "$DISK/place"
 def can_mount() -> bool:
     """Whether this user may mount in a namespace of their own."""
     try:
-        return subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
+        return (
+            subprocess.run(
+                ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False
+            ).returncode
+            == 0
+        )
     except OSError:
         return False
 
@@ -39,7 +44,17 @@ def can_mount() -> bool:
 def converted_on(disk_dir: Path, size: str, src: Path, *more: str) -> list[str]:
     """What happens when a checkpoint is written to a disk of some size, and then to a larger one."""
     disk_dir.mkdir()
-    command = [sys.executable, "-m", "ckpt_cli", "convert", src, disk_dir / "place" / "out", "--to", "dcp", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_cli",
+        "convert",
+        src,
+        disk_dir / "place" / "out",
+        "--to",
+        "dcp",
+        *more,
+    ]
     ended = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", SCRIPT, "sh", size, disk_dir, *command],
         capture_output=True,
@@ -72,7 +87,14 @@ def written_bytes(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> int
     ],
 )
 def test_a_disk_that_is_too_small_gets_nothing(
-    share: float, more: tuple[str, ...], left: list[str], written_bytes: int, golden: Path, tmp_path: Path
+    share: float,
+    more: tuple[str, ...],
+    left: list[str],
+    written_bytes: int,
+    golden: Path,
+    tmp_path: Path,
 ) -> None:
-    said = converted_on(tmp_path / "disk", str(int(written_bytes * share)), golden / SOURCE, "--quiet", *more)
+    said = converted_on(
+        tmp_path / "disk", str(int(written_bytes * share)), golden / SOURCE, "--quiet", *more
+    )
     assert said == ["code 7", *left, "then 0", "out"]

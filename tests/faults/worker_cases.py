@@ -21,7 +21,16 @@ from core.convert.workers.run import WorkSizes, run_shared
 from core.stage import workers_lock
 from tests.faults import disturb as how
 from tests.faults.case import KNOWN_CODES, Case
-from tests.faults.operations import CHANGES, LOOKS, READS, RENAMES, WRITES, Disturb, Operation, is_errno_of
+from tests.faults.operations import (
+    CHANGES,
+    LOOKS,
+    READS,
+    RENAMES,
+    WRITES,
+    Disturb,
+    Operation,
+    is_errno_of,
+)
 from tests.faults.process import Ended
 from tests.faults.target import BATCH_BYTES, Target, tree
 from tests.faults.workers import Workers
@@ -53,7 +62,11 @@ class WorkerCases:
         assert self.target.is_complete() and self.target.is_clean()
         self.traces = [one.trace for one in ended]
         self.target.begin_anew()
-        published = next(o for o in self.traces[0] if o.name in RENAMES and o.target == f"place/{self.target.dst.name}")
+        published = next(
+            o
+            for o in self.traces[0]
+            if o.name in RENAMES and o.target == f"place/{self.target.dst.name}"
+        )
         self._run(r0=self._at(0, published, how.killed(published.number, "before")))
         self.array_bytes = _resumed_bytes(self._run()[0])
 
@@ -63,9 +76,17 @@ class WorkerCases:
             for operation, when in _kill_points(trace):
                 name = _named(rank, operation)
                 killed = how.killed(operation.number, when)
-                yield Case("workers: SIGKILL of one", f"{when} {name}", self._killed(rank, operation, killed))
+                yield Case(
+                    "workers: SIGKILL of one",
+                    f"{when} {name}",
+                    self._killed(rank, operation, killed),
+                )
                 together = how.killed(operation.number, when, also_others=True)
-                yield Case("workers: SIGKILL of all", f"{when} {name}", self._killed(rank, operation, together))
+                yield Case(
+                    "workers: SIGKILL of all",
+                    f"{when} {name}",
+                    self._killed(rank, operation, together),
+                )
             for number in (errno.EIO, errno.ENOSPC, errno.EACCES):
                 for operation in trace:
                     if is_errno_of(operation, number):
@@ -74,9 +95,13 @@ class WorkerCases:
                         yield Case("workers: errors", name, self._failed(rank, operation, failed))
             for operation in trace:
                 if operation.name in (*WRITES, "create"):
-                    full = how.failed_from(operation.number, errno.ENOSPC, (*WRITES, "create", "mkdir", "fallocate64"))
+                    full = how.failed_from(
+                        operation.number, errno.ENOSPC, (*WRITES, "create", "mkdir", "fallocate64")
+                    )
                     name = _named(rank, operation)
-                    yield Case("workers: full from then on", name, self._failed(rank, operation, full))
+                    yield Case(
+                        "workers: full from then on", name, self._failed(rank, operation, full)
+                    )
                     if rank:
                         yield Case("workers: frozen", name, self._frozen(rank, operation))
                 if operation.name in (*CHANGES, "fsync", "flock"):
@@ -88,7 +113,9 @@ class WorkerCases:
                         yield Case("workers: signals", name, self._signalled(rank, operation, what))
                 if operation.name in (*READS, "open"):
                     yield Case(
-                        "workers: source changed", _named(rank, operation), self._source_changed(rank, operation)
+                        "workers: source changed",
+                        _named(rank, operation),
+                        self._source_changed(rank, operation),
                     )
 
     # ------------------------------------------------------------------ how they are judged
@@ -97,14 +124,20 @@ class WorkerCases:
         return how.counted_like(self.traces[rank], operation, disturb)
 
     def _run(self, n: int = N_WORKERS, **disturbs: Disturb) -> list[Ended]:
-        return self._start(n, {int(rank[1:]): disturb for rank, disturb in disturbs.items()}).ended()
+        return self._start(
+            n, {int(rank[1:]): disturb for rank, disturb in disturbs.items()}
+        ).ended()
 
     def _start(self, n: int, disturbs: dict[int, Disturb], *, notes: str = "notes") -> Workers:
         notes_dir = self.target.work_dir / notes
         notes_dir.mkdir(exist_ok=True)
-        return Workers(self.target.work(), n, root=self.target.root, notes_dir=notes_dir, disturbs=disturbs)
+        return Workers(
+            self.target.work(), n, root=self.target.root, notes_dir=notes_dir, disturbs=disturbs
+        )
 
-    def _killed(self, rank: int, operation: Operation, disturb: Disturb) -> Callable[[], Iterator[str]]:
+    def _killed(
+        self, rank: int, operation: Operation, disturb: Disturb
+    ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self._run(**{f"r{rank}": self._at(rank, operation, disturb)})
@@ -118,7 +151,9 @@ class WorkerCases:
 
         return check
 
-    def _failed(self, rank: int, operation: Operation, disturb: Disturb) -> Callable[[], Iterator[str]]:
+    def _failed(
+        self, rank: int, operation: Operation, disturb: Disturb
+    ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self._run(**{f"r{rank}": self._at(rank, operation, disturb)})
@@ -171,10 +206,14 @@ class WorkerCases:
 
         return check
 
-    def _signalled(self, rank: int, operation: Operation, what: signal.Signals) -> Callable[[], Iterator[str]]:
+    def _signalled(
+        self, rank: int, operation: Operation, what: signal.Signals
+    ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
-            ended = self._run(**{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, what))})
+            ended = self._run(
+                **{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, what))}
+            )
             if ended[rank].code not in (0, 128 + what):
                 yield f"exit code {ended[rank].code}: {ended[rank].output[-300:]}"
             for one in ended:
@@ -212,7 +251,9 @@ class WorkerCases:
                 yield f"both failed: {ended[0].output[-300:]} {second[0].output[-300:]}"
             if not self.target.is_complete():
                 yield f"not complete: {ended[0].output[-300:]} {second[0].output[-300:]}"
-            if not self.target.is_clean() and "in the meantime" not in ended[0].output:  # --force may go on from it
+            if (
+                not self.target.is_clean() and "in the meantime" not in ended[0].output
+            ):  # --force may go on from it
                 yield f"something stays: {ended[0].output[-300:]}"
             yield from self._whole()
 
@@ -223,7 +264,11 @@ class WorkerCases:
             target = self.target
             target.begin_anew()
             ended = self._run(
-                **{f"r{rank}": self._at(rank, operation, how.paused(operation.number, target.change_source))}
+                **{
+                    f"r{rank}": self._at(
+                        rank, operation, how.paused(operation.number, target.change_source)
+                    )
+                }
             )
             if ended[0].code == 0:
                 found = tree(target.dst)
@@ -279,7 +324,10 @@ class WorkerCases:
         for one in before:
             written = [o.n_bytes for o in one.trace if o.name == "pwrite" and "/data/" in o.path]
             kept += max(0, sum(written) - 2 * BATCH_BYTES - 2 * max([*written, 64 << 10]))
-        resumed, kept = _resumed_bytes(again), min(kept, self.array_bytes)  # the lead writes more than arrays
+        resumed, kept = (
+            _resumed_bytes(again),
+            min(kept, self.array_bytes),
+        )  # the lead writes more than arrays
         if resumed < kept:
             yield f"{kept} bytes must have been recorded, only {resumed} of them were kept"
 

@@ -24,5 +24,7 @@ def test_the_longest_mount_point_above_a_path_counts(tmp_path: Path) -> None:
 
 
 def test_caches_of_hosts() -> None:
-    assert [kind for kind in ("ext4", "lustre", "gpfs", "ceph", "tmpfs", "") if not is_coherent(kind)] == []
+    assert [
+        kind for kind in ("ext4", "lustre", "gpfs", "ceph", "tmpfs", "") if not is_coherent(kind)
+    ] == []
     assert [kind for kind in ("nfs", "nfs4", "cifs", "fuse.sshfs", "9p") if is_coherent(kind)] == []

@@ -18,8 +18,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 MIB = 1 << 20
 
 
-def sandboxed(name: str, data: bytes = b"", *, memory_bytes: int = 256 * MIB, cpu_s: int = 5) -> bytes | None:
-    return run_sandboxed(f"tests.support.sandboxed:{name}", data, memory_bytes=memory_bytes, cpu_s=cpu_s)
+def sandboxed(
+    name: str, data: bytes = b"", *, memory_bytes: int = 256 * MIB, cpu_s: int = 5
+) -> bytes | None:
+    return run_sandboxed(
+        f"tests.support.sandboxed:{name}", data, memory_bytes=memory_bytes, cpu_s=cpu_s
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +37,16 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 def _children() -> set[str]:
     """Processes that this one has started, unreaped ones included; other tests may have left a server of theirs."""
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
-@pytest.mark.parametrize("data", [b"done", b"", os.urandom(5 * MIB + 3)], ids=["short", "empty", "large"])
+@pytest.mark.parametrize(
+    "data", [b"done", b"", os.urandom(5 * MIB + 3)], ids=["short", "empty", "large"]
+)
 def test_the_result_comes_back(data: bytes) -> None:
     assert sandboxed("echo", data) == data
 
@@ -64,7 +74,9 @@ def test_no_file_can_be_opened_written_or_inherited(tmp_path: Path) -> None:
     inherited = os.open(tmp_path / "inherited", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(inherited, True)
     try:
-        assert sandboxed("try_to_open", os.fsencode(tmp_path / "marker")) == b" ".join([b"refused"] * 4)
+        assert sandboxed("try_to_open", os.fsencode(tmp_path / "marker")) == b" ".join(
+            [b"refused"] * 4
+        )
         assert sandboxed("open_files") == b"[1]"
     finally:
         os.close(inherited)
@@ -108,6 +120,11 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_ends_the_child_and_is_raised(repo_dir: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], cwd=repo_dir, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=repo_dir,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted, no child left\n", "")

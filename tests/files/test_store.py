@@ -7,19 +7,43 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import MissingShardError, SourceChangedError, StorageError, TruncatedError, UnsafeError
+from core.errors import (
+    MissingShardError,
+    SourceChangedError,
+    StorageError,
+    TruncatedError,
+    UnsafeError,
+)
 from core.files.store import MAX_OPEN_FILES, LocalStore, MemoryStore, check_name
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/etc/passwd", "..", "a/../b", "../a", "a//b", "./a", "a/.", "a\0b", "a\\b", "a/", None, 7, b"a"]
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "..",
+        "a/../b",
+        "../a",
+        "a//b",
+        "./a",
+        "a/.",
+        "a\0b",
+        "a\\b",
+        "a/",
+        None,
+        7,
+        b"a",
+    ],
 )
 def test_names_that_lead_elsewhere_are_refused(name: object) -> None:
     with pytest.raises(UnsafeError, match="not a path inside"):
         check_name(name)
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.pt", "...", ".metadata", "mp_rank_00/model_optim_rng.pt", "décor"])
+@pytest.mark.parametrize(
+    "name", ["a", "a/b.pt", "...", ".metadata", "mp_rank_00/model_optim_rng.pt", "décor"]
+)
 def test_plain_names_pass(name: str) -> None:
     assert check_name(name) == name
 

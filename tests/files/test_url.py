@@ -21,7 +21,23 @@ from core.errors import UsageError
 from core.files.url import refuse_url
 from core.opening.open import open_checkpoint
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "hdfs", "hf", "file", "ssh", "msc", "S3")
+SCHEMES = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "http",
+    "https",
+    "hdfs",
+    "hf",
+    "file",
+    "ssh",
+    "msc",
+    "S3",
+)
 URL = "s3://bucket/out"
 
 
@@ -44,7 +60,9 @@ def test_a_url_is_recognised_as_text_and_as_a_path(scheme: str) -> None:
         assert refusal.value.hint
 
 
-@pytest.mark.parametrize("path", ["out", "/data/s3://x", "./a:b", "C:/out", "a:b/c", "run:1", "10:30/x", "", "."])
+@pytest.mark.parametrize(
+    "path", ["out", "/data/s3://x", "./a:b", "C:/out", "a:b/c", "run:1", "10:30/x", "", "."]
+)
 def test_a_plain_path_is_no_url(path: str) -> None:
     refuse_url(path)
 
@@ -77,13 +95,21 @@ def path_lines() -> list[list[str]]:
     lines = []
     for registered in app.registered_commands:
         assert registered.name is not None and registered.callback is not None
-        hints = {name: str(one.annotation) for name, one in signature(registered.callback).parameters.items()}
+        hints = {
+            name: str(one.annotation)
+            for name, one in signature(registered.callback).parameters.items()
+        }
         params = [
-            param for param in group.commands[registered.name].params if "pathlib.Path" in hints[param.name or ""]
+            param
+            for param in group.commands[registered.name].params
+            if "pathlib.Path" in hints[param.name or ""]
         ]
         arguments = [param for param in params if param.param_type_name == "argument"]
         n_others = len(arguments) - 1
-        lines += [[registered.name, *["x"] * n, URL, *["x"] * (n_others - n)] for n in range(len(arguments))]
+        lines += [
+            [registered.name, *["x"] * n, URL, *["x"] * (n_others - n)]
+            for n in range(len(arguments))
+        ]
         rest = ["validate", "x"] if registered.name == "launch" else ["x"] * len(arguments)
         for param in params:
             if param.param_type_name == "option":
@@ -93,12 +119,32 @@ def path_lines() -> list[list[str]]:
 
 def test_the_lines_cover_every_verb_and_the_options_that_name_files() -> None:
     words = {word for line in path_lines() for word in line}
-    assert words >= {"inspect", "convert", "reshard", "validate", "manifest", "diff", "launch", "--config", "--rules"}
-    assert words >= {"-o", "--output", "--against", "--report", "--baseline", "--write-baseline", "--log-dir"}
+    assert words >= {
+        "inspect",
+        "convert",
+        "reshard",
+        "validate",
+        "manifest",
+        "diff",
+        "launch",
+        "--config",
+        "--rules",
+    }
+    assert words >= {
+        "-o",
+        "--output",
+        "--against",
+        "--report",
+        "--baseline",
+        "--write-baseline",
+        "--log-dir",
+    }
 
 
 @pytest.mark.parametrize("line", path_lines(), ids=" ".join)
-def test_every_path_of_the_command_line_refuses_a_url(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_path_of_the_command_line_refuses_a_url(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line) == 2
     told = capsys.readouterr()
     assert "s3://bucket/out is a URL; only local paths can be read and written" in told.err
@@ -114,7 +160,13 @@ def test_a_plan_names_sizes_and_no_url(golden: Path, capsys: pytest.CaptureFixtu
 
 def test_resuming_into_a_url_is_refused(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(golden / "torch_dcp/tp2_only")
-    for options in (["--resume"], ["--dry-run"], ["--force"], ["--metadata-only"], ["--to", "torch_dist"]):
+    for options in (
+        ["--resume"],
+        ["--dry-run"],
+        ["--force"],
+        ["--metadata-only"],
+        ["--to", "torch_dist"],
+    ):
         assert main(["convert", source, "gs://bucket/out", "--to", "dcp", *options]) == 2
         assert "gs://bucket/out is a URL" in capsys.readouterr().err
 
@@ -123,7 +175,10 @@ def test_the_engine_refuses_urls_itself(golden: Path) -> None:
     source = golden / "torch_dcp/tp2_only"
     with pytest.raises(UsageError, match="s3://bucket/out is a URL"):
         run(Job(src=source, dst=Path("s3://bucket/out"), to="dcp"))
-    for job in (Job(src=Path("s3://bucket/in"), to="dcp"), Job(src=source, to="hf", config=Path("s3://b/config.json"))):
+    for job in (
+        Job(src=Path("s3://bucket/in"), to="dcp"),
+        Job(src=source, to="hf", config=Path("s3://b/config.json")),
+    ):
         with pytest.raises(UsageError, match="is a URL"):
             run(job)
     with pytest.raises(UsageError, match="is a URL"):
@@ -159,14 +214,18 @@ def test_a_path_on_another_host_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["meta-llama/Llama-3-8B", "org/model.v1"])
-def test_a_hub_id_says_what_it_is_and_how_to_get_it(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_id_says_what_it_is_and_how_to_get_it(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", text]) == 2
     told = capsys.readouterr().err
     assert "no such file or directory" in told
     assert f"hf download {text} --local-dir {text.partition('/')[2]}" in told
 
 
-def test_a_misspelt_path_is_taken_for_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_path_is_taken_for_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refusal:

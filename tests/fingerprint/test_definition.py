@@ -80,7 +80,9 @@ def content(shape: Shape, itemsize: int, *, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(prod(shape) * itemsize)
 
 
-def whole(shape: Shape, itemsize: int, data: bytes, products: Products = products_in_numpy) -> tuple[int, ...]:
+def whole(
+    shape: Shape, itemsize: int, data: bytes, products: Products = products_in_numpy
+) -> tuple[int, ...]:
     made = FormSum(form_of(shape, itemsize), products)
     made.add_run(0, memoryview(data))
     assert made.n_bytes == len(data)
@@ -89,7 +91,9 @@ def whole(shape: Shape, itemsize: int, data: bytes, products: Products = product
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("shape", "itemsize"), SHAPES)
-def test_both_engines_compute_what_the_definition_says(shape: Shape, itemsize: int, engine: Products) -> None:
+def test_both_engines_compute_what_the_definition_says(
+    shape: Shape, itemsize: int, engine: Products
+) -> None:
     data = content(shape, itemsize)
     assert whole(shape, itemsize, data, engine) == plain(shape, itemsize, data)
 
@@ -97,7 +101,11 @@ def test_both_engines_compute_what_the_definition_says(shape: Shape, itemsize: i
 def test_extreme_bytes_do_not_overflow() -> None:
     for byte in (b"\x80", b"\x7f"):
         data = byte * 4096
-        assert whole((1, 4096), 1, data) == whole((1, 4096), 1, data, products_in_torch) == plain((1, 4096), 1, data)
+        assert (
+            whole((1, 4096), 1, data)
+            == whole((1, 4096), 1, data, products_in_torch)
+            == plain((1, 4096), 1, data)
+        )
     large = b"\x80" * (1 << 22)
     assert whole((1 << 22,), 1, large) == whole((1 << 22,), 1, large, products_in_torch)
 
@@ -167,7 +175,9 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
     parts = []
     together = FormSum(form, products_in_numpy)
     for box in boxes:
-        part = elements[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))].tobytes()
+        part = elements[
+            tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
+        ].tobytes()
         alone = FormSum(form, products_in_torch)
         alone.add_box(shape, box, itemsize, memoryview(part))
         together.add_box(shape, box, itemsize, memoryview(part))
@@ -258,7 +268,9 @@ def test_few_values_in_many_places_do_not_collide() -> None:
     for single in singles:
         sums = np.concatenate([sums, (sums + single) % PRIME])
     assert len(np.unique(sums, axis=0)) == 1 << 14
-    assert all(len(np.unique(sums[:, lane])) < 1 << 14 for lane in range(LANES))  # one lane alone would not do
+    assert all(
+        len(np.unique(sums[:, lane])) < 1 << 14 for lane in range(LANES)
+    )  # one lane alone would not do
 
 
 def test_zeros_add_nothing() -> None:

@@ -13,7 +13,9 @@ from core.formats.registry import formats
 
 FORMATS = formats()
 SAMPLES = {
-    "deepspeed_universal": Sample({key: spec for key, spec in SAMPLE.tensors.items() if spec[0] == "float32"}, {}),
+    "deepspeed_universal": Sample(
+        {key: spec for key, spec in SAMPLE.tensors.items() if spec[0] == "float32"}, {}
+    ),
 }
 """For formats that hold less than the usual things."""
 WRITTEN = [format for format in FORMATS if format.partition != "ranks"]
@@ -45,12 +47,16 @@ GOLDEN: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("format", WRITTEN, ids=lambda format: format.name)
-def test_every_format_keeps_the_contract(format: Format, check: Callable[..., None], tmp_path: Path) -> None:
+def test_every_format_keeps_the_contract(
+    format: Format, check: Callable[..., None], tmp_path: Path
+) -> None:
     check(format, tmp_path, SAMPLES.get(format.name, SAMPLE))
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [(name, path) for name, paths in GOLDEN.items() for path in paths], ids=lambda value: str(value)
+    ("name", "path"),
+    [(name, path) for name, paths in GOLDEN.items() for path in paths],
+    ids=lambda value: str(value),
 )
 def test_what_other_software_wrote_is_read_and_its_damage_is_survived(
     name: str, path: str, golden: Path, tmp_path: Path
@@ -67,7 +73,9 @@ def test_every_format_has_a_checkpoint_of_other_software() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_a_checkpoint_is_recognised_as_its_own_format_before_any_other(name: str, golden: Path) -> None:
+def test_a_checkpoint_is_recognised_as_its_own_format_before_any_other(
+    name: str, golden: Path
+) -> None:
     from core.opening.open import open_checkpoint
 
     for path in GOLDEN[name]:

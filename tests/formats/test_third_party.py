@@ -88,7 +88,9 @@ def installed(tmp_path: Path) -> dict[str, str]:
 
 def _ckpt(*arguments: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt_cli", *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=EXAMPLE.parent.parent.parent)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=EXAMPLE.parent.parent.parent
+    )
 
 
 def test_the_command_line_reads_and_writes_an_installed_format(

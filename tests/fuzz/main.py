@@ -39,12 +39,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("targets", nargs="*", help="names of targets; all of them by default")
     parser.add_argument("--seconds", type=int, default=60, help="wall time a target (default: 60)")
-    parser.add_argument("--runs", type=int, default=-1, help="executions a target; ends before --seconds if reached")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "ckpt-fuzz", help="corpus, findings")
-    parser.add_argument("--golden", type=Path, help="directory of real checkpoints; default: tests/golden, unpacked")
-    parser.add_argument("--max-len", type=int, default=16384, help="bytes of an input (default: 16384)")
-    parser.add_argument("--seed", type=int, default=0, help="of libFuzzer's random numbers; 0: another one every time")
-    parser.add_argument("--replay", type=Path, help="run one input through a target, plainly, and say what it cost")
+    parser.add_argument(
+        "--runs", type=int, default=-1, help="executions a target; ends before --seconds if reached"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "ckpt-fuzz",
+        help="corpus, findings",
+    )
+    parser.add_argument(
+        "--golden", type=Path, help="directory of real checkpoints; default: tests/golden, unpacked"
+    )
+    parser.add_argument(
+        "--max-len", type=int, default=16384, help="bytes of an input (default: 16384)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of libFuzzer's random numbers; 0: another one every time",
+    )
+    parser.add_argument(
+        "--replay", type=Path, help="run one input through a target, plainly, and say what it cost"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
@@ -95,10 +113,14 @@ def _run(asked: argparse.Namespace, name: str, golden: Path) -> dict[str, object
     ]
     command += ["--out", str(asked.out), "--max-len", str(asked.max_len), "--seed", str(asked.seed)]
     begun = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False
+    )
     text = done.stderr.decode("utf-8", "replace")
     (asked.out / name / "log").write_text(text)
-    n_runs = [int(number) for number in re.findall(r"stat::number_of_executed_units:\s*(\d+)", text)]
+    n_runs = [
+        int(number) for number in re.findall(r"stat::number_of_executed_units:\s*(\d+)", text)
+    ]
     covered = re.findall(r"cov: (\d+) ft: (\d+)", text)
     verdicts = {path.name: _judged(name, path) for path in sorted(found.iterdir())}
     row = {
@@ -139,8 +161,17 @@ def _fuzz(asked: argparse.Namespace) -> int:
         if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 > MAX_BYTES // 2:
             keep(f"large{len(seen)}", data)
 
-    options = [f"-max_total_time={asked.seconds}", f"-runs={asked.runs}", f"-max_len={asked.max_len}"]
-    options += ["-print_final_stats=1", "-timeout=60", "-rss_limit_mb=3000", f"-artifact_prefix={found}/libfuzzer-"]
+    options = [
+        f"-max_total_time={asked.seconds}",
+        f"-runs={asked.runs}",
+        f"-max_len={asked.max_len}",
+    ]
+    options += [
+        "-print_final_stats=1",
+        "-timeout=60",
+        "-rss_limit_mb=3000",
+        f"-artifact_prefix={found}/libfuzzer-",
+    ]
     words = asked.out / asked.one / "words"
     options += [f"-dict={words}"] if words.stat().st_size else []
     options += [f"-seed={asked.seed}"] if asked.seed else []
@@ -166,7 +197,10 @@ def _judged(name: str, path: Path) -> str | None:
             except BaseException as err:
                 text = "".join(traceback.format_exception(err))[-1500:]
             after = resource.getrusage(resource.RUSAGE_SELF)
-            used_s, grown = after.ru_utime - before.ru_utime, (after.ru_maxrss - before.ru_maxrss) << 10
+            used_s, grown = (
+                after.ru_utime - before.ru_utime,
+                (after.ru_maxrss - before.ru_maxrss) << 10,
+            )
             if not text and (used_s > MAX_SECONDS or grown > MAX_BYTES):
                 text = f"{used_s:.1f} s, {grown >> 20} MiB for {len(data)} bytes"
             os.write(writer, text.encode())
@@ -184,7 +218,9 @@ def _print(rows: list[dict[str, object]]) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
         n = len(row["findings"])  # type: ignore[arg-type]
-        print(f"| {row['target']} | {row['executions']:,} | {row['seconds']} | {row['coverage']} | {n} |")
+        print(
+            f"| {row['target']} | {row['executions']:,} | {row['seconds']} | {row['coverage']} | {n} |"
+        )
     n_runs = sum(int(row["executions"]) for row in rows)  # type: ignore[call-overload]
     n_all = sum(len(row["findings"]) for row in rows)  # type: ignore[arg-type]
     print(f"| all | {n_runs:,} | {sum(int(row['seconds']) for row in rows)} |  | {n_all} |")  # type: ignore[call-overload]

@@ -37,7 +37,9 @@ def seeds_of(name: str, golden: Path) -> list[bytes]:
             if path.is_file() and path.stat().st_size <= 16 * MAX_BYTES:
                 found.update(_parts(name, path.read_bytes(), path))
     found.update(_OTHERS.get(name, lambda golden: iter(()))(golden))
-    return sorted((seed for seed in found if len(seed) <= MAX_BYTES), key=lambda seed: (len(seed), seed))[:_PER_TARGET]
+    return sorted(
+        (seed for seed in found if len(seed) <= MAX_BYTES), key=lambda seed: (len(seed), seed)
+    )[:_PER_TARGET]
 
 
 def words_of(seeds: list[bytes]) -> list[bytes]:
@@ -58,7 +60,9 @@ def _parts(name: str, data: bytes, path: Path) -> Iterator[bytes]:
 def _pickles(path: Path) -> Iterator[bytes]:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            yield from (archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+            yield from (
+                archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")
+            )
 
 
 def _bodies(data: bytes, magic: int, kind: bytes) -> Iterator[bytes]:
@@ -110,13 +114,19 @@ def _chunks(golden: Path) -> Iterator[bytes]:
 
 def _small_metadata(golden: Path) -> Iterator[bytes]:
     """.metadata of a few tensors and an object; the real ones are large."""
-    chunks = [ChunkRow((0, 0), (2, 3), "__0_0.distcp", 0, 400), ChunkRow((2, 0), (2, 3), "__1_0.distcp", 0, 400)]
+    chunks = [
+        ChunkRow((0, 0), (2, 3), "__0_0.distcp", 0, 400),
+        ChunkRow((2, 0), (2, 3), "__1_0.distcp", 0, 400),
+    ]
     rows = [TensorRow("w", "float32", (4, 3), chunks), TensorRow("b", "bfloat16", (), [])]
     yield write_metadata(rows, planner_data={"w": ("w",), "b": ("b",)})
     yield write_metadata(
-        [*rows[:1], ObjectRow("o", "__0_0.distcp", 400, 30)], planner_data={"w": ("w",), "o": ("o", 1)}
+        [*rows[:1], ObjectRow("o", "__0_0.distcp", 400, 30)],
+        planner_data={"w": ("w",), "o": ("o", 1)},
     )
-    yield write_metadata(rows[:1], planner_data=None, attributes={"mcore_data": {"w": {"a": (1, 2)}}})
+    yield write_metadata(
+        rows[:1], planner_data=None, attributes={"mcore_data": {"w": {"a": (1, 2)}}}
+    )
 
 
 def _small_pickles(golden: Path) -> Iterator[bytes]:
@@ -132,7 +142,13 @@ def _small_pickles(golden: Path) -> Iterator[bytes]:
         Path("a/b"),
         1j,
     ]
-    values += [{"o": collections.OrderedDict(a=1)}, collections.Counter("aab"), bytearray(b"x"), frozenset("ab"), len]
+    values += [
+        {"o": collections.OrderedDict(a=1)},
+        collections.Counter("aab"),
+        bytearray(b"x"),
+        frozenset("ab"),
+        len,
+    ]
     for protocol in range(6):
         yield from (pickle.dumps(value, protocol) for value in values)
 
@@ -142,7 +158,11 @@ def _small_torch(golden: Path) -> Iterator[bytes]:
     import torch
 
     whole = torch.arange(12.0).reshape(3, 4)
-    values = [whole, {"w": whole, "t": whole.t(), "n": {"x": [whole[1], 5]}, "p": torch.nn.Parameter(whole)}, {}]
+    values = [
+        whole,
+        {"w": whole, "t": whole.t(), "n": {"x": [whole[1], 5]}, "p": torch.nn.Parameter(whole)},
+        {},
+    ]
     for value in values:
         for is_zip in (True, False):
             file = io.BytesIO()
@@ -154,7 +174,9 @@ def _small_torch_pickles(golden: Path) -> Iterator[bytes]:
     for data in _small_torch(golden):
         if zipfile.is_zipfile(io.BytesIO(data)):
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                yield from (archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+                yield from (
+                    archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")
+                )
 
 
 def _arrays(golden: Path) -> Iterator[bytes]:
@@ -173,16 +195,33 @@ def _arrays(golden: Path) -> Iterator[bytes]:
         ],
     }
     yield json.dumps(base).encode()
-    yield json.dumps({**base, "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}, "gzip"]}).encode()
+    yield json.dumps(
+        {**base, "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}, "gzip"]}
+    ).encode()
 
 
 def _manifests(golden: Path) -> Iterator[bytes]:
     files = [{"path": "model.pt", "size": 1234, "crc32": "89abcdef"}]
-    array = {"key": "w", "name": "w", "file": "model.pt", "offset": 64, "dtype": "float32", "shape": [2, 3]}
+    array = {
+        "key": "w",
+        "name": "w",
+        "file": "model.pt",
+        "offset": 64,
+        "dtype": "float32",
+        "shape": [2, 3],
+    }
     arrays = [array | {"crc32": "89abcdef", "digest": "0" * 32}]
-    head = {"schema": "ckpt-manifest", "tool": "t", "digest": "xxh3-128/1MiB", "files": files, "arrays": arrays}
+    head = {
+        "schema": "ckpt-manifest",
+        "tool": "t",
+        "digest": "xxh3-128/1MiB",
+        "files": files,
+        "arrays": arrays,
+    }
     for version in (1, 2):
-        yield json.dumps({**head, "version": version, "fingerprints": {"scheme": "fp1", "tensors": {}}}).encode()
+        yield json.dumps(
+            {**head, "version": version, "fingerprints": {"scheme": "fp1", "tensors": {}}}
+        ).encode()
 
 
 _OTHERS = {

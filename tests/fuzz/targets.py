@@ -112,7 +112,12 @@ def _item(data: bytes) -> None:
     from core.catalog.stored import Extent, StoredArray
 
     store = MemoryStore({"__0_0.distcp": data})
-    for dtype, shape in (("float32", (4,)), ("bfloat16", (8, 32)), ("bfloat16", (32,)), ("float32", (64, 32))):
+    for dtype, shape in (
+        ("float32", (4,)),
+        ("bfloat16", (8, 32)),
+        ("bfloat16", (32,)),
+        ("float32", (64, 32)),
+    ):
         late = StoredArray("w", dtype, shape, Extent("__0_0.distcp", 0, item_bytes=len(data)))
         with suppress(CheckpointingException):
             bound = torch_file.item_location(store, late)
@@ -145,14 +150,20 @@ def _zarray(data: bytes) -> None:
 def _zarr_json(data: bytes) -> None:
     for names in (("c/0", "c/1"), ("c/0/0", "c/0/1", "c/1/0", "c/1/1"), ("c",), ("0.0",)):
         chunks = {f"w/{name}": bytes(16) for name in names}
-        _hierarchy(zarr3.FORMAT, {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', "w/zarr.json": data, **chunks})
+        _hierarchy(
+            zarr3.FORMAT,
+            {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', "w/zarr.json": data, **chunks},
+        )
 
 
 def _shard(data: bytes) -> None:
     """A shard, its index closed by a right checksum where it would be."""
     closed = data[:-4] + crc32c(data[-36:-4]).to_bytes(4, "little")
     for content in (data, closed):
-        _hierarchy(zarr3.FORMAT, {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', **_sharded(content)})
+        _hierarchy(
+            zarr3.FORMAT,
+            {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', **_sharded(content)},
+        )
 
 
 def _sharded(content: bytes) -> dict[str, bytes]:
@@ -179,7 +190,9 @@ def _chunk(data: bytes) -> None:
         body += crc32c(body).to_bytes(4, "little")
     coding = ChunkCoding("float32", (4, 8), (1, 0), is_big_endian=True, codecs=chain)
     chunk = EncodedChunk(coding, len(body))
-    dense = chunk.decode(MemoryStore({"c": body}), StoredArray("w", "float32", (4, 8), Extent("c", 0)), 0)
+    dense = chunk.decode(
+        MemoryStore({"c": body}), StoredArray("w", "float32", (4, 8), Extent("c", 0)), 0
+    )
     assert len(dense) == 128
 
 
@@ -190,7 +203,9 @@ def _hierarchy(format: Format, files: dict[str, bytes]) -> None:
 
 
 def _hf_index(data: bytes) -> None:
-    store = MemoryStore({"m.safetensors.index.json": data, "m-00001-of-00001.safetensors": b"\x02\0\0\0\0\0\0\0{}"})
+    store = MemoryStore(
+        {"m.safetensors.index.json": data, "m-00001-of-00001.safetensors": b"\x02\0\0\0\0\0\0\0{}"}
+    )
     read_index(store, "m.safetensors.index.json")
     _explored(safetensors.FORMAT.read(store), store)
 
@@ -278,7 +293,9 @@ def _varints(*numbers: int) -> bytes:
 
 
 TARGETS: dict[str, Target] = {
-    "pickle": Target(_pickle, (".metadata",), (b"\x80\x04]\x94.", b"cos\nsystem\n(S'id'\ntR.", b"(lp0\nI1\na.")),
+    "pickle": Target(
+        _pickle, (".metadata",), (b"\x80\x04]\x94.", b"cos\nsystem\n(S'id'\ntR.", b"(lp0\nI1\na.")
+    ),
     "torch_pickle": Target(_torch_pickle, ("data.pkl",)),
     "zip": Target(_torch, ("*.pt", "*.bin")),
     "legacy": Target(_legacy, ("*legacy*.pt",)),
@@ -288,16 +305,24 @@ TARGETS: dict[str, Target] = {
     "zarr2": Target(_zarray, (".zarray",)),
     "zarr3": Target(_zarr_json, ("zarr.json",)),
     "zarr_shard": Target(_shard, (), (bytes(40), bytes(16) + b"\0" * 8 + b"\x08" + b"\0" * 27)),
-    "zarr_chunk": Target(_chunk, (), (b"\0\x1f\x8b\x08", b"\1x\x9c\x03\0\0\0\0\1", b"\2BZh9", b"\3\x28\xb5\x2f\xfd")),
+    "zarr_chunk": Target(
+        _chunk, (), (b"\0\x1f\x8b\x08", b"\1x\x9c\x03\0\0\0\0\1", b"\2BZh9", b"\3\x28\xb5\x2f\xfd")
+    ),
     "index_json": Target(_hf_index, ("*.index.json",)),
     "json": Target(_json, ("config.json", "metadata.json"), (b'{"a":' * 40,)),
     "mcore_config": Target(_config, ("metadata.json",)),
     "orbax_tree": Target(_tree, ("_METADATA",)),
     "manifest": Target(
-        _manifest, (), (b'{"schema":"ckpt-manifest","version":1,"digest":null,"files":[],"arrays":[]}',)
+        _manifest,
+        (),
+        (b'{"schema":"ckpt-manifest","version":1,"digest":null,"files":[],"arrays":[]}',),
     ),
-    "journal": Target(_journal, (), (b'{"items":[[0,0,[["w",0,4,7]],[["f","w",4,7,0,0,4,7]]]]}\n',)),
+    "journal": Target(
+        _journal, (), (b'{"items":[[0,0,[["w",0,4,7]],[["f","w",4,7,0,0,4,7]]]]}\n',)
+    ),
     "ocdbt": Target(
-        _ocdbt, ("manifest.ocdbt",), (b"\0\0\0" + bytes(16) + _varints(0, 1024, 100000), b"\1\0\0\0\0\1\1")
+        _ocdbt,
+        ("manifest.ocdbt",),
+        (b"\0\0\0" + bytes(16) + _varints(0, 1024, 100000), b"\1\0\0\0\0\1\1"),
     ),
 }

@@ -44,11 +44,15 @@ def test_real_inputs_are_survived(name: str, golden: Path) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=_EXAMPLES)
 @given(data=st.data())
-def test_mutated_real_inputs_give_a_value_or_the_projects_error(name: str, golden: Path, data: st.DataObject) -> None:
+def test_mutated_real_inputs_give_a_value_or_the_projects_error(
+    name: str, golden: Path, data: st.DataObject
+) -> None:
     content = bytearray(data.draw(st.sampled_from(_seeds(name, golden))))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(content)))
-        new = data.draw(st.binary(max_size=8) | st.sampled_from([b"\0" * 8, b"\xff" * 8, b'"', b"[", b"9" * 30]))
+        new = data.draw(
+            st.binary(max_size=8) | st.sampled_from([b"\0" * 8, b"\xff" * 8, b'"', b"[", b"9" * 30])
+        )
         cut = data.draw(st.integers(0, 8))
         content[at : at + cut] = new
     if data.draw(st.booleans()):
@@ -57,13 +61,37 @@ def test_mutated_real_inputs_give_a_value_or_the_projects_error(name: str, golde
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.integers(1 << 60, 1 << 70),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.integers(1 << 60, 1 << 70),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 _FIELDS: dict[str, tuple[str, ...]] = {
-    "zarr2": ("zarr_format", "shape", "chunks", "dtype", "compressor", "filters", "order", "dimension_separator"),
-    "zarr3": ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"),
+    "zarr2": (
+        "zarr_format",
+        "shape",
+        "chunks",
+        "dtype",
+        "compressor",
+        "filters",
+        "order",
+        "dimension_separator",
+    ),
+    "zarr3": (
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "codecs",
+    ),
     "index_json": ("metadata", "weight_map"),
     "mcore_config": ("sharded_backend", "sharded_backend_version", "common_backend"),
     "orbax_tree": ("tree_metadata", "use_zarr3"),
@@ -79,7 +107,9 @@ def test_metadata_with_other_values_give_a_value_or_the_projects_error(
 ) -> None:
     objects = [found for seed in _seeds(name, golden) if isinstance(found := _parsed(seed), dict)]
     base = dict(data.draw(st.sampled_from(objects)))
-    for field in data.draw(st.lists(st.sampled_from([*_FIELDS[name], *list(base)[:8]]), min_size=1, max_size=3)):
+    for field in data.draw(
+        st.lists(st.sampled_from([*_FIELDS[name], *list(base)[:8]]), min_size=1, max_size=3)
+    ):
         if data.draw(st.booleans()):
             base[field] = data.draw(_JSON)
         elif isinstance(inner := base.get(field), dict) and inner:

@@ -45,7 +45,9 @@ def entries(gold_dir: Path) -> Iterator[tarfile.TarInfo]:
 
 def pack(gold_dir: Path, archive_path: Path) -> int:
     """Writes the archive; returns its size in bytes."""
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": DICTIONARY_BYTES}]
+    filters = [
+        {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": DICTIONARY_BYTES}
+    ]
     with (
         lzma.open(archive_path, "wb", format=lzma.FORMAT_XZ, filters=filters) as stream,
         tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive,
@@ -60,10 +62,14 @@ def pack(gold_dir: Path, archive_path: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Pack checkpoints of other software for the tests.")
+    parser = argparse.ArgumentParser(
+        description="Pack checkpoints of other software for the tests."
+    )
     parser.add_argument("gold", type=Path, help="folder with the checkpoints")
     default = Path(__file__).with_name("golden.tar.xz")
-    parser.add_argument("archive", type=Path, nargs="?", default=default, help="default: tests/golden/golden.tar.xz")
+    parser.add_argument(
+        "archive", type=Path, nargs="?", default=default, help="default: tests/golden/golden.tar.xz"
+    )
     options = parser.parse_args()
     if not options.gold.is_dir():
         parser.error(f"{options.gold} is no directory")

@@ -38,7 +38,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+QWEN3_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+}
 DEEPSEEK = {
     "num_key_value_heads": 8,
     "n_routed_experts": 4,
@@ -70,7 +75,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
     "llama_wide_heads": ("llama", {"head_dim": 12}),
     "llama_rope_scaling": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
-    "llama_linear_scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
+    "llama_linear_scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
+    ),
     "llama_biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama_one_group": ("llama", {"num_key_value_heads": 1}),
     "llama_every_head": ("llama", {"num_key_value_heads": 8}),
@@ -83,8 +91,14 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
-    "deepseek_v3_yarn": ("deepseek_v3", {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
-    "deepseek_v3_plain_query": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+    ),
+    "deepseek_v3_plain_query": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0},
+    ),
 }
 """Name → (model type, what differs from ``COMMON``)."""
 
@@ -123,7 +137,9 @@ def loaded_model(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    assert not any(
+        info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     return model.eval()
 
 
@@ -163,7 +179,9 @@ def catalog_of(folder: Path) -> tuple[LocalStore, Catalog]:
         for key, item in json.loads(data[8:start]).items():
             if key != "__metadata__":
                 extent = Extent(path.name, start + item["data_offsets"][0])
-                arrays[key] = StoredArray(key, _DTYPE_OF[item["dtype"]], tuple(item["shape"]), extent)
+                arrays[key] = StoredArray(
+                    key, _DTYPE_OF[item["dtype"]], tuple(item["shape"]), extent
+                )
     return LocalStore(folder), catalog_of_arrays(format="safetensors", arrays=arrays)
 
 
@@ -184,7 +202,13 @@ def tensors(folder: Path) -> dict[str, Bytes]:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """A tensor's bytes, as ``contents`` gives them."""
-    found: Bytes = tensor.contiguous().flatten().view(torch.uint8).numpy().reshape(*tensor.shape, tensor.element_size())
+    found: Bytes = (
+        tensor.contiguous()
+        .flatten()
+        .view(torch.uint8)
+        .numpy()
+        .reshape(*tensor.shape, tensor.element_size())
+    )
     return found
 
 

@@ -36,9 +36,23 @@ SIZES = {
     "pad_token_id": 0,
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
-LINEAR = {f"linear_{part}": 4 for part in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")}
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+}
+LINEAR = {
+    f"linear_{part}": 4
+    for part in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+}
 
 MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("mistral", "ForCausalLM", {}),
@@ -46,7 +60,11 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "ForCausalLM", {"head_dim": 8}),
     "gemma3": ("gemma3_text", "ForCausalLM", {"head_dim": 8, "sliding_window_pattern": 3}),
     "phi3": ("phi3", "ForCausalLM", {}),
-    "gpt_oss": ("gpt_oss", "ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "gpt_oss": (
+        "gpt_oss",
+        "ForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         "ForCausalLM",
@@ -55,13 +73,22 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2",
         "ForCausalLM",
-        {**MOE, **LATENT, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        {
+            **MOE,
+            **LATENT,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     ),
     "jamba": (
         "jamba",
         "ForCausalLM",
         {
-            **dict.fromkeys(("num_experts", "attn_layer_period", "mamba_d_state", "mamba_dt_rank"), 4),
+            **dict.fromkeys(
+                ("num_experts", "attn_layer_period", "mamba_d_state", "mamba_dt_rank"), 4
+            ),
             "num_hidden_layers": 8,
             "attn_layer_offset": 1,
         },
@@ -84,7 +111,11 @@ MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_layers": 4,
             "num_mel_bins": 8,
             "max_source_positions": 20,
-            **{f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("attention_heads", 4),)},
+            **{
+                f"{part}_{size}": n
+                for part in ("encoder", "decoder")
+                for size, n in (("attention_heads", 4),)
+            },
             "encoder_ffn_dim": 48,
             "decoder_ffn_dim": 48,
             "max_target_positions": 20,
@@ -135,7 +166,9 @@ def test_what_transformers_writes_raises_no_alarm_and_what_is_not_checked_is_tol
     folder = built(name, tmp_path / "model")
     for level in Level:
         validation = validate(folder, level=level)
-        assert [finding for finding in validation.findings if finding.severity > Severity.NOTE] == []
+        assert [
+            finding for finding in validation.findings if finding.severity > Severity.NOTE
+        ] == []
         assert any("for which there is no table" in text for text in validation.unchecked)
     assert main(["validate", str(folder), "--strict"]) == 0
     assert "no table" in " ".join(capsys.readouterr().out.split())
@@ -172,11 +205,23 @@ def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> Non
         ("mistral", {"num_hidden_layers": 5}, ("layers", "model.layers.5")),
         ("mistral", {"vocab_size": 999}, ("shape", "model.embed_tokens.weight")),
         ("mistral", {"intermediate_size": 64}, ("shape", "model.layers.0.mlp.gate_proj.weight")),
-        ("mistral", {"num_key_value_heads": 4}, ("shape", "model.layers.0.self_attn.k_proj.weight")),
-        ("mistral", {"num_attention_heads": 8, "head_dim": 8}, ("shape", "model.layers.0.self_attn.q_proj.weight")),
+        (
+            "mistral",
+            {"num_key_value_heads": 4},
+            ("shape", "model.layers.0.self_attn.k_proj.weight"),
+        ),
+        (
+            "mistral",
+            {"num_attention_heads": 8, "head_dim": 8},
+            ("shape", "model.layers.0.self_attn.q_proj.weight"),
+        ),
         ("phi3", {"intermediate_size": 64}, ("shape", "model.layers.0.mlp.gate_up_proj.weight")),
         ("phi3", {"num_key_value_heads": 4}, ("shape", "model.layers.0.self_attn.qkv_proj.weight")),
-        ("bert", {"intermediate_size": 64}, ("shape", "bert.encoder.layer.0.intermediate.dense.weight")),
+        (
+            "bert",
+            {"intermediate_size": 64},
+            ("shape", "bert.encoder.layer.0.intermediate.dense.weight"),
+        ),
         (
             "whisper",
             dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size"), 64),
@@ -185,7 +230,11 @@ def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> Non
         ("gpt_oss", {"num_local_experts": 8}, ("experts", "model.layers.0.mlp.experts.down_proj")),
         ("qwen2_moe", {"num_experts": 3}, ("experts", "model.layers.1.mlp.experts.3")),
         ("deepseek_v2", {"n_routed_experts": 6}, ("experts", "model.layers.1.mlp.experts.3")),
-        ("mistral", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantization", None)),
+        (
+            "mistral",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            ("quantization", None),
+        ),
         ("phi3", {"quantization_config": {"quant_method": "fp8"}}, ("quantization", None)),
     ],
     ids=str,
@@ -212,11 +261,20 @@ def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path:
     metas, config = of(built("qwen2_moe", tmp_path / "model"))
     expert = [key for key in metas if ".layers.3.mlp.experts.1." in key]
     layer = [key for key in metas if ".layers.3." in key]
-    both = ["model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.experts.2.up_proj.weight"]
-    assert told(find_differences(_without(metas, both), config)) == [("sisters", key) for key in both]
-    assert told(find_differences(_without(metas, expert), config)) == [("experts", "model.layers.3.mlp.experts.1")]
+    both = [
+        "model.layers.1.mlp.experts.0.up_proj.weight",
+        "model.layers.3.mlp.experts.2.up_proj.weight",
+    ]
+    assert told(find_differences(_without(metas, both), config)) == [
+        ("sisters", key) for key in both
+    ]
+    assert told(find_differences(_without(metas, expert), config)) == [
+        ("experts", "model.layers.3.mlp.experts.1")
+    ]
     last = [key for key in metas if ".layers.5.mlp.experts.3." in key]
-    assert told(find_differences(_without(metas, last), config)) == [("experts", "model.layers.5.mlp.experts.3")]
+    assert told(find_differences(_without(metas, last), config)) == [
+        ("experts", "model.layers.5.mlp.experts.3")
+    ]
     assert told(find_differences(_without(metas, layer), config)) == [("layers", "model.layers.3")]
 
 
@@ -232,7 +290,12 @@ def test_one_layer_with_another_shape_is_found_unless_it_is_of_another_kind(tmp_
 
 def _alternating(number: int) -> list[str]:
     """Names of the tensors of a layer; every third one has cross-attention."""
-    names = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight", "norm.weight"]
+    names = [
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "mlp.up_proj.weight",
+        "norm.weight",
+    ]
     return names + (["cross.q.weight", "cross.k.weight"] if number % 3 else [])
 
 
@@ -240,7 +303,10 @@ def _alternating(number: int) -> list[str]:
 def test_kinds_of_layers_that_nothing_states_raise_no_alarm(n_layers: int) -> None:
     names = [f"model.layers.{n}.{name}" for n in range(n_layers) for name in _alternating(n)]
     config = {"model_type": "new", "num_hidden_layers": n_layers, "vocab_size": 9}
-    assert find_differences({name: TensorMeta(name, "float32", (4, 4)) for name in names}, config) == ()
+    assert (
+        find_differences({name: TensorMeta(name, "float32", (4, 4)) for name in names}, config)
+        == ()
+    )
 
 
 def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path: Path) -> None:
@@ -253,9 +319,13 @@ def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path:
             metas[f"{key}_scale_inv"] = TensorMeta(f"{key}_scale_inv", "float32", (1, 1))
     stated = {**config, "quantization_config": {"quant_method": "fp8"}}
     assert find_differences(metas, stated) == ()
-    assert told(find_differences(metas, config)) == [("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")]
+    assert told(find_differences(metas, config)) == [
+        ("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")
+    ]
     lost = [key for key in metas if key.startswith("model.layers.3.mlp.up_proj.")]
-    assert told(find_differences(_without(metas, lost), stated)) == [("sisters", "model.layers.3.mlp.up_proj")]
+    assert told(find_differences(_without(metas, lost), stated)) == [
+        ("sisters", "model.layers.3.mlp.up_proj")
+    ]
 
 
 def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path: Path) -> None:
@@ -272,20 +342,33 @@ def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path:
 def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -> None:
     names = [f"layers.{n}.a{n}.weight" for n in range(2000)]
     metas = {name: TensorMeta(name, "float32", (2,)) for name in names}
-    config = {"model_type": "new", "layer_types": [["x"] * 3] * 2000, "indexes": list(range(100_000))}
+    config = {
+        "model_type": "new",
+        "layer_types": [["x"] * 3] * 2000,
+        "indexes": list(range(100_000)),
+    }
     assert find_differences(metas, config) == ()
-    sizes = {"num_attention_heads": list(range(1, 50_000)), "head_dim": list(range(1, 50_000)), "vocab_size": 9}
+    sizes = {
+        "num_attention_heads": list(range(1, 50_000)),
+        "head_dim": list(range(1, 50_000)),
+        "vocab_size": 9,
+    }
     assert find_differences(metas, config | sizes | {"num_experts": list(range(50_000))}) == ()
 
 
 def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
     """Towers for pictures and sound state key heads that they do not use (hunyuan_vl_vision)."""
     name = "layers.0.self_attn.k_proj.weight"
-    config = {"model_type": "new", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = {
+        "model_type": "new",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     assert find_differences({name: TensorMeta(name, "float32", (32, 32))}, config) == ()
-    assert told(find_differences({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})) == [
-        ("shape", name)
-    ]
+    assert told(
+        find_differences({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})
+    ) == [("shape", name)]
 
 
 def _without(metas: Tensors, keys: list[str]) -> Tensors:

@@ -35,7 +35,15 @@ from tests.hf.models import (
 )
 
 Tensors = dict[str, TensorMeta]
-EVERY_FAMILY = ("llama_biased", "llama_tied", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek_v3")
+EVERY_FAMILY = (
+    "llama_biased",
+    "llama_tied",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe_mixed",
+    "deepseek_v3",
+)
 
 
 def meta_of(key: str, dtype: str, *shape: int) -> TensorMeta:
@@ -65,7 +73,9 @@ def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -
 
 
 def changed(tensors: Tensors, *without: str, **others: TensorMeta) -> Tensors:
-    return {key: meta for key, meta in tensors.items() if key not in without} | {m.key: m for m in others.values()}
+    return {key: meta for key, meta in tensors.items() if key not in without} | {
+        m.key: m for m in others.values()
+    }
 
 
 def kinds(problems: tuple[Problem, ...]) -> list[str]:
@@ -93,12 +103,26 @@ def test_a_model_out_of_a_checkpoint_without_a_configuration_is_what_transformer
 ) -> None:
     folder = saved(name, tmp_path / "model")
     run(Job(src=folder, dst=tmp_path / "dcp", to="dcp", fsync=False))
-    run(Job(src=tmp_path / "dcp", dst=tmp_path / "out", to="hf", config=folder / "config.json", fsync=False))
+    run(
+        Job(
+            src=tmp_path / "dcp",
+            dst=tmp_path / "out",
+            to="hf",
+            config=folder / "config.json",
+            fsync=False,
+        )
+    )
     assert_same(tensors(tmp_path / "out"), tensors(folder))
     loaded_model(tmp_path / "out")
 
 
-HEADS = ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+HEADS = (
+    "",
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 CLASSES = [
     (name, f"AutoModel{head}")
     for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -114,7 +138,9 @@ def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[st
 
 
 @pytest.mark.parametrize("name", families())
-@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize(
+    "head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+)
 def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
     name: str, head: str, tmp_path: Path
 ) -> None:
@@ -139,7 +165,10 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
     (problem,) = find_differences(changed(metas, body), stated)
     assert (problem.kind, problem.key) == ("missing", body)
     if labels:
-        for other in ({"id2label": {"0": "a", "1": "b", "2": "c"}}, {"id2label": None, "num_labels": 3}):
+        for other in (
+            {"id2label": {"0": "a", "1": "b", "2": "c"}},
+            {"id2label": None, "num_labels": 3},
+        ):
             problems = find_differences(metas, {**stated, **other})
             assert [(problem.kind, problem.key) for problem in problems] == [
                 ("shape", key) for key in sorted(own)[::-1]
@@ -149,7 +178,9 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
         assert kinds(find_differences(changed(metas, x=wide), stated)) == ["shape"]
 
 
-def test_only_a_model_that_answers_questions_may_be_called_a_transformer(llama: tuple[Tensors, dict[str, Any]]) -> None:
+def test_only_a_model_that_answers_questions_may_be_called_a_transformer(
+    llama: tuple[Tensors, dict[str, Any]],
+) -> None:
     """Of a language model, transformers reads no such names and starts from random weights."""
     metas, config = llama
     renamed = {key.replace("model.", "transformer.", 1): meta for key, meta in metas.items()}
@@ -161,11 +192,22 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name:
     import transformers
 
     quietly()
-    sizes = {"num_hidden_layers": 5, "num_attention_heads": 128, "hidden_size": 1280, "vocab_size": 9}
+    sizes = {
+        "num_hidden_layers": 5,
+        "num_attention_heads": 128,
+        "hidden_size": 1280,
+        "vocab_size": 9,
+    }
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(name, **sizes)
         metas, stated = state_of(transformers.AutoModelForCausalLM.from_config(config))
-    for absent in ("num_key_value_heads", "head_dim", "q_lora_rank", "first_k_dense_replace", "tie_word_embeddings"):
+    for absent in (
+        "num_key_value_heads",
+        "head_dim",
+        "q_lora_rank",
+        "first_k_dense_replace",
+        "tie_word_embeddings",
+    ):
         stated.pop(absent, None)
     assert find_differences(metas, stated) == ()
 
@@ -176,11 +218,19 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name:
         (lambda t: changed(t, "model.layers.1.mlp.up_proj.weight"), "missing"),
         (lambda t: changed(t, "lm_head.weight"), "ties"),
         (lambda t: changed(t, *(key for key in t if ".layers.2." in key)), "layers"),
-        (lambda t: changed(t, x=meta_of("model.layers.3.mlp.up_proj.weight", "bfloat16", 48, 32)), "layers"),
+        (
+            lambda t: changed(
+                t, x=meta_of("model.layers.3.mlp.up_proj.weight", "bfloat16", 48, 32)
+            ),
+            "layers",
+        ),
         (lambda t: changed(t, x=meta_of("model.norm.weight", "bfloat16", 33)), "shape"),
         (lambda t: changed(t, x=meta_of("model.norm.weight", "int64", 32)), "dtype"),
         (lambda t: changed(t, x=meta_of("model.norm.bias", "bfloat16", 32)), "unexpected"),
-        (lambda t: changed(t, x=meta_of("model.layers.1.mlp.up_proj.SCB", "float32", 48)), "quantization"),
+        (
+            lambda t: changed(t, x=meta_of("model.layers.1.mlp.up_proj.SCB", "float32", 48)),
+            "quantization",
+        ),
     ],
 )
 def test_one_difference_is_one_problem(
@@ -192,9 +242,13 @@ def test_one_difference_is_one_problem(
     assert problem.key
 
 
-def test_a_layer_that_is_lost_in_the_middle_is_missing_tensor_by_tensor(llama: tuple[Tensors, dict[str, Any]]) -> None:
+def test_a_layer_that_is_lost_in_the_middle_is_missing_tensor_by_tensor(
+    llama: tuple[Tensors, dict[str, Any]],
+) -> None:
     metas, config = llama
-    problems = find_differences(changed(metas, *(key for key in metas if ".layers.1." in key)), config)
+    problems = find_differences(
+        changed(metas, *(key for key in metas if ".layers.1." in key)), config
+    )
     assert kinds(problems) == ["missing"] * 9
 
 
@@ -206,7 +260,11 @@ def test_another_number_of_experts_is_one_problem(name: str, stacked: bool, tmp_
     (stated,) = (n for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in config)
     for count in (3, 6):
         (problem,) = find_differences(metas, {**config, stated: count})
-        assert (problem.kind, problem.expected, problem.found) == ("experts", f"{count} experts", "4")
+        assert (problem.kind, problem.expected, problem.found) == (
+            "experts",
+            f"{count} experts",
+            "4",
+        )
 
 
 def test_layers_that_are_all_dense_have_no_experts_to_count(tmp_path: Path) -> None:
@@ -229,10 +287,18 @@ def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) ->
     folder = saved("deepseek_v3", tmp_path / "model")
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
     assert find_differences(metas, {**config, "num_nextn_predict_layers": 1}) == ()
-    body = {key.replace(".2.", ".3.", 1): meta for key, meta in metas.items() if key.startswith("model.layers.2.")}
+    body = {
+        key.replace(".2.", ".3.", 1): meta
+        for key, meta in metas.items()
+        if key.startswith("model.layers.2.")
+    }
     added = {key: TensorMeta(key, meta.dtype, meta.shape) for key, meta in body.items()}
     own = (("enorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)), ("shared_head.norm", (32,)))
-    added |= {key: TensorMeta(key, "bfloat16", s) for n, s in own for key in [f"model.layers.3.{n}.weight"]}
+    added |= {
+        key: TensorMeta(key, "bfloat16", s)
+        for n, s in own
+        for key in [f"model.layers.3.{n}.weight"]
+    }
     assert find_differences(metas | added, config) == ()
     del added["model.layers.3.hnorm.weight"]
     assert kinds(find_differences(metas | added, config)) == ["missing"]
@@ -240,14 +306,18 @@ def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) ->
 
 def test_buffers_of_old_models_and_stored_tied_heads_are_no_problem() -> None:
     metas, config = state_of(built("llama_tied"))
-    inv_freq = [meta_of(f"model.layers.{n}.self_attn.rotary_emb.inv_freq", "float32", 2) for n in range(3)]
+    inv_freq = [
+        meta_of(f"model.layers.{n}.self_attn.rotary_emb.inv_freq", "float32", 2) for n in range(3)
+    ]
     extra = {meta.key: meta for meta in inv_freq}
     head = {"lm_head.weight": meta_of("lm_head.weight", "bfloat16", 130, 32)}
     assert find_differences(metas | extra | head, config) == ()
     assert find_differences(changed(metas | extra, "lm_head.weight"), config) == ()
 
 
-def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(llama: tuple[Tensors, dict[str, Any]]) -> None:
+def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(
+    llama: tuple[Tensors, dict[str, Any]],
+) -> None:
     metas, config = llama
     assert kinds(find_differences(metas, {**config, "num_hidden_layers": 1 << 30})) == ["layers"]
     metas, config = state_of(built("mixtral"))
@@ -261,7 +331,9 @@ def _linear(metas: Tensors) -> list[TensorMeta]:
     return [meta for key, meta in metas.items() if key.endswith("_proj.weight")]
 
 
-def _quantized(metas: Tensors, parts: Callable[[str, int, int], Mapping[str, tuple[str, tuple[int, ...]]]]) -> Tensors:
+def _quantized(
+    metas: Tensors, parts: Callable[[str, int, int], Mapping[str, tuple[str, tuple[int, ...]]]]
+) -> Tensors:
     """The tensors with every linear weight replaced by what a tool writes: name behind the module's → dtype, shape."""
     made = dict(metas)
     for meta in _linear(metas):
@@ -290,7 +362,11 @@ def _awq(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, 
 
 
 def _int8(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-    return {"weight": ("int8", (rows, columns)), "SCB": ("float32", (rows,)), "weight_format": ("uint8", ())}
+    return {
+        "weight": ("int8", (rows, columns)),
+        "SCB": ("float32", (rows,)),
+        "weight_format": ("uint8", ()),
+    }
 
 
 def _nf4(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -329,7 +405,9 @@ SCHEMES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_weights_fit_a_configuration_that_names_their_method(name: str, scheme: str, tmp_path: Path) -> None:
+def test_quantized_weights_fit_a_configuration_that_names_their_method(
+    name: str, scheme: str, tmp_path: Path
+) -> None:
     folder = saved(name, tmp_path / "model")
     parts, stated = SCHEMES[scheme]
     metas, config = _quantized(dict(catalog_of(folder)[1].tensors), parts), config_of(folder)
@@ -340,10 +418,19 @@ def test_quantized_weights_fit_a_configuration_that_names_their_method(name: str
     assert find_differences(metas, config, files=["config.json", "quantize_config.json"]) == ()
 
 
-def test_scales_of_cached_keys_and_values_are_no_problem(llama: tuple[Tensors, dict[str, Any]]) -> None:
+def test_scales_of_cached_keys_and_values_are_no_problem(
+    llama: tuple[Tensors, dict[str, Any]],
+) -> None:
     metas, config = llama
-    scales = [meta_of(f"model.layers.{n}.self_attn.{part}_scale", "float32", 1) for n in range(3) for part in "kv"]
-    config = {**config, "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {}}}
+    scales = [
+        meta_of(f"model.layers.{n}.self_attn.{part}_scale", "float32", 1)
+        for n in range(3)
+        for part in "kv"
+    ]
+    config = {
+        **config,
+        "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {}},
+    }
     assert find_differences(metas | {meta.key: meta for meta in scales}, config) == ()
 
 
@@ -352,7 +439,9 @@ def test_scales_of_cached_keys_and_values_are_no_problem(llama: tuple[Tensors, d
     [
         (lambda t: changed(t, "model.layers.1.mlp.up_proj.weight_scale_inv"), "has no scales"),
         (
-            lambda t: changed(t, x=meta_of("model.layers.1.mlp.up_proj.weight_scale_inv", "float32", 3, 1)),
+            lambda t: changed(
+                t, x=meta_of("model.layers.1.mlp.up_proj.weight_scale_inv", "float32", 3, 1)
+            ),
             r"scales \(3, 1\) for a weight \(48, 32\)",
         ),
     ],
@@ -361,7 +450,9 @@ def test_scales_that_do_not_fit_their_weight_are_found(
     change: Callable[[Tensors], Tensors], text: str, llama: tuple[Tensors, dict[str, Any]]
 ) -> None:
     metas, config = llama
-    (problem,) = find_differences(change(_quantized(metas, _fp8)), {**config, "quantization_config": SCHEMES["fp8"][1]})
+    (problem,) = find_differences(
+        change(_quantized(metas, _fp8)), {**config, "quantization_config": SCHEMES["fp8"][1]}
+    )
     assert problem.kind == "quantization"
     assert re.search(text, problem.message)
 
@@ -431,13 +522,21 @@ def test_sizes_that_every_configuration_states_are_compared(
 
 
 @pytest.mark.parametrize("wrapper", ["state_dict.", "module.", "_orig_mod."])
-def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(wrapper: str, tmp_path: Path) -> None:
+def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
+    wrapper: str, tmp_path: Path
+) -> None:
     """transformers would start from random weights; no table of the family is needed to know that."""
     config = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
     torch.save({wrapper + name: torch.ones(8, 4) for name in names}, tmp_path / "x.pt")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    job = Job(src=tmp_path / "x.pt", dst=tmp_path / "out", to="hf", config=tmp_path / "config.json", fsync=False)
+    job = Job(
+        src=tmp_path / "x.pt",
+        dst=tmp_path / "out",
+        to="hf",
+        config=tmp_path / "config.json",
+        fsync=False,
+    )
     with pytest.raises(UnknownTensorError, match=f"all names begin with '{wrapper}'") as refusal:
         run(job)
     assert refusal.value.hint == f"remove it with --strip-prefix {wrapper}"
@@ -446,8 +545,15 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(wrap
 
 def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
     """GLM 4.5 has them behind the others, as DeepSeek-V3 does."""
-    metas = {f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)}
-    config = {"model_type": "glm4_moe", "vocab_size": 9, "num_hidden_layers": 46, "num_nextn_predict_layers": 1}
+    metas = {
+        f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)
+    }
+    config = {
+        "model_type": "glm4_moe",
+        "vocab_size": 9,
+        "num_hidden_layers": 46,
+        "num_nextn_predict_layers": 1,
+    }
     assert find_differences(metas, config) == ()
     assert kinds(find_differences(metas, {**config, "num_hidden_layers": 44})) == ["layers"]
 
@@ -455,6 +561,9 @@ def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> No
 def test_deepseek_is_compared_where_remote_code_is_named() -> None:
     """The published models name code of their own beside the class."""
     metas, config = state_of(built("deepseek_v3", **{**DEEPSEEK, "num_hidden_layers": 2}))
-    stated = {**config, "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    stated = {
+        **config,
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
     assert find_differences(metas, stated) == ()
     assert kinds(find_differences(metas, {**stated, "num_hidden_layers": 3})) == ["layers"]

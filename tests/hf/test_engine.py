@@ -23,25 +23,48 @@ from core.megatron.reshard.reshard import shard, unshard
 from core.opening.target import partitioned
 from core.plan.plan import make_plan
 from core.stage.stage import Stage
-from tests.hf.models import assert_same, bytes_of, config_of, contents, loaded_model, logits, saved, tensors
+from tests.hf.models import (
+    assert_same,
+    bytes_of,
+    config_of,
+    contents,
+    loaded_model,
+    logits,
+    saved,
+    tensors,
+)
 from tests.megatron.support.megatron_gold import RULES
 
-NAMES = ("llama_tied", "llama_biased", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek_v3")
+NAMES = (
+    "llama_tied",
+    "llama_biased",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe_mixed",
+    "deepseek_v3",
+)
 
 
-def copied(format: Format, source: Catalog, target: TargetCatalog, store: LocalStore, dst: Path) -> Path:
+def copied(
+    format: Format, source: Catalog, target: TargetCatalog, store: LocalStore, dst: Path
+) -> Path:
     """The files of a target catalog, made by the engine."""
     assert format.lay_out is not None
     plan = make_plan(source, target, format.lay_out(target), threads=1)
     with Stage(dst, fsync=False) as stage:
-        result = execute(plan, store, stage.store, CopyOptions(item_bytes=1 << 12, buffer_bytes=1 << 12))
+        result = execute(
+            plan, store, stage.store, CopyOptions(item_bytes=1 << 12, buffer_bytes=1 << 12)
+        )
         finish_files(plan, result, stage.store)
         stage.commit()
     return dst
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_goes_to_rank_files_and_comes_back_to_what_transformers_runs(name: str, tmp_path: Path) -> None:
+def test_a_model_goes_to_rank_files_and_comes_back_to_what_transformers_runs(
+    name: str, tmp_path: Path
+) -> None:
     folder = saved(name, tmp_path / "model")
     store = LocalStore(folder)
     source = safetensors.FORMAT.read(store)
@@ -62,7 +85,9 @@ def test_a_copy_of_tied_embeddings_that_differs_is_found(tmp_path: Path) -> None
     weights = load_file(folder / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()
     head[77, 5] += 1
-    save_file({**weights, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**weights, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     store = LocalStore(folder)
     middle = to_megatron(safetensors.FORMAT.read(store), config_of(folder))
     ranks = shard(middle, Topology(tp=2), rules=RULES)
@@ -78,10 +103,18 @@ def test_pieces_that_torch_wrote_of_parts_are_put_together(golden: Path, tmp_pat
     config = config_of(golden / "hf" / "llama" / "safetensors_single") | {"num_hidden_layers": 2}
     middle = to_megatron(source, config)
     assert len(middle.fragments("decoder.layers.0.mlp.linear_fc1.weight")) == 4
-    made = copied(megatron.FORMAT, middle, shard(middle, Topology(tp=2), rules=RULES), store, tmp_path / "ranks")
+    made = copied(
+        megatron.FORMAT,
+        middle,
+        shard(middle, Topology(tp=2), rules=RULES),
+        store,
+        tmp_path / "ranks",
+    )
     rank_store = LocalStore(made / "iter_0000001")
     back = to_hf(unshard(megatron.read(rank_store), rules=RULES))
-    assert_same(contents(back, rank_store), tensors(golden / "torch_dcp" / "hf_storage_consolidated_dp2"))
+    assert_same(
+        contents(back, rank_store), tensors(golden / "torch_dcp" / "hf_storage_consolidated_dp2")
+    )
 
 
 def test_pieces_of_fused_tensors_are_cut_where_ranks_meet(tmp_path: Path) -> None:
@@ -89,13 +122,23 @@ def test_pieces_of_fused_tensors_are_cut_where_ranks_meet(tmp_path: Path) -> Non
     folder = saved("llama_wide_heads", tmp_path / "model")
     store = LocalStore(folder)
     middle = to_megatron(safetensors.FORMAT.read(store), config_of(folder))
-    made = copied(megatron.FORMAT, middle, shard(middle, Topology(tp=4), rules=RULES), store, tmp_path / "ranks")
+    made = copied(
+        megatron.FORMAT,
+        middle,
+        shard(middle, Topology(tp=4), rules=RULES),
+        store,
+        tmp_path / "ranks",
+    )
     rank_store = LocalStore(made / "iter_0000001")
     ranks = unshard(megatron.read(rank_store), rules=RULES)
     assert len(ranks.fragments("decoder.layers.0.self_attention.linear_qkv.weight")) == 4
     back = to_hf(ranks)
     ours = copied(
-        safetensors.FORMAT, back, partitioned(back, format="safetensors", by="whole"), rank_store, tmp_path / "ours"
+        safetensors.FORMAT,
+        back,
+        partitioned(back, format="safetensors", by="whole"),
+        rank_store,
+        tmp_path / "ours",
     )
     assert_same(tensors(ours), tensors(folder))
     wanted = load_file(folder / "model.safetensors")["model.layers.2.self_attn.v_proj.weight"]

@@ -32,12 +32,16 @@ def _pieces(key: str, n_rows: int, columns: int, cuts: list[int]) -> list[Fragme
     bounds = sorted({0, n_rows, *(cut for cut in cuts if cut <= n_rows)})
     found = []
     for start, stop in pairwise(bounds):
-        array = StoredArray(f"{key}@{start}", "uint8", (1, stop - start + 2, columns), Extent(key, start))
+        array = StoredArray(
+            f"{key}@{start}", "uint8", (1, stop - start + 2, columns), Extent(key, start)
+        )
         found.append(Fragment(key, Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
     return found
 
 
-def _filled(pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _filled(
+    pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray:
     """The tensor that fragments describe; every element is filled once."""
     made = np.zeros(shape, np.int64)
     count = np.zeros(shape, int)
@@ -46,7 +50,9 @@ def _filled(pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[in
         stored = data[piece.array.extent.file]  # the whole tensor that the array is cut from
         first = piece.array.extent.offset + piece.at[-2] - 1
         region = tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
-        made[region] = stored[first : first + piece.box.shape[0], piece.at[-1] :][:, : piece.box.shape[1]]
+        made[region] = stored[first : first + piece.box.shape[0], piece.at[-1] :][
+            :, : piece.box.shape[1]
+        ]
         count[region] += 1
     assert (count == 1).all()
     return made
@@ -57,7 +63,8 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
     groups, shares, columns, cuts = sizes
     extents = [groups * share for share in shares]
     parts = [
-        np.arange(extent * columns).reshape(extent, columns) + 1000 * number for number, extent in enumerate(extents)
+        np.arange(extent * columns).reshape(extent, columns) + 1000 * number
+        for number, extent in enumerate(extents)
     ]
     wanted = np.concatenate(
         [
@@ -69,7 +76,9 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
     strips = fuse.interleave_by_group(extents, groups)
     data = {f"part{number}": part for number, part in enumerate(parts)}
     sources = [_pieces(name, len(part), columns, cuts) for name, part in data.items()]
-    assert np.array_equal(_filled(fuse.fuse_parts("whole", strips, sources), data, wanted.shape), wanted)
+    assert np.array_equal(
+        _filled(fuse.fuse_parts("whole", strips, sources), data, wanted.shape), wanted
+    )
     pieces = _pieces("whole", len(wanted), columns, cuts)
     for number, part in enumerate(parts):
         found = fuse.take_apart("part", strips, number, pieces)
@@ -93,8 +102,13 @@ def test_one_of_a_stack_has_an_axis_less() -> None:
 
 
 def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
-    arrays = [StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)]
-    pieces = [Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0)) for number, array in enumerate(arrays)]
+    arrays = [
+        StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)
+    ]
+    pieces = [
+        Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0))
+        for number, array in enumerate(arrays)
+    ]
     (found,) = fuse.take_from_stack("e", pieces, 3)
     assert (found.array, found.at) == (arrays[3], (0, 0))
 

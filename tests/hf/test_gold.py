@@ -28,7 +28,14 @@ from tests.hf.models import (
     tensors,
     written,
 )
-from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, rank_files, stored
+from tests.megatron.support.megatron_gold import (
+    RULES,
+    dist_files,
+    filled,
+    global_form,
+    rank_files,
+    stored,
+)
 from tests.support.facets import facet_of, with_facts
 from tests.support.materialize import Bytes, tensor_bytes
 
@@ -77,7 +84,9 @@ def test_a_copy_of_tied_embeddings_is_compared_and_not_written(golden: Path) -> 
 
 
 @pytest.mark.parametrize("case", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])
-def test_rank_files_become_a_directory_that_transformers_loads(golden: Path, case: str, tmp_path: Path) -> None:
+def test_rank_files_become_a_directory_that_transformers_loads(
+    golden: Path, case: str, tmp_path: Path
+) -> None:
     store, middle = global_form(golden, "dense_gqa", case)
     made = to_hf(middle)
     assert facet_of(made, HuggingFaceModel).model_type == "qwen2"
@@ -92,7 +101,9 @@ def test_rank_files_become_a_directory_that_transformers_loads(golden: Path, cas
 
 @pytest.mark.parametrize(("model", "family"), [("dense_gqa", "qwen2"), ("moe_seq", "mixtral")])
 @pytest.mark.parametrize("case", ["tp1_pp1", "tp2_pp1"])
-def test_rank_files_come_back_bit_for_bit(golden: Path, model: str, family: str, case: str, tmp_path: Path) -> None:
+def test_rank_files_come_back_bit_for_bit(
+    golden: Path, model: str, family: str, case: str, tmp_path: Path
+) -> None:
     store, middle = global_form(golden, model, "tp1_pp1")
     folder = written(to_hf(middle), store, tmp_path / "model")
     assert config_of(folder)["model_type"] == family
@@ -130,7 +141,11 @@ def test_config_json_is_the_same_every_time_and_sorted(golden: Path) -> None:
     assert to_hf(middle).documents == documents
     config = json.loads(text)
     assert list(config) == sorted(config)
-    assert (config["num_key_value_heads"], config["head_dim"], config["rms_norm_eps"]) == (4, 8, 1e-5)
+    assert (config["num_key_value_heads"], config["head_dim"], config["rms_norm_eps"]) == (
+        4,
+        8,
+        1e-5,
+    )
 
 
 def test_a_model_of_no_family_is_refused_by_the_argument_that_does_not_fit(golden: Path) -> None:
@@ -142,7 +157,9 @@ def test_a_model_of_no_family_is_refused_by_the_argument_that_does_not_fit(golde
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "deepseek_v3"])
 def test_another_family_than_the_models_is_refused(golden: Path, family: str) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp1_pp1")
-    with pytest.raises(UnsupportedError, match=f"not of family {family}: .*argument add_qkv_bias is True"):
+    with pytest.raises(
+        UnsupportedError, match=f"not of family {family}: .*argument add_qkv_bias is True"
+    ):
         to_hf(middle, model_type=family)
 
 
@@ -159,4 +176,6 @@ def test_padding_rows_that_were_kept_are_cut(golden: Path) -> None:
 
 
 def test_tensors_of_a_directory_are_all_there(golden: Path) -> None:
-    assert len(tensors(golden / "hf" / "llama" / "safetensors_sharded")) == len(oracle(golden, "llama"))
+    assert len(tensors(golden / "hf" / "llama" / "safetensors_sharded")) == len(
+        oracle(golden, "llama")
+    )

@@ -29,13 +29,17 @@ EXPERTS = (Topology(tp=2, ep=2), Topology(ep=4, pp=3), Topology(tp=2, ep=2, etp=
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_rank_files_of_a_model_make_the_same_model(name: str, topology: Topology, tmp_path: Path) -> None:
+def test_rank_files_of_a_model_make_the_same_model(
+    name: str, topology: Topology, tmp_path: Path
+) -> None:
     _through_rank_files(name, topology, tmp_path)
 
 
 @pytest.mark.parametrize("topology", EXPERTS, ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_mixed", "deepseek_v3"])
-def test_expert_parallel_rank_files_make_the_same_model(name: str, topology: Topology, tmp_path: Path) -> None:
+def test_expert_parallel_rank_files_make_the_same_model(
+    name: str, topology: Topology, tmp_path: Path
+) -> None:
     _through_rank_files(name, topology, tmp_path)
 
 
@@ -57,9 +61,15 @@ def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder), make_vocab_size_divisible_by=16)
     stacked = stack(middle, Topology(tp=2), rules=RULES)
-    ours = _written(stacked.target, filled(stacked.target, stacked.source, store), tmp_path / "dist")
+    ours = _written(
+        stacked.target, filled(stacked.target, stacked.source, store), tmp_path / "dist"
+    )
     ours_store = LocalStore(ours)
-    read = loaded(torch_dist.read(ours_store), ours_store, lambda s, array, key: load_object(s, array, key=key))
+    read = loaded(
+        torch_dist.read(ours_store),
+        ours_store,
+        lambda s, array, key: load_object(s, array, key=key),
+    )
     made = to_hf(unshard(read, rules=RULES))
     assert_same(contents(made, ours_store), tensors(folder))
 

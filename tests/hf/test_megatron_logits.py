@@ -34,7 +34,10 @@ from tests.hf.models import (
 from tests.support.asked import told
 from tests.support.facets import facet_of
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
@@ -150,7 +153,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         middle = to_megatron(source, config_of(folder), transformer_impl="local")
         data = contents(middle, store)
         weights = root / f"{name}.weights"
-        save_file({key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}, weights)
+        save_file(
+            {key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}, weights
+        )
         args = {key: value for key, value in arguments(middle).items() if key != "params_dtype"}
         order = facet_of(middle, MegatronModel).order
         assert order is not None
@@ -170,7 +175,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_megatron_and_transformers_find_the_same_logits(folders: dict[str, Path], name: str) -> None:
+def test_megatron_and_transformers_find_the_same_logits(
+    folders: dict[str, Path], name: str
+) -> None:
     from safetensors.torch import load_file
 
     folder = folders[name]

@@ -38,7 +38,12 @@ def folder(tmp_path: Path) -> Path:
         for key, value in weights.items()
         if key.startswith("model.layers.2.")
     }
-    for name, shape in {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}.items():
+    for name, shape in {
+        "enorm": (32,),
+        "hnorm": (32,),
+        "eh_proj": (32, 64),
+        "shared_head.norm": (32,),
+    }.items():
         extra[f"model.layers.3.{name}.weight"] = torch.randn(shape).bfloat16()
     extra["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     extra["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].clone()
@@ -67,7 +72,9 @@ def test_the_layer_gets_megatrons_names_and_comes_back(folder: Path, tmp_path: P
     assert config_of(written(back, store, tmp_path / "ours"))["num_nextn_predict_layers"] == 1
 
 
-def test_a_model_whose_extra_layer_was_left_out_is_complete_without_it(folder: Path, tmp_path: Path) -> None:
+def test_a_model_whose_extra_layer_was_left_out_is_complete_without_it(
+    folder: Path, tmp_path: Path
+) -> None:
     store, source = catalog_of(folder)
     kept = {key: meta for key, meta in source.tensors.items() if "layers.3." not in key}
     middle = to_megatron(replace(source, tensors=kept), config_of(folder))
@@ -79,7 +86,9 @@ def test_a_model_whose_extra_layer_was_left_out_is_complete_without_it(folder: P
     assert logits(loaded_model(ours)).isfinite().all()
 
 
-def test_a_configuration_that_counts_layers_without_tensors_is_noted(folder: Path, tmp_path: Path) -> None:
+def test_a_configuration_that_counts_layers_without_tensors_is_noted(
+    folder: Path, tmp_path: Path
+) -> None:
     plain = saved("deepseek_v3", tmp_path / "plain")
     _, source = catalog_of(plain)
     middle = to_megatron(source, config_of(plain) | {"num_nextn_predict_layers": 1})
@@ -89,7 +98,9 @@ def test_a_configuration_that_counts_layers_without_tensors_is_noted(folder: Pat
 
 def test_an_incomplete_layer_is_refused(folder: Path) -> None:
     _, source = catalog_of(folder)
-    kept = {key: meta for key, meta in source.tensors.items() if key != "model.layers.3.hnorm.weight"}
+    kept = {
+        key: meta for key, meta in source.tensors.items() if key != "model.layers.3.hnorm.weight"
+    }
     object.__setattr__(source, "tensors", kept)
     with pytest.raises(MissingShardError, match=r"model\.layers\.3\.hnorm\.weight"):
         to_megatron(source, config_of(folder))

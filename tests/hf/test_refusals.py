@@ -24,7 +24,9 @@ from tests.hf.models import DEEPSEEK, LLAMA3, YARN, arguments, catalog_of, confi
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Catalog, dict[str, Any]]]:
+def folders(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Catalog, dict[str, Any]]]:
     """Name → (catalog, configuration) of a model."""
     root = tmp_path_factory.mktemp("models")
     made: dict[str, tuple[Catalog, dict[str, Any]]] = {}
@@ -44,10 +46,14 @@ Folders = Callable[[str], tuple[Catalog, dict[str, Any]]]
 
 def without(catalog: Catalog, key: str) -> Catalog:
     assert key in catalog.tensors
-    return replace(catalog, tensors={name: meta for name, meta in catalog.tensors.items() if name != key})
+    return replace(
+        catalog, tensors={name: meta for name, meta in catalog.tensors.items() if name != key}
+    )
 
 
-def beside(catalog: Catalog, key: str, *, dtype: str = "bfloat16", shape: tuple[int, ...] = (4,)) -> Catalog:
+def beside(
+    catalog: Catalog, key: str, *, dtype: str = "bfloat16", shape: tuple[int, ...] = (4,)
+) -> Catalog:
     """The catalog with one more tensor, or one of another dtype or shape."""
     return replace(catalog, tensors={**catalog.tensors, key: TensorMeta(key, dtype, shape)})
 
@@ -147,7 +153,9 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
     ),
     "weights are quantized": (
         "deepseek_v3",
-        lambda c: beside(c, "model.layers.0.self_attn.o_proj.weight_scale_inv", dtype="float32", shape=(1, 1)),
+        lambda c: beside(
+            c, "model.layers.0.self_attn.o_proj.weight_scale_inv", dtype="float32", shape=(1, 1)
+        ),
         UnsupportedError,
         r"weight_scale_inv\)\. Apply the scales with --dequantize bf16",
     ),
@@ -176,13 +184,43 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "'gpt2' are not supported.*llama, mixtral",
     ),
     "no family": ("llama", {"model_type": None}, UnsupportedError, "'None' are not supported"),
-    "a hostile family": ("llama", {"model_type": ["x" * 1000]}, UnsupportedError, "are not supported"),
-    "another activation": ("llama", {"hidden_act": "gelu"}, UnsupportedError, "hidden_act is 'gelu'"),
-    "a missing size": ("llama", {"hidden_size": None}, CorruptError, "hidden_size is missing from the configuration"),
-    "a size of text": ("llama", {"intermediate_size": "48"}, CorruptError, "intermediate_size is '48', not an integer"),
-    "a negative size": ("llama", {"num_attention_heads": -8}, CorruptError, "num_attention_heads is -8"),
+    "a hostile family": (
+        "llama",
+        {"model_type": ["x" * 1000]},
+        UnsupportedError,
+        "are not supported",
+    ),
+    "another activation": (
+        "llama",
+        {"hidden_act": "gelu"},
+        UnsupportedError,
+        "hidden_act is 'gelu'",
+    ),
+    "a missing size": (
+        "llama",
+        {"hidden_size": None},
+        CorruptError,
+        "hidden_size is missing from the configuration",
+    ),
+    "a size of text": (
+        "llama",
+        {"intermediate_size": "48"},
+        CorruptError,
+        "intermediate_size is '48', not an integer",
+    ),
+    "a negative size": (
+        "llama",
+        {"num_attention_heads": -8},
+        CorruptError,
+        "num_attention_heads is -8",
+    ),
     "a boolean size": ("llama", {"vocab_size": True}, CorruptError, "vocab_size is True"),
-    "uneven groups": ("llama", {"num_key_value_heads": 3}, CorruptError, "8 attention heads .* 3 query groups"),
+    "uneven groups": (
+        "llama",
+        {"num_key_value_heads": 3},
+        CorruptError,
+        "8 attention heads .* 3 query groups",
+    ),
     "a hostile number of layers": (
         "llama",
         {"num_hidden_layers": 10**11},
@@ -190,17 +228,42 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "has only 30 tensors",
     ),
     "a hostile number of heads": ("llama", {"num_attention_heads": 2**39}, CorruptError, "shape"),
-    "a hostile number of experts": ("mixtral", {"num_local_experts": 10**11}, CorruptError, "gate.weight"),
-    "more layers than there are": ("llama", {"num_hidden_layers": 4}, MissingShardError, r"model\.layers\.3\."),
+    "a hostile number of experts": (
+        "mixtral",
+        {"num_local_experts": 10**11},
+        CorruptError,
+        "gate.weight",
+    ),
+    "more layers than there are": (
+        "llama",
+        {"num_hidden_layers": 4},
+        MissingShardError,
+        r"model\.layers\.3\.",
+    ),
     "a lone attention bias": (
         "llama",
         {"attention_bias": True},
         UnsupportedError,
         "mlp_bias is False.*add_bias_linear",
     ),
-    "an attention bias": ("qwen3", {"attention_bias": True}, UnsupportedError, "attention_bias is True"),
-    "sliding windows": ("qwen2", {"use_sliding_window": True}, UnsupportedError, "use_sliding_window is True"),
-    "a sliding window": ("mixtral", {"sliding_window": 4096}, UnsupportedError, "sliding_window is 4096"),
+    "an attention bias": (
+        "qwen3",
+        {"attention_bias": True},
+        UnsupportedError,
+        "attention_bias is True",
+    ),
+    "sliding windows": (
+        "qwen2",
+        {"use_sliding_window": True},
+        UnsupportedError,
+        "use_sliding_window is True",
+    ),
+    "a sliding window": (
+        "mixtral",
+        {"sliding_window": 4096},
+        UnsupportedError,
+        "sliding_window is 4096",
+    ),
     "dynamic scaling": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
@@ -249,7 +312,12 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         UnsupportedError,
         "mscale 2",
     ),
-    "an unnormalised router": ("deepseek_v3", {"norm_topk_prob": False}, UnsupportedError, "norm_topk_prob is False"),
+    "an unnormalised router": (
+        "deepseek_v3",
+        {"norm_topk_prob": False},
+        UnsupportedError,
+        "norm_topk_prob is False",
+    ),
     "fewer key heads in latent attention": (
         "deepseek_v3",
         {"num_key_value_heads": 2},
@@ -274,7 +342,12 @@ def test_a_configuration_is_refused_with(folders: Folders, what: str) -> None:
 
 
 ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], str]] = {
-    "LayerNorm": ("llama", {"normalization": "LayerNorm"}, UnsupportedError, "normalization is 'LayerNorm'"),
+    "LayerNorm": (
+        "llama",
+        {"normalization": "LayerNorm"},
+        UnsupportedError,
+        "normalization is 'LayerNorm'",
+    ),
     "a plain MLP": ("llama", {"swiglu": False}, UnsupportedError, "swiglu is False"),
     "learned positions": (
         "llama",
@@ -289,7 +362,12 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "layernorm_zero_centered_gamma is True",
     ),
     "windows": ("llama", {"window_size": (127, 0)}, UnsupportedError, r"window_size is \(127, 0\)"),
-    "interleaved rotation": ("llama", {"rotary_interleaved": True}, UnsupportedError, "rotary_interleaved is True"),
+    "interleaved rotation": (
+        "llama",
+        {"rotary_interleaved": True},
+        UnsupportedError,
+        "rotary_interleaved is True",
+    ),
     "half rotation": ("llama", {"rotary_percent": 0.5}, UnsupportedError, "rotary_percent is 0.5"),
     "two scalings": (
         "llama",
@@ -315,18 +393,43 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         UnsupportedError,
         "moe_router_enable_expert_bias is True",
     ),
-    "a frequency of nothing": ("mixtral", {"moe_layer_freq": "x"}, CorruptError, "moe_layer_freq is 'x'"),
-    "a frequency of other layers": ("mixtral", {"moe_layer_freq": [1]}, CorruptError, "neither .* 3 zeros and ones"),
+    "a frequency of nothing": (
+        "mixtral",
+        {"moe_layer_freq": "x"},
+        CorruptError,
+        "moe_layer_freq is 'x'",
+    ),
+    "a frequency of other layers": (
+        "mixtral",
+        {"moe_layer_freq": [1]},
+        CorruptError,
+        "neither .* 3 zeros and ones",
+    ),
     "dense layers after others": (
         "deepseek_v3",
         {"moe_layer_freq": [0, 1, 0]},
         CheckpointingException,
         "moe_layer_freq|not in the checkpoint",
     ),
-    "a hostile number of layers": ("llama", {"num_layers": 10**12}, MissingShardError, "has only 21 tensors"),
+    "a hostile number of layers": (
+        "llama",
+        {"num_layers": 10**12},
+        MissingShardError,
+        "has only 21 tensors",
+    ),
     "uneven groups": ("llama", {"num_query_groups": 3}, CorruptError, "3 query groups"),
-    "other heads": ("llama", {"kv_channels": 8}, CorruptError, r"but the training arguments imply \(32, 64\)"),
-    "no size": ("llama", {"hidden_size": None}, UnsupportedError, "argument hidden_size is missing"),
+    "other heads": (
+        "llama",
+        {"kv_channels": 8},
+        CorruptError,
+        r"but the training arguments imply \(32, 64\)",
+    ),
+    "no size": (
+        "llama",
+        {"hidden_size": None},
+        UnsupportedError,
+        "argument hidden_size is missing",
+    ),
     "no epsilon": (
         "llama",
         {"layernorm_epsilon": None, "norm_epsilon": None},
@@ -353,7 +456,9 @@ def test_a_tensor_that_is_absent_or_left_over_is_refused_on_the_way_back(folders
     middle = to_megatron(*folders("llama"))
     with pytest.raises(MissingShardError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
         to_hf(without(middle, "decoder.layers.1.mlp.linear_fc2.weight"))
-    with pytest.raises(UnsupportedError, match=r"do not have this tensor \(tensor decoder\.layers\.0\.mlp\.extra\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"do not have this tensor \(tensor decoder\.layers\.0\.mlp\.extra\)"
+    ):
         to_hf(beside(middle, "decoder.layers.0.mlp.extra"))
     with pytest.raises(CorruptError, match=r"shape \(129, 32\)"):
         to_hf(beside(middle, "embedding.word_embeddings.weight", shape=(129, 32)))
@@ -367,9 +472,13 @@ def test_options_are_checked(folders: Folders) -> None:
         to_hf(to_megatron(catalog, config), model_type="bert")
 
 
-def test_frequencies_that_follow_from_the_configuration_are_left_out_with_a_note(folders: Folders) -> None:
+def test_frequencies_that_follow_from_the_configuration_are_left_out_with_a_note(
+    folders: Folders,
+) -> None:
     catalog, config = folders("llama")
-    found = to_megatron(beside(catalog, "model.layers.0.self_attn.rotary_emb.inv_freq", dtype="float32"), config)
+    found = to_megatron(
+        beside(catalog, "model.layers.0.self_attn.rotary_emb.inv_freq", dtype="float32"), config
+    )
     assert any("inv_freq" in note for note in found.notes)
 
 
@@ -392,7 +501,9 @@ def test_published_names_of_the_same_family_are_read(folders: Folders) -> None:
     assert DEEPSEEK["n_group"] == arguments(to_megatron(catalog, config))["moe_router_num_groups"]
 
 
-def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face(folders: Folders) -> None:
+def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face(
+    folders: Folders,
+) -> None:
     catalog, config = folders("llama")
     assert is_hf(catalog, config)
     assert is_hf(catalog, {"model_type": "gpt2"})

@@ -43,22 +43,37 @@ def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_configuration_comes_back_but_for_what_arguments_do_not_say(name: str, tmp_path: Path) -> None:
+def test_the_configuration_comes_back_but_for_what_arguments_do_not_say(
+    name: str, tmp_path: Path
+) -> None:
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
     ours = written(to_hf(to_megatron(source, config_of(folder))), store, tmp_path / "ours")
-    wanted, found = AutoConfig.from_pretrained(folder).to_dict(), AutoConfig.from_pretrained(ours).to_dict()
-    untold = {"bos_token_id", "eos_token_id", "_name_or_path", "transformers_version", "router_aux_loss_coef"}
+    wanted, found = (
+        AutoConfig.from_pretrained(folder).to_dict(),
+        AutoConfig.from_pretrained(ours).to_dict(),
+    )
+    untold = {
+        "bos_token_id",
+        "eos_token_id",
+        "_name_or_path",
+        "transformers_version",
+        "router_aux_loss_coef",
+    }
     if name == "qwen3_moe_sparse":
         untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
-    differing = {key: (found.get(key), value) for key, value in wanted.items() if found.get(key) != value}
+    differing = {
+        key: (found.get(key), value) for key, value in wanted.items() if found.get(key) != value
+    }
     if wanted.get("head_dim") is None:  # what transformers takes for it is stated
         assert differing.pop("head_dim", None) in (None, (4, None))
     assert set(differing) <= untold, differing
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_experts_that_are_stored_as_one_tensor_are_the_same_model(name: str, tmp_path: Path) -> None:
+def test_experts_that_are_stored_as_one_tensor_are_the_same_model(
+    name: str, tmp_path: Path
+) -> None:
     folder = saved(name, tmp_path / "model")
     stacked = saved(name, tmp_path / "stacked", save_original_format=False)
     store, source = catalog_of(stacked)
@@ -70,13 +85,17 @@ def test_experts_that_are_stored_as_one_tensor_are_the_same_model(name: str, tmp
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_both_implementations_names_are_written_and_read(name: str, impl: str, tmp_path: Path) -> None:
+def test_both_implementations_names_are_written_and_read(
+    name: str, impl: str, tmp_path: Path
+) -> None:
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder), transformer_impl=impl)
     is_fused = any("layer_norm_weight" in key for key in middle.tensors)
     assert is_fused == (impl == "transformer_engine")
-    assert ("decoder.layers.0.self_attention.linear_proj._extra_state" in middle.objects) == (impl == "local")
+    assert ("decoder.layers.0.self_attention.linear_proj._extra_state" in middle.objects) == (
+        impl == "local"
+    )
     assert_same(contents(to_hf(middle), store), tensors(folder))
 
 
@@ -106,9 +125,12 @@ def test_the_gate_comes_before_the_up_projection(tmp_path: Path) -> None:
     store, source = catalog_of(folder)
     wanted = tensors(folder)
     found = contents(to_megatron(source, config_of(folder)), store)
-    gate, up = (wanted[f"model.layers.2.block_sparse_moe.experts.3.{name}.weight"] for name in ("w1", "w3"))
+    gate, up = (
+        wanted[f"model.layers.2.block_sparse_moe.experts.3.{name}.weight"] for name in ("w1", "w3")
+    )
     assert np.array_equal(
-        found["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"], np.concatenate([gate, up])
+        found["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"],
+        np.concatenate([gate, up]),
     )
 
 
@@ -160,7 +182,11 @@ def test_configurations_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
     _, source = catalog_of(folder)
     new = config_of(folder)
     rope = dict(new["rope_parameters"])
-    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "head_dim")}
+    old = {
+        key: value
+        for key, value in new.items()
+        if key not in ("rope_parameters", "dtype", "head_dim")
+    }
     old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "bfloat16"}
     one, other = arguments(to_megatron(source, new)), arguments(to_megatron(source, old))
     assert one == {**other, "params_dtype": one["params_dtype"]}

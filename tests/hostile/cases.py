@@ -44,11 +44,22 @@ def torch_zip(data: bytes, **records: bytes) -> bytes:
     return zipped({"data.pkl": data, "version": b"3\n", "byteorder": b"little", **records})
 
 
-def tensor_opcodes(shape: bytes, strides: bytes, numel: bytes, *, key: bytes = b"X\x01\0\0\0000") -> bytes:
+def tensor_opcodes(
+    shape: bytes, strides: bytes, numel: bytes, *, key: bytes = b"X\x01\0\0\0000"
+) -> bytes:
     """Opcodes of a float32 tensor in the record ``data/0``."""
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\n" + key + b"X\x03\0\0\0cpu" + numel + b"tQ"
     ordered = b"ccollections\nOrderedDict\n)R"
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + shape + strides + b"\x89" + ordered + b"tR"
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"K\0"
+        + shape
+        + strides
+        + b"\x89"
+        + ordered
+        + b"tR"
+    )
 
 
 FOUR = tensor_opcodes(b"K\x04\x85", b"K\x01\x85", b"K\x04")
@@ -74,7 +85,9 @@ def tarred(**contents: bytes) -> bytes:
     return file.getvalue()
 
 
-LEGACY = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+LEGACY = b"".join(
+    pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+)
 """What a file of torch before 1.6 begins with; the object follows."""
 
 
@@ -90,7 +103,9 @@ def files(**contents: bytes | str) -> Make:
         for name, content in contents.items():
             path = folder / "src" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+            path.write_bytes(
+                content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+            )
         return folder / "src"
 
     return make
@@ -129,14 +144,34 @@ GROUP = b'{"zarr_format":3,"node_type":"group"}'
 INDEX = {"metadata": {"total_size": 16}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
 
 DCP = {".metadata": METADATA, "__0_0.distcp": ITEM}
-SAFE = {"model.safetensors.index.json": json.dumps(INDEX), "model-00001-of-00001.safetensors": safetensors(HEADER)}
-ZARR = {"w/.zarray": json.dumps(ZARRAY), "w/0": bytes(8), "w/1": bytes(8), ".zgroup": '{"zarr_format":2}'}
-ZARR3 = {"zarr.json": GROUP, "w/zarr.json": json.dumps(ZARR_JSON), "w/c/0": bytes(8), "w/c/1": bytes(8)}
+SAFE = {
+    "model.safetensors.index.json": json.dumps(INDEX),
+    "model-00001-of-00001.safetensors": safetensors(HEADER),
+}
+ZARR = {
+    "w/.zarray": json.dumps(ZARRAY),
+    "w/0": bytes(8),
+    "w/1": bytes(8),
+    ".zgroup": '{"zarr_format":2}',
+}
+ZARR3 = {
+    "zarr.json": GROUP,
+    "w/zarr.json": json.dumps(ZARR_JSON),
+    "w/c/0": bytes(8),
+    "w/c/1": bytes(8),
+}
 COMMON = torch_zip(b"\x80\x02}X\x09\0\0\0iterationK\x01s.")
-MCORE = {**DCP, "metadata.json": '{"sharded_backend":"torch_dist","sharded_backend_version":1}', "common.pt": COMMON}
+MCORE = {
+    **DCP,
+    "metadata.json": '{"sharded_backend":"torch_dist","sharded_backend_version":1}',
+    "common.pt": COMMON,
+}
 TORCH = {"checkpoint.pt": PLAIN_TORCH}
 ORBAX = {"manifest.ocdbt": b"x", "_METADATA": "{}"}
-ROOT = {"latest_checkpointed_iteration.txt": "1", **{f"iter_0000001/{name}": data for name, data in MCORE.items()}}
+ROOT = {
+    "latest_checkpointed_iteration.txt": "1",
+    **{f"iter_0000001/{name}": data for name, data in MCORE.items()},
+}
 BASES: dict[str, dict[str, bytes | str]] = {
     "dcp": DCP,
     "safetensors": SAFE,
@@ -152,7 +187,9 @@ BASES: dict[str, dict[str, bytes | str]] = {
 
 def changed(base: str, **others: bytes | str | None) -> Make:
     """One of them with other files, or without some (None)."""
-    return files(**{name: data for name, data in {**BASES[base], **others}.items() if data is not None})
+    return files(
+        **{name: data for name, data in {**BASES[base], **others}.items() if data is not None}
+    )
 
 
 # Things that are no files
@@ -201,8 +238,16 @@ PLACES = (
         ("zarr", "w/.zarray"),
         ("zarr", "w/0"),
     ),
-    *(("safetensors", "model.safetensors.index.json"), ("safetensors", "model-00001-of-00001.safetensors")),
-    *(("zarr3", "w/zarr.json"), ("zarr3", "w/c/1"), ("torch_dist", "metadata.json"), ("torch_dist", "common.pt")),
+    *(
+        ("safetensors", "model.safetensors.index.json"),
+        ("safetensors", "model-00001-of-00001.safetensors"),
+    ),
+    *(
+        ("zarr3", "w/zarr.json"),
+        ("zarr3", "w/c/1"),
+        ("torch_dist", "metadata.json"),
+        ("torch_dist", "common.pt"),
+    ),
     *(("orbax", "manifest.ocdbt"), ("root", "latest_checkpointed_iteration.txt")),
 )
 
@@ -251,7 +296,10 @@ def from_bytes(data: bytes) -> bytes:
 
 TWICE = from_bytes(b"\x80\x03" + from_bytes(b"\x80\x02" + RUN + b"\x85R.") + b".")
 _LAUGHS = b"(lp0\n" + b"".join(b"(g%d\ng%d\nlp%d\n" % (n, n, n + 1) for n in range(60)) + b"."
-_KEYS = b"".join(b"\x8a\x10" + (number * ((1 << 61) - 1)).to_bytes(16, "little") + b"N" for number in range(20000))
+_KEYS = b"".join(
+    b"\x8a\x10" + (number * ((1 << 61) - 1)).to_bytes(16, "little") + b"N"
+    for number in range(20000)
+)
 PICKLES: dict[str, bytes] = {
     "memo index": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "bytes of 2^60": b"\x80\x05\x8e" + struct.pack("<Q", 1 << 60) + b".",
@@ -319,8 +367,17 @@ PICKLES: dict[str, bytes] = {
     + b"ctorch.utils.collect_env\nrun\n\x86R.",
     "a call of torch in a key": b"\x80\x02}" + RUN + b"\x85RK\x01s.",
     "a call of torch in a key of tensors": b"\x80\x02}" + RUN + b"\x85R" + FOUR + b"s.",
-    "a call of torch inside bytes inside bytes": b"\x80\x03}X\x01\0\0\0w" + FOUR + b"s" + text("x") + TWICE + b"s.",
-    "a call of torch inside bytes that are dropped": b"\x80\x03" + TWICE + b"0}X\x01\0\0\0w" + FOUR + b"s.",
+    "a call of torch inside bytes inside bytes": b"\x80\x03}X\x01\0\0\0w"
+    + FOUR
+    + b"s"
+    + text("x")
+    + TWICE
+    + b"s.",
+    "a call of torch inside bytes that are dropped": b"\x80\x03"
+    + TWICE
+    + b"0}X\x01\0\0\0w"
+    + FOUR
+    + b"s.",
     "a call of a class of transformers": b"\x80\x02ctransformers.training_args\nTrainingArguments\n)R.",
     "a surrogate": b"\x80\x02}" + text("\udc80") + FOUR + b"s.",
     "escape sequences": b"\x80\x02}" + text("\x1b]0;owned\x07\x1b[2J\r\u202e") + FOUR + b"s.",
@@ -344,12 +401,18 @@ PICKLES: dict[str, bytes] = {
     + tensor_opcodes(b"(" + b"K\x01" * 1000 + b"t", b"(" + b"K\x01" * 1000 + b"t", b"K\x04")
     + b"s.",
     "strides that wrap": b"\x80\x02}X\x01\0\0\0w"
-    + tensor_opcodes(b"K\x02\x85", b"\x8a\x09" + (1 << 62).to_bytes(9, "little") + b"\x85", b"K\x04")
+    + tensor_opcodes(
+        b"K\x02\x85", b"\x8a\x09" + (1 << 62).to_bytes(9, "little") + b"\x85", b"K\x04"
+    )
     + b"s.",
     "a shape that wraps": b"\x80\x02}X\x01\0\0\0w"
-    + tensor_opcodes((b"\x8a\x05" + (1 << 32).to_bytes(5, "little")) * 2 + b"\x86", b"K\0K\0\x86", b"K\x04")
+    + tensor_opcodes(
+        (b"\x8a\x05" + (1 << 32).to_bytes(5, "little")) * 2 + b"\x86", b"K\0K\0\x86", b"K\x04"
+    )
     + b"s.",
-    "a storage of no type of torch's": b"\x80\x02}X\x01\0\0\0w" + FOUR.replace(b"FloatStorage", b"OddStorage") + b"s.",
+    "a storage of no type of torch's": b"\x80\x02}X\x01\0\0\0w"
+    + FOUR.replace(b"FloatStorage", b"OddStorage")
+    + b"s.",
     "a storage in itself": b"\x80\x02](h\0" + FOUR + b"q\0e.",
 }
 
@@ -358,7 +421,9 @@ def as_object(data: bytes) -> Make:
     """A DCP checkpoint with an object of this pickle."""
     stream = torch_zip(data, **{"data/0": bytes(16)})
     rows = [ROW, ObjectRow("o", "__0_0.distcp", len(ITEM), len(stream))]
-    return files(**{".metadata": write_metadata(rows, planner_data=None), "__0_0.distcp": ITEM + stream})
+    return files(
+        **{".metadata": write_metadata(rows, planner_data=None), "__0_0.distcp": ITEM + stream}
+    )
 
 
 # JSON
@@ -379,7 +444,11 @@ JSONS: dict[str, bytes] = {
     "NaN": b"NaN",
 }
 JSON_PLACES = (
-    *(("safetensors", "model.safetensors.index.json"), ("zarr", "w/.zarray"), ("zarr3", "w/zarr.json")),
+    *(
+        ("safetensors", "model.safetensors.index.json"),
+        ("zarr", "w/.zarray"),
+        ("zarr3", "w/zarr.json"),
+    ),
     *(("torch_dist", "metadata.json"), ("safetensors", "config.json")),
 )
 
@@ -432,13 +501,22 @@ def _grid(*chunk_shape: int) -> dict[str, object]:
 def _sharding(*chunk_shape: int, codec: str | None = None) -> list[object]:
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs = [plain, *([{"name": codec}] if codec is not None else [])]
-    config = {"chunk_shape": chunk_shape, "codecs": codecs, "index_codecs": [plain, {"name": "crc32c"}]}
+    config = {
+        "chunk_shape": chunk_shape,
+        "codecs": codecs,
+        "index_codecs": [plain, {"name": "crc32c"}],
+    }
     return [{"name": "sharding_indexed", "configuration": config}]
 
 
 def _bomb(codec: str, data: bytes) -> Make:
-    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": codec, "configuration": {}}]
-    return changed("zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, "codecs": codecs}), "w/c/0": data})
+    codecs = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": codec, "configuration": {}},
+    ]
+    return changed(
+        "zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, "codecs": codecs}), "w/c/0": data}
+    )
 
 
 def _ocdbt(body: bytes) -> Make:
@@ -447,10 +525,14 @@ def _ocdbt(body: bytes) -> Make:
 
 
 def _index(**weight_map: str) -> Make:
-    return changed("safetensors", **{"model.safetensors.index.json": json.dumps({"weight_map": weight_map})})
+    return changed(
+        "safetensors", **{"model.safetensors.index.json": json.dumps({"weight_map": weight_map})}
+    )
 
 
-def _deflated(record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **others: bytes) -> Make:
+def _deflated(
+    record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **others: bytes
+) -> Make:
     """A torch file with a deflated record of ``n`` equal units."""
 
     def make(folder: Path) -> Path:
@@ -536,7 +618,11 @@ def _sparse_zip(folder: Path) -> Path:
         name = b"m/data.pkl"
         wide = struct.pack("<HHQQ", 1, 16, TERABYTE // 2, TERABYTE // 2)
         file.write(
-            struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 10, 20) + name + wide
+            struct.pack(
+                "<4sHHHHHIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 10, 20
+            )
+            + name
+            + wide
         )
         file.write(b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE // 4))
         at = TERABYTE - 22 - 20 - 56 - (46 + 10 + 20)
@@ -559,10 +645,16 @@ def _sparse_metadata(folder: Path) -> Path:
 
 
 def _sparse_object(folder: Path) -> Path:
-    made = files(**{".metadata": write_metadata([ObjectRow("o", "__0_0.distcp", 0, TERABYTE)], planner_data=None)})(
-        folder
+    made = files(
+        **{
+            ".metadata": write_metadata(
+                [ObjectRow("o", "__0_0.distcp", 0, TERABYTE)], planner_data=None
+            )
+        }
+    )(folder)
+    _sparse(
+        made / "__0_0.distcp", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0."
     )
-    _sparse(made / "__0_0.distcp", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0.")
     return made
 
 
@@ -573,7 +665,11 @@ def _sparse_safetensors(folder: Path) -> Path:
 
 def _sparse_legacy(folder: Path) -> Path:
     magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
-    _sparse(folder / "model.pt", begin=magic + b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 200), end=b".")
+    _sparse(
+        folder / "model.pt",
+        begin=magic + b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 200),
+        end=b".",
+    )
     return folder / "model.pt"
 
 
@@ -592,7 +688,14 @@ OTHERS: dict[str, Make] = {
     "metadata: an item that is too long": files(
         **{
             ".metadata": write_metadata(
-                [TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), "__0_0.distcp", 0, len(ITEM) + 64)])],
+                [
+                    TensorRow(
+                        "w",
+                        "float32",
+                        (4,),
+                        [ChunkRow((0,), (4,), "__0_0.distcp", 0, len(ITEM) + 64)],
+                    )
+                ],
                 planner_data=None,
             ),
             "__0_0.distcp": ITEM + bytes(64),
@@ -606,10 +709,16 @@ OTHERS: dict[str, Make] = {
     "metadata: chunks that overlap in part and differ": _overlapping(9),
     "metadata: chunks with a hole": _chunked((1000, 1000), ((0, 0), (4, 4)), ((900, 900), (4, 4))),
     "metadata: 500 axes": _chunked((1,) * 500, ((0,) * 500, (1,) * 500)),
-    "metadata: 5000 chunks that overlap": _chunked((10_000,), *(((n,), (5000,)) for n in range(5000))),
-    "metadata: a stair of 1000 boxes": _chunked((1000, 1000), *(((n, 0), (1, n + 1)) for n in range(1000))),
+    "metadata: 5000 chunks that overlap": _chunked(
+        (10_000,), *(((n,), (5000,)) for n in range(5000))
+    ),
+    "metadata: a stair of 1000 boxes": _chunked(
+        (1000, 1000), *(((n, 0), (1, n + 1)) for n in range(1000))
+    ),
     "metadata: no chunks": _chunked((4,)),
-    "metadata: a key of escape sequences": _metadata(TensorRow("\x1b[2J\r\u202e", "float32", (4,), ROW.chunks)),
+    "metadata: a key of escape sequences": _metadata(
+        TensorRow("\x1b[2J\r\u202e", "float32", (4,), ROW.chunks)
+    ),
     "metadata: a key with a surrogate": _metadata(TensorRow("\udc80", "float32", (4,), ROW.chunks)),
     "metadata: a key that climbs": _metadata(TensorRow("../../etc/x", "float32", (4,), ROW.chunks)),
     "metadata: an empty key": _metadata(TensorRow("", "float32", (4,), ROW.chunks)),
@@ -630,20 +739,34 @@ OTHERS: dict[str, Make] = {
         },
     ),
     "zip: two pickles": torch_file(
-        zipped({"data.pkl": b"\x80\x02}.", "data.pk2": b"\x80\x02}."}).replace(b"data.pk2", b"data.pkl")
+        zipped({"data.pkl": b"\x80\x02}.", "data.pk2": b"\x80\x02}."}).replace(
+            b"data.pk2", b"data.pkl"
+        )
     ),
-    "zip: a size that lies": _patched(PLAIN_TORCH, struct.pack("<II", 16, 16), struct.pack("<II", 1 << 31, 1 << 31)),
-    "zip: an offset that lies": torch_file(PLAIN_TORCH[:-6] + struct.pack("<I", 0xFFFFFF00) + PLAIN_TORCH[-2:]),
-    "zip: 20000 records": torch_file(torch_zip(b"\x80\x02}.", **{f"x{n}": b"" for n in range(20_000)})),
+    "zip: a size that lies": _patched(
+        PLAIN_TORCH, struct.pack("<II", 16, 16), struct.pack("<II", 1 << 31, 1 << 31)
+    ),
+    "zip: an offset that lies": torch_file(
+        PLAIN_TORCH[:-6] + struct.pack("<I", 0xFFFFFF00) + PLAIN_TORCH[-2:]
+    ),
+    "zip: 20000 records": torch_file(
+        torch_zip(b"\x80\x02}.", **{f"x{n}": b"" for n in range(20_000)})
+    ),
     "zip: a name of control characters": torch_file(torch_zip(b"\x80\x02}.", **{"\x1b[2J": b""})),
     "zip: a name that climbs": torch_file(torch_zip(b"\x80\x02}.", **{"../../x": b""})),
-    "zip: TorchScript": torch_file(torch_zip(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02" + CALL + b"."})),
+    "zip: TorchScript": torch_file(
+        torch_zip(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02" + CALL + b"."})
+    ),
     "legacy: a terabyte of one string": _sparse_legacy,
     "tar": torch_file(bytes(257) + b"ustar" + bytes(600)),
     "tar: of torch 0.1, and runs code": torch_file(
-        tarred(storages=b"\x80\x02K\0.", tensors=b"\x80\x02K\0.", pickle=b"\x80\x02" + RUN + b"\x85R.")
+        tarred(
+            storages=b"\x80\x02K\0.", tensors=b"\x80\x02K\0.", pickle=b"\x80\x02" + RUN + b"\x85R."
+        )
     ),
-    "tar: sizes that lie": torch_file(tarred(storages=b"", pickle=b"").replace(b"00000000000\0", b"77777777777\0")),
+    "tar: sizes that lie": torch_file(
+        tarred(storages=b"", pickle=b"").replace(b"00000000000\0", b"77777777777\0")
+    ),
     "legacy: a stream that runs code": torch_file(LEGACY + b"\x80\x02" + RUN + b"\x85R.\x80\x02]."),
     "legacy: another spelling of the magic number, and runs code": torch_file(
         b"\x80\x02N0" + LEGACY[2:] + b"\x80\x02" + RUN + b"\x85R.\x80\x02]."
@@ -653,7 +776,9 @@ OTHERS: dict[str, Make] = {
     "a bare pickle of text that runs code": torch_file(CALL + b"."),
     "safetensors: a header of 100 MB of nothing": _sparse_safetensors,
     "safetensors: a header of 2^63": files(**{"model.safetensors": b"\xff" * 16}),
-    "safetensors: brackets": files(**{"model.safetensors": safetensors(b'{"a":' + b"[" * 1_000_000)}),
+    "safetensors: brackets": files(
+        **{"model.safetensors": safetensors(b'{"a":' + b"[" * 1_000_000)}
+    ),
     "safetensors: brackets in an entry": files(
         **{"model.safetensors": safetensors(b'{"a":{"shape":' + b"[" * 10_000 + b"}}")}
     ),
@@ -671,7 +796,10 @@ OTHERS: dict[str, Make] = {
         **{
             "model.safetensors": safetensors(
                 b"{"
-                + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(20_000))
+                + b",".join(
+                    b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n
+                    for n in range(20_000)
+                )
                 + b"}",
                 b"",
             )
@@ -702,7 +830,9 @@ OTHERS: dict[str, Make] = {
     "zarr: chunks of no elements": _zarray(chunks=[0]),
     "zarr: a negative shape": _zarray(shape=[-4]),
     "zarr: a filter that unpickles": _zarray(filters=[{"id": "pickle"}]),
-    "zarr: a codec that unpickles": _zarray(compressor={"id": "pickle"}, filters=[{"id": "pickle"}]),
+    "zarr: a codec that unpickles": _zarray(
+        compressor={"id": "pickle"}, filters=[{"id": "pickle"}]
+    ),
     "zarr: objects that are unpickled": _zarray(dtype="|O"),
     "zarr: objects that are texts": _zarray(dtype="|O", filters=[{"id": "vlen-utf8"}]),
     "zarr: a dtype of control characters": _zarray(dtype="\x1b[2J"),
@@ -711,24 +841,34 @@ OTHERS: dict[str, Make] = {
     "zarr: links in all directions": _folders,
     "zarr: 1500 directories deep": _deep("zarr"),
     "zarr3: 1500 directories deep": _deep("zarr3"),
-    "zarr3: a shard of 2^50 inner chunks": _zarr_json(shape=[1 << 50], chunk_grid=_grid(1 << 50), codecs=_sharding(1)),
-    "zarr3: a million shards in one file": _zarr_json(shape=[1 << 20], chunk_grid=_grid(1 << 20), codecs=_sharding(1)),
+    "zarr3: a shard of 2^50 inner chunks": _zarr_json(
+        shape=[1 << 50], chunk_grid=_grid(1 << 50), codecs=_sharding(1)
+    ),
+    "zarr3: a million shards in one file": _zarr_json(
+        shape=[1 << 20], chunk_grid=_grid(1 << 20), codecs=_sharding(1)
+    ),
     "zarr3: 2^60 chunks": _zarr_json(shape=[1 << 60], chunk_grid=_grid(1)),
     "zarr3: 60 axes of 2": _zarr_json(shape=[2] * 60, chunk_grid=_grid(*[1] * 60)),
     "zarr3: a gzip bomb": _bomb("gzip", gzip.compress(bytes(16 << 20), 1)),
     "zarr3: a zlib bomb": _bomb("zlib", _NULLS),
     "zarr3: a codec of control characters": _bomb("\x1b[2J", b""),
-    "zarr3: a codec in shards that unpickles": _zarr_json(codecs=_sharding(1, codec="numcodecs.pickle")),
+    "zarr3: a codec in shards that unpickles": _zarr_json(
+        codecs=_sharding(1, codec="numcodecs.pickle")
+    ),
     "zarr3: a codec that unpickles": _bomb("numcodecs.pickle", pickle.dumps(1)),
     "ocdbt: a count of 2^63": _ocdbt(b"\0\0" + bytes(16) + b"\0\0\0\0\0" + b"\xff" * 9 + b"\x01"),
     "ocdbt: no body": _ocdbt(b"\0\0"),
-    "ocdbt: a bomb of zstd": _ocdbt(b"\0\1" + b"\x28\xb5\x2f\xfd\xa4\x00\x00\x00\x80" + b"\x02\x00\x10\x00" * 8000),
+    "ocdbt: a bomb of zstd": _ocdbt(
+        b"\0\1" + b"\x28\xb5\x2f\xfd\xa4\x00\x00\x00\x80" + b"\x02\x00\x10\x00" * 8000
+    ),
     "megatron: a rank directory that is a file": files(
         **{"iter_0000001/mp_rank_00": b"x", "latest_checkpointed_iteration.txt": "1"}
     ),
     "megatron: a rank file that runs code": files(
         **{
-            "iter_0000001/mp_rank_00/model_optim_rng.pt": torch_zip(b"\x80\x02}" + text("args") + CALL + b"s."),
+            "iter_0000001/mp_rank_00/model_optim_rng.pt": torch_zip(
+                b"\x80\x02}" + text("args") + CALL + b"s."
+            ),
             "latest_checkpointed_iteration.txt": "1",
         }
     ),
@@ -738,14 +878,24 @@ OTHERS: dict[str, Make] = {
     "torch_dist: a backend that nobody knows": changed(
         "torch_dist", **{"metadata.json": '{"sharded_backend": "evil"}'}
     ),
-    "torch_dist: a backend that is a path": changed("torch_dist", **{"metadata.json": '{"sharded_backend": "../dcp"}'}),
-    "torch_dist: a backend that is a number": changed("torch_dist", **{"metadata.json": '{"sharded_backend": 1}'}),
-    "dcp: a backend that nobody knows": changed("dcp", **{"metadata.json": '{"sharded_backend": "evil"}'}),
-    "zarr: a backend that nobody knows": changed("zarr", **{"metadata.json": '{"sharded_backend": "evil"}'}),
+    "torch_dist: a backend that is a path": changed(
+        "torch_dist", **{"metadata.json": '{"sharded_backend": "../dcp"}'}
+    ),
+    "torch_dist: a backend that is a number": changed(
+        "torch_dist", **{"metadata.json": '{"sharded_backend": 1}'}
+    ),
+    "dcp: a backend that nobody knows": changed(
+        "dcp", **{"metadata.json": '{"sharded_backend": "evil"}'}
+    ),
+    "zarr: a backend that nobody knows": changed(
+        "zarr", **{"metadata.json": '{"sharded_backend": "evil"}'}
+    ),
     "torch_dist: a common state that runs code": changed(
         "torch_dist", **{"common.pt": torch_zip(b"\x80\x02}" + text("args") + CALL + b"s.")}
     ),
-    "torch_dist: a common state that is a list": changed("torch_dist", **{"common.pt": torch_zip(b"\x80\x02].")}),
+    "torch_dist: a common state that is a list": changed(
+        "torch_dist", **{"common.pt": torch_zip(b"\x80\x02].")}
+    ),
     "deepspeed: a model file that runs code": files(
         **{"mp_rank_00_model_states.pt": torch_zip(b"\x80\x02}" + text("module") + CALL + b"s.")}
     ),
@@ -769,7 +919,9 @@ OTHERS: dict[str, Make] = {
             '"files":[{"path":"../../../etc/passwd","size":1,"crc32":null}],"arrays":[]}'
         },
     ),
-    "an integrity.json that climbs": changed("torch_dist", **{"integrity.json": '{"../../../etc/passwd": "00"}'}),
+    "an integrity.json that climbs": changed(
+        "torch_dist", **{"integrity.json": '{"../../../etc/passwd": "00"}'}
+    ),
     "nothing but an index": files(**{"model.safetensors.index.json": json.dumps(INDEX)}),
 }
 
@@ -779,7 +931,10 @@ CASES: dict[str, Make] = {
         for (kind, thing), (base, name) in product(THINGS.items(), PLACES)
     },
     **{f"pickle: {name}": pickled(data) for name, data in PICKLES.items()},
-    **{f"pickle as metadata: {name}": changed("dcp", **{".metadata": data}) for name, data in PICKLES.items()},
+    **{
+        f"pickle as metadata: {name}": changed("dcp", **{".metadata": data})
+        for name, data in PICKLES.items()
+    },
     **{f"pickle as object: {name}": as_object(data) for name, data in PICKLES.items()},
     **{
         f"JSON: {name} in {place}": changed(base, **{place: data})

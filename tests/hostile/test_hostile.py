@@ -88,7 +88,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
     source = make(folder)
     before = set(os.listdir(folder))
-    found = server.run([str(source) if word == "SRC" else word for word in _COMMANDS[command]], folder)
+    found = server.run(
+        [str(source) if word == "SRC" else word for word in _COMMANDS[command]], folder
+    )
     assert "Traceback" not in found.err
     assert found.code in (0, *_REFUSED), found.err
     assert found.cpu_s < MAX_CPU_S
@@ -109,13 +111,17 @@ def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
 
 @pytest.mark.parametrize("command", _COMMANDS)
 @pytest.mark.parametrize("case", SOUND)
-def test_what_hostile_ones_are_made_of_is_read(case: str, command: str, server: Server, folder: Path) -> None:
+def test_what_hostile_ones_are_made_of_is_read(
+    case: str, command: str, server: Server, folder: Path
+) -> None:
     found = _check(server, SOUND[case], folder, command)
     assert found.code == 0, found.err + found.out
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hostile_checkpoint_ends_every_command_in_order(case: str, server: Server, folder: Path) -> None:
+def test_a_hostile_checkpoint_ends_every_command_in_order(
+    case: str, server: Server, folder: Path
+) -> None:
     """Every case is validated and converted, which agree; which other command sees it goes round."""
 
     def ended(command: str) -> Ended:
@@ -138,11 +144,15 @@ def test_there_are_more_than_a_hundred() -> None:
     assert len(CASES) > 300
 
 
-_RUNNING = [name for name in CASES if ": a call" in name or "runs code" in name or "unpickle" in name]
+_RUNNING = [
+    name for name in CASES if ": a call" in name or "runs code" in name or "unpickle" in name
+]
 
 
 @pytest.mark.parametrize("case", _RUNNING)
-def test_whoever_would_run_code_is_found_and_not_converted(case: str, server: Server, folder: Path) -> None:
+def test_whoever_would_run_code_is_found_and_not_converted(
+    case: str, server: Server, folder: Path
+) -> None:
     for name in ("a", "b", "c"):
         (folder / name).mkdir()
     assert _check(server, CASES[case], folder / "a", "convert").code in (3, 4, 5)

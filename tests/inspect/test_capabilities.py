@@ -54,13 +54,19 @@ def assert_capabilities_hold(source: Path, dst: Path) -> dict[str, Capability]:
         opened.store.close()
     *conversions, reshard = summary.capabilities
     of_target = {target: entry for entry in conversions for target in entry.targets}
-    written = [format.name for format in formats() if format.lay_out is not None and format.name != opened.format.name]
+    written = [
+        format.name
+        for format in formats()
+        if format.lay_out is not None and format.name != opened.format.name
+    ]
     assert of_target.keys() | {"hf"} == {*written, "hf"}
     for target, entry in of_target.items():
         assert_holds(entry, Job(src=source, dst=dst, to=target), target)
     into = "megatron" if "--to megatron" in (reshard.why or "") else None
     assert_holds(
-        reshard, Job(src=source, dst=dst, to=into, topology=TopologyChange(tp=1), keeps_layout=True), "reshard"
+        reshard,
+        Job(src=source, dst=dst, to=into, topology=TopologyChange(tp=1), keeps_layout=True),
+        "reshard",
     )
     return of_target
 
@@ -69,7 +75,9 @@ def assert_holds(entry: Capability, job: Job, target: str) -> None:
     """Assert that a job can be planned as an entry says it can, and with no fewer options."""
     words = (entry.why or "") if entry.is_possible else ""
     chosen = [fields for option, fields in OPTIONS.items() if option in words]
-    with_options = replace(job, **{name: value for fields in chosen for name, value in fields.items()})
+    with_options = replace(
+        job, **{name: value for fields in chosen for name, value in fields.items()}
+    )
     assert can_be_planned(with_options) == entry.is_possible, f"{target}: {entry}"
     if chosen:
         assert not can_be_planned(job), f"{target}: {entry}"
@@ -112,13 +120,17 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize("name", GOLDEN, ids=lambda name: name.replace("/", "-"))
-def test_capabilities_of_golden_checkpoints_are_the_planners(name: str, golden: Path, tmp_path: Path) -> None:
+def test_capabilities_of_golden_checkpoints_are_the_planners(
+    name: str, golden: Path, tmp_path: Path
+) -> None:
     of_target = assert_capabilities_hold(golden / name, tmp_path / "out")
     assert any(entry.is_possible for entry in of_target.values()) == ("mp_rank" not in name)
 
 
 @pytest.mark.long
-def test_capabilities_of_every_golden_checkpoint_are_the_planners(golden: Path, tmp_path: Path) -> None:
+def test_capabilities_of_every_golden_checkpoint_are_the_planners(
+    golden: Path, tmp_path: Path
+) -> None:
     n_checkpoints = 0
     for folder in sorted({path.parent for path in golden.rglob("*") if path.is_file()}):
         try:
@@ -155,7 +167,9 @@ def of_torchao(monkeypatch: pytest.MonkeyPatch) -> type[torch.Tensor]:
     """A class by the name of torchao's, which is not installed where the tests run."""
     module = ModuleType("torchao.dtypes.affine_quantized_tensor")
     for name in ("torchao", "torchao.dtypes", module.__name__):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name) if name != module.__name__ else module)
+        monkeypatch.setitem(
+            sys.modules, name, ModuleType(name) if name != module.__name__ else module
+        )
     kind = type("AffineQuantizedTensor", (Wrapper,), {"__module__": module.__name__})
     module.AffineQuantizedTensor = kind  # type: ignore[attr-defined]
     return kind
@@ -164,7 +178,9 @@ def of_torchao(monkeypatch: pytest.MonkeyPatch) -> type[torch.Tensor]:
 @pytest.fixture(scope="module")
 def dtensor() -> Iterator[DTensor]:
     """A DTensor of a mesh with one rank."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         mesh = init_device_mesh("cpu", (1,))
         yield DTensor.from_local(torch.arange(6.0).reshape(2, 3), mesh, [Replicate()])
@@ -218,8 +234,17 @@ def tied() -> dict[str, torch.Tensor]:
 
 TREES: dict[str, Callable[[], object]] = {
     "flat": lambda: {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int64)},
-    "nested": lambda: {"model": OrderedDict(w=torch.ones(2, 3)), "step": 3, "more": [torch.ones(1), {"x": None}]},
-    "odd keys": lambda: {1: torch.ones(1), "a.b": torch.ones(1), "a": {"b": torch.ones(2)}, "": torch.ones(1)},
+    "nested": lambda: {
+        "model": OrderedDict(w=torch.ones(2, 3)),
+        "step": 3,
+        "more": [torch.ones(1), {"x": None}],
+    },
+    "odd keys": lambda: {
+        1: torch.ones(1),
+        "a.b": torch.ones(1),
+        "a": {"b": torch.ones(2)},
+        "": torch.ones(1),
+    },
     "names of files": lambda: {"a/b": torch.ones(1), "x" * 300: torch.ones(1), "..": torch.ones(1)},
     "tied": tied,
     "views": lambda: {"t": torch.arange(12.0).reshape(3, 4).T, "e": torch.ones(1).expand(4)},
@@ -236,31 +261,67 @@ TREES: dict[str, Callable[[], object]] = {
     "a tensor": lambda: torch.ones(2),
     "sparse": lambda: {"w": torch.ones(2), "s": torch.eye(3).to_sparse()},
     "csr": lambda: {"w": torch.ones(2), "s": torch.eye(3).to_sparse_csr()},
-    "quantized": lambda: {"w": torch.ones(2), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)},
-    "nested tensor": lambda: {"w": torch.ones(2), "n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+    "quantized": lambda: {
+        "w": torch.ones(2),
+        "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8),
+    },
+    "nested tensor": lambda: {
+        "w": torch.ones(2),
+        "n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    },
     "meta": lambda: {"w": torch.ones(2), "m": torch.ones(2, device="meta")},
     "a bare storage": lambda: {"w": torch.ones(2), "s": torch.ones(2).untyped_storage()},
     "a module": lambda: torch.nn.Linear(2, 3),
     "a module beside weights": lambda: {"w": torch.ones(2), "model": torch.nn.Linear(2, 3)},
     "an optimizer": lambda: optimizer_of(torch.nn.Linear(2, 3)),
-    "a namespace": lambda: {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1, kind=torch.float16)},
-    "numpy": lambda: {"w": torch.ones(2), "state": np.arange(3), "rng": np.random.RandomState(0).get_state()},
+    "a namespace": lambda: {
+        "w": torch.ones(2),
+        "args": argparse.Namespace(lr=0.1, kind=torch.float16),
+    },
+    "numpy": lambda: {
+        "w": torch.ones(2),
+        "state": np.arange(3),
+        "rng": np.random.RandomState(0).get_state(),
+    },
     "a class of the user": lambda: {"w": torch.ones(2), "recipe": Recipe()},
     "a function": lambda: {"w": torch.ones(2), "f": print},
-    "keys that are numpy scalars": lambda: {"proto": {np.int64(3): torch.ones(2), np.float32(0.1): 5}},
-    "keys without a text": lambda: {"proto": {Recipe(): torch.ones(2), Recipe(): torch.ones(3)}, "w": torch.ones(2)},
+    "keys that are numpy scalars": lambda: {
+        "proto": {np.int64(3): torch.ones(2), np.float32(0.1): 5}
+    },
+    "keys without a text": lambda: {
+        "proto": {Recipe(): torch.ones(2), Recipe(): torch.ones(3)},
+        "w": torch.ones(2),
+    },
     "an object below such a key": lambda: {"table": {Recipe(): 5}, "w": torch.ones(2)},
-    "tensors as keys": lambda: {"state": {torch.ones(1): {"exp_avg": torch.ones(2)}}, "w": torch.ones(2)},
-    "a tensor as an attribute": lambda: {"model": with_attributes(OrderedDict(w=torch.ones(2)), ema=torch.ones(3))},
-    "a plain attribute": lambda: {"model": with_attributes(OrderedDict(w=torch.ones(2)), kind="x"), "step": 3},
-    "attributes of the root": lambda: with_attributes(OrderedDict(w=torch.ones(2)), ema=torch.ones(3), kind="x"),
-    "attributes without entries": lambda: {"w": torch.ones(1), "m": with_attributes(OrderedDict(), ema=torch.ones(3))},
-    "a dict of the user's class": lambda: {"m": with_attributes(Table(w=torch.ones(2), n=1), ema=torch.ones(3))},
+    "tensors as keys": lambda: {
+        "state": {torch.ones(1): {"exp_avg": torch.ones(2)}},
+        "w": torch.ones(2),
+    },
+    "a tensor as an attribute": lambda: {
+        "model": with_attributes(OrderedDict(w=torch.ones(2)), ema=torch.ones(3))
+    },
+    "a plain attribute": lambda: {
+        "model": with_attributes(OrderedDict(w=torch.ones(2)), kind="x"),
+        "step": 3,
+    },
+    "attributes of the root": lambda: with_attributes(
+        OrderedDict(w=torch.ones(2)), ema=torch.ones(3), kind="x"
+    ),
+    "attributes without entries": lambda: {
+        "w": torch.ones(1),
+        "m": with_attributes(OrderedDict(), ema=torch.ones(3)),
+    },
+    "a dict of the user's class": lambda: {
+        "m": with_attributes(Table(w=torch.ones(2), n=1), ema=torch.ones(3))
+    },
     "arguments of a dict's class": lambda: {"m": MadeOf(torch.ones(3)), "w": torch.ones(2)},
     "a dict that contains itself": circular_dict,
     "a list that contains itself": lambda: {"w": torch.ones(2), "list": circular_list()},
     "a namespace that contains itself": lambda: {"w": torch.ones(2), "args": circular_namespace()},
-    "scales": lambda: {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)},
+    "scales": lambda: {
+        "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(1, 1),
+    },
 }
 
 
@@ -274,7 +335,9 @@ def optimizer_of(module: torch.nn.Module) -> object:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("suffix", ["zip", "legacy"])
 @pytest.mark.parametrize("what", TREES)
-def test_capabilities_of_plain_files_are_the_planners(what: str, suffix: str, tmp_path: Path) -> None:
+def test_capabilities_of_plain_files_are_the_planners(
+    what: str, suffix: str, tmp_path: Path
+) -> None:
     path = tmp_path / "x.pt"
     try:
         torch.save(TREES[what](), path, _use_new_zipfile_serialization=suffix == "zip")
@@ -284,7 +347,9 @@ def test_capabilities_of_plain_files_are_the_planners(what: str, suffix: str, tm
     assert_capabilities_hold(path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("what", ["sparse", "csr", "quantized", "a bare storage", "meta", "nested tensor"])
+@pytest.mark.parametrize(
+    "what", ["sparse", "csr", "quantized", "a bare storage", "meta", "nested tensor"]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_copied_is_promised_to_no_format(what: str, tmp_path: Path) -> None:
     torch.save(TREES[what](), tmp_path / "x.pt")
@@ -303,8 +368,14 @@ def test_tensors_of_other_classes_are_promised_to_no_format(
         assert not any(entry.is_possible for entry in of_target.values()), name
 
 
-def test_a_dtensor_in_a_rank_file_is_promised_to_no_format(golden: Path, dtensor: DTensor, tmp_path: Path) -> None:
-    root = rewritten(golden / "mcore_legacy/dense_gqa/tp1_pp1", tmp_path / "root", lambda folder, name, value: value)
+def test_a_dtensor_in_a_rank_file_is_promised_to_no_format(
+    golden: Path, dtensor: DTensor, tmp_path: Path
+) -> None:
+    root = rewritten(
+        golden / "mcore_legacy/dense_gqa/tp1_pp1",
+        tmp_path / "root",
+        lambda folder, name, value: value,
+    )
 
     def change(loaded: dict[str, Any]) -> None:
         loaded["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = dtensor
@@ -322,10 +393,20 @@ def test_an_unknown_class_is_left_out_by_the_option_that_is_named(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["named", "float8", "of another family"])
-def test_capabilities_of_hugging_face_directories_are_the_planners(what: str, golden: Path, tmp_path: Path) -> None:
+def test_capabilities_of_hugging_face_directories_are_the_planners(
+    what: str, golden: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     narrow = ((None, "block"),) if what == "float8" else ()
-    run_job(Job(src=golden / "hf/llama/safetensors_single", dst=source, to="hf", quantize=narrow, fsync=False))
+    run_job(
+        Job(
+            src=golden / "hf/llama/safetensors_single",
+            dst=source,
+            to="hf",
+            quantize=narrow,
+            fsync=False,
+        )
+    )
     if what == "of another family":
         config = source / "config.json"
         config.write_text(config.read_text().replace('"llama"', '"gpt_neox"'))
@@ -334,8 +415,12 @@ def test_capabilities_of_hugging_face_directories_are_the_planners(what: str, go
     assert ("--dequantize" in (of_target["megatron"].why or "")) == (what == "float8")
 
 
-@pytest.mark.parametrize("name", ["torch_dcp/fsdp2_dp4", "mcore_legacy/dense_gqa/tp2_pp1_optim", "orbax/ocdbt_zarr3"])
-def test_many_tensors_get_the_answers_of_few(name: str, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["torch_dcp/fsdp2_dp4", "mcore_legacy/dense_gqa/tp2_pp1_optim", "orbax/ocdbt_zarr3"]
+)
+def test_many_tensors_get_the_answers_of_few(
+    name: str, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def entries() -> tuple[Capability, ...]:
         opened = open_checkpoint(golden / name, samples=True)
         try:
@@ -348,7 +433,9 @@ def test_many_tensors_get_the_answers_of_few(name: str, golden: Path, monkeypatc
     assert entries() == every
 
 
-def test_what_is_not_tried_on_a_huge_checkpoint_is_said(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_tried_on_a_huge_checkpoint_is_said(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(capabilities, "HUGE", 4)
     opened = open_checkpoint(golden / "mcore_legacy/dense_gqa/tp2_pp2", samples=True)
     summary = summarize(opened)

@@ -21,7 +21,9 @@ def catalog_of(meta: TensorMeta, fragments: Sequence[Fragment]) -> Catalog:
     return Catalog("test", None, {meta.key: meta}, lambda key: fragments)
 
 
-def array(name: str, shape: tuple[int, ...], offset: int = 0, *, strides: tuple[int, ...] | None = None) -> StoredArray:
+def array(
+    name: str, shape: tuple[int, ...], offset: int = 0, *, strides: tuple[int, ...] | None = None
+) -> StoredArray:
     return StoredArray(name, "int32", shape, Extent(name, offset, strides))
 
 
@@ -32,9 +34,15 @@ def ints(*values: int) -> bytes:
 def test_first_values_come_in_c_order_across_column_shards() -> None:
     meta = TensorMeta("w", "int32", (3, 4))
     left, right = array("left", (3, 2), 8), array("right", (3, 2))
-    store = MemoryStore({"left": bytes(8) + ints(0, 1, 4, 5, 8, 9), "right": ints(2, 3, 6, 7, 10, 11)})
+    store = MemoryStore(
+        {"left": bytes(8) + ints(0, 1, 4, 5, 8, 9), "right": ints(2, 3, 6, 7, 10, 11)}
+    )
     catalog = catalog_of(
-        meta, [Fragment("w", Box((0, 2), (3, 2)), right, (0, 0)), Fragment("w", Box((0, 0), (3, 2)), left, (0, 0))]
+        meta,
+        [
+            Fragment("w", Box((0, 2), (3, 2)), right, (0, 0)),
+            Fragment("w", Box((0, 0), (3, 2)), left, (0, 0)),
+        ],
     )
     assert first_values(store, catalog, "w", 100) == list(range(12))
     assert first_values(store, catalog, "w", 7) == list(range(7))
@@ -52,7 +60,9 @@ def test_first_values_follow_strides_and_the_layer_of_a_stacked_array() -> None:
 def test_only_the_wanted_bytes_are_read() -> None:
     meta = TensorMeta("w", "int32", (1_000_000,))
     store = MemoryStore({"f": ints(1, 2, 3)})
-    catalog = catalog_of(meta, [Fragment("w", Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))])
+    catalog = catalog_of(
+        meta, [Fragment("w", Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))]
+    )
     assert first_values(store, catalog, "w", 3) == [1, 2, 3]
     with pytest.raises(TruncatedError):
         first_values(store, catalog, "w", 4)
@@ -130,14 +140,18 @@ class Deflated:
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
         assert unit == 0
-        return zlib.decompress(store.read(array.extent.file, array.extent.offset, self.stored_bytes))
+        return zlib.decompress(
+            store.read(array.extent.file, array.extent.offset, self.stored_bytes)
+        )
 
 
 def test_encoded_arrays_are_decoded_and_the_map_says_so() -> None:
     packed = zlib.compress(ints(*range(6)))
     extent = Extent("f", 3, encoding=Deflated(len(packed)))
     array = StoredArray("w", "int32", (2, 3), extent)
-    catalog = catalog_of(TensorMeta("w", "int32", (2, 2)), [Fragment("w", Box((0, 0), (2, 2)), array, (0, 1))])
+    catalog = catalog_of(
+        TensorMeta("w", "int32", (2, 2)), [Fragment("w", Box((0, 0), (2, 2)), array, (0, 1))]
+    )
     assert first_values(MemoryStore({"f": b"abc" + packed}), catalog, "w", 4) == [1, 2, 4, 5]
     (place,) = places_of(catalog, "w")
     assert (place.encoding, place.stored_bytes, place.n_bytes) == ("zlib", len(packed), 16)
@@ -170,7 +184,9 @@ def test_the_map_is_in_order_and_keeps_replicas() -> None:
         ],
     )
     places = places_of(catalog, "w")
-    assert [(place.box.offset, place.file, place.offset, place.rank, place.n_bytes) for place in places] == [
+    assert [
+        (place.box.offset, place.file, place.offset, place.rank, place.n_bytes) for place in places
+    ] == [
         ((0, 0), "a", 16, (), 16),
         ((0, 0), "c", 0, (), 16),
         ((2, 0), "fb", 64, rank, 16),

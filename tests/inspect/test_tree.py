@@ -13,9 +13,16 @@ def labels(nodes: tuple[Node, ...]) -> list[str]:
 
 
 def test_equal_layers_fold_and_chains_join() -> None:
-    (node,) = tree_of(metas(*[(f"decoder.layers.{i}.{n}", (4, 4)) for i in range(32) for n in ("a", "b")]))
+    (node,) = tree_of(
+        metas(*[(f"decoder.layers.{i}.{n}", (4, 4)) for i in range(32) for n in ("a", "b")])
+    )
     assert node.label == "decoder.layers.[0-31]"
-    assert (node.n_alike, node.n_tensors, node.n_elements, node.n_bytes) == (32, 64, 64 * 16, 64 * 32)
+    assert (node.n_alike, node.n_tensors, node.n_elements, node.n_bytes) == (
+        32,
+        64,
+        64 * 16,
+        64 * 32,
+    )
     assert labels(node.children) == ["a", "b"]
 
 
@@ -43,7 +50,12 @@ def test_nested_folds_multiply() -> None:
 
 
 def test_equal_content_under_another_name_refers_to_the_first() -> None:
-    rows = [(f"state.{s}.l.{i}.{n}", (4,)) for s in ("exp_avg", "exp_avg_sq") for i in range(2) for n in ("w", "b")]
+    rows = [
+        (f"state.{s}.l.{i}.{n}", (4,))
+        for s in ("exp_avg", "exp_avg_sq")
+        for i in range(2)
+        for n in ("w", "b")
+    ]
     (node,) = tree_of(metas(*rows, ("state.fp32.l.0.w", (4,))))
     assert [(child.label, child.same_as) for child in node.children] == [
         ("exp_avg.l.[0-1]", None),
@@ -59,7 +71,11 @@ def test_a_key_may_be_a_tensor_and_a_container() -> None:
 
 
 def test_order_is_that_of_first_appearance() -> None:
-    assert labels(tree_of(metas(("z", (1,)), ("l.0", (2,)), ("b", (3,)), ("l.1", (2,))))) == ["z", "l.[0-1]", "b"]
+    assert labels(tree_of(metas(("z", (1,)), ("l.0", (2,)), ("b", (3,)), ("l.1", (2,))))) == [
+        "z",
+        "l.[0-1]",
+        "b",
+    ]
 
 
 def test_equal_rank_directories_fold_under_their_names() -> None:
@@ -70,7 +86,10 @@ def test_equal_rank_directories_fold_under_their_names() -> None:
         return [rank, *components(name)]
 
     nodes = tree_of(metas(*rows), split=split, folds_roots=True)
-    assert [(node.label, node.n_alike) for node in nodes] == [("mp_rank_00, …, mp_rank_03", 4), ("mp_rank_04", 1)]
+    assert [(node.label, node.n_alike) for node in nodes] == [
+        ("mp_rank_00, …, mp_rank_03", 4),
+        ("mp_rank_04", 1),
+    ]
 
 
 def test_absurdly_deep_keys_end() -> None:

@@ -33,7 +33,9 @@ def saved(root: Path, format: str, processes: list[list[LiveTensor]]) -> Path:
     root.mkdir()
     held = [ProcessContribution(tuple(tensor.chunk for tensor in tensors)) for tensors in processes]
     work = [
-        LiveSave(format=format_called(format), root=root, number=n, contributions=held, tensors=tensors)
+        LiveSave(
+            format=format_called(format), root=root, number=n, contributions=held, tensors=tensors
+        )
         for n, tensors in enumerate(processes)
     ]
     for one in work:
@@ -47,7 +49,9 @@ def saved(root: Path, format: str, processes: list[list[LiveTensor]]) -> Path:
     return root
 
 
-def loaded(root: Path, box: Box, flat: tuple[int, int] | None = None, **options: object) -> np.ndarray:
+def loaded(
+    root: Path, box: Box, flat: tuple[int, int] | None = None, **options: object
+) -> np.ndarray:
     """A part of a checkpoint's tensor ``w``."""
     chunk = Chunk("w", "float32", SHAPE, box, flat, **options)  # type: ignore[arg-type]
     data = np.full(chunk.n_elements, -1, "float32")
@@ -57,9 +61,16 @@ def loaded(root: Path, box: Box, flat: tuple[int, int] | None = None, **options:
     return data if flat is not None else data.reshape(box.shape)
 
 
-ROWS = [[held_by(Box((0, 0), (2, 8)))], [held_by(Box((2, 0), (2, 8)))], [held_by(Box((4, 0), (2, 8)))]]
+ROWS = [
+    [held_by(Box((0, 0), (2, 8)))],
+    [held_by(Box((2, 0), (2, 8)))],
+    [held_by(Box((4, 0), (2, 8)))],
+]
 COLUMNS = [[held_by(Box((0, 0), (6, 4)))], [held_by(Box((0, 4), (6, 4)))]]
-FLAT = [[held_by(Box((0, 0), (6, 4)), (0, 7)), held_by(Box((0, 4), (6, 4)))], [held_by(Box((0, 0), (6, 4)), (7, 24))]]
+FLAT = [
+    [held_by(Box((0, 0), (6, 4)), (0, 7)), held_by(Box((0, 4), (6, 4)))],
+    [held_by(Box((0, 0), (6, 4)), (7, 24))],
+]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -68,19 +79,28 @@ def test_what_several_processes_write_is_one_checkpoint(tmp_path, format, proces
     root = saved(tmp_path / "made", format, processes)
     np.testing.assert_array_equal(loaded(root, full_box(SHAPE)), VALUES)
     np.testing.assert_array_equal(loaded(root, Box((1, 3), (4, 2))), VALUES[1:5, 3:5])
-    np.testing.assert_array_equal(loaded(root, Box((1, 0), (5, 8)), (3, 37)), VALUES[1:].reshape(-1)[3:37])
+    np.testing.assert_array_equal(
+        loaded(root, Box((1, 0), (5, 8)), (3, 37)), VALUES[1:].reshape(-1)[3:37]
+    )
 
 
 def test_every_process_writes_a_file_of_its_own_where_the_format_has_files_by_rank(tmp_path):
     root = saved(tmp_path / "made", "torch_dist", ROWS)
-    assert {path.name for path in root.iterdir()} >= {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"}
+    assert {path.name for path in root.iterdir()} >= {
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "__2_0.distcp",
+        ".metadata",
+    }
 
 
 def test_strided_memory_is_written_as_it_reads(tmp_path):
     data = np.asfortranarray(VALUES)
     memory = memoryview(data.T.copy().reshape(-1)).cast("B")
     tensor = LiveTensor(Chunk("w", "float32", SHAPE, full_box(SHAPE)), memory, (1, SHAPE[0]))
-    np.testing.assert_array_equal(loaded(saved(tmp_path / "made", "dcp", [[tensor]]), full_box(SHAPE)), VALUES)
+    np.testing.assert_array_equal(
+        loaded(saved(tmp_path / "made", "dcp", [[tensor]]), full_box(SHAPE)), VALUES
+    )
 
 
 def test_a_flexible_tensor_is_zero_where_the_checkpoint_ends(tmp_path):
@@ -100,7 +120,11 @@ def test_another_shape_or_a_missing_tensor_is_refused(tmp_path):
     data = np.zeros((9, 8), "float32")
     with pytest.raises(CorruptError, match="shape"):
         fill(
-            [LiveTensor(Chunk("w", "float32", (9, 8), full_box((9, 8))), memoryview(data).cast("B"))],
+            [
+                LiveTensor(
+                    Chunk("w", "float32", (9, 8), full_box((9, 8))), memoryview(data).cast("B")
+                )
+            ],
             opened.catalog,
             opened.store,
         )

@@ -71,11 +71,15 @@ def made(path: Path) -> Inventory:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_all_layouts_and_formats_of_a_model_have_equal_fingerprints(golden: Path, model: str) -> None:
+def test_all_layouts_and_formats_of_a_model_have_equal_fingerprints(
+    golden: Path, model: str
+) -> None:
     seen: dict[str, dict[Fingerprint, str]] = {}
     for case in MODELS[model]:
         found = made(golden / case).fingerprints
-        assert found == fingerprints(golden / case), f"{case}: passing by and reading through the engine differ"
+        assert found == fingerprints(golden / case), (
+            f"{case}: passing by and reading through the engine differ"
+        )
         for key, one in (found or {}).items():
             seen.setdefault(key, {}).setdefault(one, case)
     assert {key: cases for key, cases in seen.items() if len(cases) > 1} == {}
@@ -83,7 +87,9 @@ def test_all_layouts_and_formats_of_a_model_have_equal_fingerprints(golden: Path
     distinct = {text for text in texts if set(text) != {"0"}}
     assert len(distinct) > len(texts) // 2, "the tensors of the model can be told apart"
     if model == "dense_gqa":
-        assert sum(key.startswith("optimizer.state.") for key in seen) == 93, "states of the optimizer are there too"
+        assert sum(key.startswith("optimizer.state.") for key in seen) == 93, (
+            "states of the optimizer are there too"
+        )
 
 
 TARGETS = ("dcp", "torch", "safetensors", "zarr", "zarr3", "megatron", "torch_dist")
@@ -98,12 +104,21 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("source", "to"), [(source, to) for source, targets in SOURCES.items() for to in targets])
+@pytest.mark.parametrize(
+    ("source", "to"), [(source, to) for source, targets in SOURCES.items() for to in targets]
+)
 def test_fingerprints_of_a_copy_are_those_of_its_source_and_of_reading_it_back(
     golden: Path, tmp_path: Path, source: str, to: str
 ) -> None:
     topology = TopologyChange(tp=4, pp=2) if to in ("megatron", "torch_dist") else None
-    job = Job(src=golden / source, dst=tmp_path / "out", to=to, topology=topology, fingerprint=True, fsync=False)
+    job = Job(
+        src=golden / source,
+        dst=tmp_path / "out",
+        to=to,
+        topology=topology,
+        fingerprint=True,
+        fsync=False,
+    )
     report = run(job)
     manifest = read_manifest(LocalStore(tmp_path / "out"))
     assert manifest.scheme == "fp1" and report.n_fingerprints == len(manifest.fingerprints)
@@ -112,7 +127,12 @@ def test_fingerprints_of_a_copy_are_those_of_its_source_and_of_reading_it_back(
 
 
 def test_a_single_file_has_its_fingerprints_beside_it(golden: Path, tmp_path: Path) -> None:
-    job = Job(src=golden / "hf/llama/safetensors_sharded", dst=tmp_path / "m.pt", to="torch", fingerprint=True)
+    job = Job(
+        src=golden / "hf/llama/safetensors_sharded",
+        dst=tmp_path / "m.pt",
+        to="torch",
+        fingerprint=True,
+    )
     run(job)
     manifest = read_manifest(LocalStore(tmp_path), "m.pt.ckpt-manifest.json")
     assert manifest.fingerprints == fingerprints(tmp_path / "m.pt")
@@ -124,7 +144,11 @@ def test_a_single_file_has_its_fingerprints_beside_it(golden: Path, tmp_path: Pa
 
 def test_a_cast_gives_the_fingerprints_of_what_is_written(golden: Path, tmp_path: Path) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
-    run(Job(src=source, dst=tmp_path / "out", to="dcp", dtype=((None, "float32"),), fingerprint=True))
+    run(
+        Job(
+            src=source, dst=tmp_path / "out", to="dcp", dtype=((None, "float32"),), fingerprint=True
+        )
+    )
     manifest = read_manifest(LocalStore(tmp_path / "out"))
     found = fingerprints(tmp_path / "out")
     assert manifest.fingerprints == found
@@ -136,9 +160,13 @@ def test_what_cannot_be_seen_in_the_pass_is_read_back(golden: Path, tmp_path: Pa
     """Hard links move no byte, so nothing passes by."""
     source = tmp_path / "source"
     run(Job(src=golden / "torch_dcp/fsdp2_dp2", dst=source, to="dcp"))
-    report = run(Job(src=source, dst=tmp_path / "out", to="dcp", metadata_only=True, fingerprint=True))
+    report = run(
+        Job(src=source, dst=tmp_path / "out", to="dcp", metadata_only=True, fingerprint=True)
+    )
     assert report.n_read_back == report.n_fingerprints > 0
-    assert read_manifest(LocalStore(tmp_path / "out")).fingerprints == fingerprints(golden / "torch_dcp/fsdp2_dp2")
+    assert read_manifest(LocalStore(tmp_path / "out")).fingerprints == fingerprints(
+        golden / "torch_dcp/fsdp2_dp2"
+    )
 
 
 def test_a_resumed_copy_has_the_same_manifest(golden: Path, tmp_path: Path) -> None:
@@ -169,7 +197,9 @@ def test_noise_in_padding_rows_does_not_matter(golden: Path, tmp_path: Path) -> 
     shutil.copytree(source, noisy)
     opened = open_checkpoint(source)
     catalog = opened.catalog
-    last = next(key for key in catalog.tensors if key.startswith("mp_rank_03") and "word_embeddings" in key)
+    last = next(
+        key for key in catalog.tensors if key.startswith("mp_rank_03") and "word_embeddings" in key
+    )
     array = catalog.fragments(last)[0].array
     assert array is not None and array.shape == (128, 64)
     opened.store.close()

@@ -20,13 +20,20 @@ from tests.support.boxes import Model, pieces, written
 SHAPE = (12, 8)
 
 
-def made(*, crc: bool = True, digest: bool = True, extra: list[FileImage] | None = None) -> MemoryStore:
+def made(
+    *, crc: bool = True, digest: bool = True, extra: list[FileImage] | None = None
+) -> MemoryStore:
     """A stage with a manifest."""
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 1, 4)})
     source = model.source()
     target, images = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 0, 3)}).target()
     images = [
-        FileImage(i.path, i.size, i.arrays, lambda crc_of, i=i: [(1, b"%4x" % (crc_of(i.arrays[0].array.name) >> 16))])
+        FileImage(
+            i.path,
+            i.size,
+            i.arrays,
+            lambda crc_of, i=i: [(1, b"%4x" % (crc_of(i.arrays[0].array.name) >> 16))],
+        )
         for i in images
     ] + (extra or [])
     plan = make_plan(source, target, images)
@@ -68,7 +75,9 @@ def test_what_is_switched_off_is_null() -> None:
 def test_metadata_files_are_written_last() -> None:
     order: list[str] = []
     images = [
-        FileImage("meta", 1, (), lambda crc_of: order.append("meta") or [(0, b"m")], is_metadata=True),  # type: ignore[func-returns-value]
+        FileImage(
+            "meta", 1, (), lambda crc_of: order.append("meta") or [(0, b"m")], is_metadata=True
+        ),  # type: ignore[func-returns-value]
         FileImage("data", 1, (), lambda crc_of: order.append("data") or [(0, b"d")]),  # type: ignore[func-returns-value]
     ]
     made(extra=images)
@@ -89,7 +98,8 @@ def test_literals_on_arrays_or_outside_the_file_are_refused(literal: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"schema": "x"}', '{"schema": "ckpt-manifest", "version": 1}', "[" * 100_000]
+    "text",
+    ["", "[]", "{", '{"schema": "x"}', '{"schema": "ckpt-manifest", "version": 1}', "[" * 100_000],
 )
 def test_what_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(CorruptError, match="not a ckpt manifest"):

@@ -32,14 +32,20 @@ def name_of(dtype: torch.dtype) -> str:
 
 def result(a: torch.Tensor, b: torch.Tensor, rule: Tolerance | None = None) -> ValueDifference:
     return compare_elements(
-        memoryview(bits(a)), memoryview(bits(b)), dtypes=(name_of(a.dtype), name_of(b.dtype)), rule=rule
+        memoryview(bits(a)),
+        memoryview(bits(b)),
+        dtypes=(name_of(a.dtype), name_of(b.dtype)),
+        rule=rule,
     )
 
 
 def changed(a: torch.Tensor, *, seed: int = 1) -> torch.Tensor:
     """The tensor with every third element replaced by random bits."""
     b = a.clone()
-    flat_b, other = b.reshape(-1).view(torch.uint8), filled(a.dtype, a.numel(), seed=seed).view(torch.uint8)
+    flat_b, other = (
+        b.reshape(-1).view(torch.uint8),
+        filled(a.dtype, a.numel(), seed=seed).view(torch.uint8),
+    )
     size = a.element_size()
     for index in range(0, a.numel(), 3):
         flat_b[index * size : (index + 1) * size] = other[index * size : (index + 1) * size]
@@ -83,7 +89,9 @@ def test_statistics_of_floats_are_those_of_torch_in_float64(dtype: torch.dtype) 
     ):
         assert got == pytest.approx(float(expected), rel=1e-9, nan_ok=True)
     if found.cosine is not None:
-        assert found.cosine == pytest.approx(float(torch.cosine_similarity(x[ok], y[ok], dim=0, eps=0)), abs=1e-9)
+        assert found.cosine == pytest.approx(
+            float(torch.cosine_similarity(x[ok], y[ok], dim=0, eps=0)), abs=1e-9
+        )
 
 
 @pytest.mark.parametrize("dtype", INTS, ids=name_of)
@@ -158,7 +166,11 @@ def test_runs_add_up_to_the_whole(lengths: list[int], data: st.DataObject) -> No
     total = tally.values
     tally.sums.write_to(total)
     expected = result(a, b)
-    assert (total.n_elements, total.n_differing, total.first) == (n, expected.n_differing, expected.first)
+    assert (total.n_elements, total.n_differing, total.first) == (
+        n,
+        expected.n_differing,
+        expected.first,
+    )
     assert (total.max_abs, total.max_at) == (expected.max_abs, expected.max_at)
     assert total.square_a == pytest.approx(expected.square_a)
     assert total.product == pytest.approx(expected.product)
@@ -169,7 +181,12 @@ def test_long_runs_are_taken_in_parts() -> None:
     b = a.clone()
     b[150_000] = 3
     found = result(a, b)
-    assert (found.first, found.max_at, found.n_differing, found.cosine) == (150_000, 150_000, 1, None)
+    assert (found.first, found.max_at, found.n_differing, found.cosine) == (
+        150_000,
+        150_000,
+        1,
+        None,
+    )
     assert found.relative == math.inf
 
 
@@ -177,8 +194,16 @@ def test_what_has_no_numbers_has_no_differences() -> None:
     assert not has_numbers("float4_e2m1fn_x2")
     assert sum_squares(memoryview(b"abc"), "float4_e2m1fn_x2") == 0
     assert element_value(memoryview(b"a"), "float4_e2m1fn_x2") is None
-    found = compare_elements(memoryview(b"abcd"), memoryview(b"abxd"), dtypes=("float4_e2m1fn_x2",) * 2)
-    assert (found.n_differing, found.first, found.max_abs, found.cosine, found.relative) == (1, 2, None, None, None)
+    found = compare_elements(
+        memoryview(b"abcd"), memoryview(b"abxd"), dtypes=("float4_e2m1fn_x2",) * 2
+    )
+    assert (found.n_differing, found.first, found.max_abs, found.cosine, found.relative) == (
+        1,
+        2,
+        None,
+        None,
+        None,
+    )
 
 
 def test_nan_is_seen_and_left_out_of_sums() -> None:

@@ -18,7 +18,9 @@ from core.numbers.kinds import KINDS
 HUGE = 2.0**100
 
 
-def facts_of(data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: int = 0) -> ValueFacts:
+def facts_of(
+    data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: int = 0
+) -> ValueFacts:
     """Fed in runs that end at ``cuts`` (elements), in any order."""
     size = DTYPES[dtype].itemsize
     array = StoredArray("x", dtype, (len(data) // size,), Extent("f", 0))
@@ -107,7 +109,9 @@ def test_each_pattern_alone_among_usual_numbers(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("shape", [(1,), (7,), (40, 5)])
-def test_one_value_everywhere_is_told_and_one_exception_ends_it(dtype: str, shape: tuple[int, ...]) -> None:
+def test_one_value_everywhere_is_told_and_one_exception_ends_it(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
     n, size = prod(shape), DTYPES[dtype].itemsize
     pattern = 0x35 if size == 1 else 0x3F80
     data = bytearray(pattern.to_bytes(size, "little") * n)

@@ -29,7 +29,9 @@ def run(golden: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_root_its_iteration_and_the_directory_of_deepspeed_are_one_checkpoint(golden: Path, name: str) -> None:
+def test_a_root_its_iteration_and_the_directory_of_deepspeed_are_one_checkpoint(
+    golden: Path, name: str
+) -> None:
     step = max((golden / name).glob("*/latest")).parent
     inner = step / (step / "latest").read_text()
     for path in (golden / name, step, inner):
@@ -47,10 +49,14 @@ def test_every_verb_names_the_same_directory(run: Path, capsys: pytest.CaptureFi
         assert answer("inspect", path, "--json")["path"] == str(run / STEP)
         (checkpoint,) = answer("validate", path, "--json")["checkpoints"]  # type: ignore[misc]
         assert checkpoint["path"] == str(run / STEP)
-        assert answer("convert", path, run / "out.pt", "--dry-run", "--json")["src"] == str(run / STEP)
+        assert answer("convert", path, run / "out.pt", "--dry-run", "--json")["src"] == str(
+            run / STEP
+        )
         assert answer("diff", path, run / STEP, "--json")["same"] is True
         assert default_manifest_path(path) == run / STEP / "ckpt-manifest.json"
-        assert answer("validate", path, "--iteration", 2, "--json")["checkpoints"][0]["path"] == str(run / STEP)  # type: ignore[index]
+        assert answer("validate", path, "--iteration", 2, "--json")["checkpoints"][0][
+            "path"
+        ] == str(run / STEP)  # type: ignore[index]
 
 
 def test_an_iteration_is_chosen_by_the_number_of_its_directory(run: Path) -> None:
@@ -64,11 +70,17 @@ def test_an_iteration_is_chosen_by_the_number_of_its_directory(run: Path) -> Non
 
 
 @pytest.mark.parametrize("level", list(Level), ids=lambda level: level.name.lower())
-@pytest.mark.parametrize("file", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "file", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+)
 def test_a_cut_rank_file_is_found_from_the_root(run: Path, file: str, level: Level) -> None:
     os.truncate(run / STEP / file, 1000)
     for path in (run, run / "checkpoint-2"):
-        errors = [found for found in validate(path, level=level).findings if found.severity == Severity.ERROR]
+        errors = [
+            found
+            for found in validate(path, level=level).findings
+            if found.severity == Severity.ERROR
+        ]
         assert [found.file for found in errors] == [file]
 
     def is_whole(path: Path) -> tuple[bool, Validation]:
@@ -80,7 +92,9 @@ def test_a_cut_rank_file_is_found_from_the_root(run: Path, file: str, level: Lev
     assert [skipped.path for skipped in newest.skipped] == [str(run / "checkpoint-2")]
 
 
-def test_without_its_tracker_deepspeeds_directory_comes_before_copies_of_the_weights(run: Path) -> None:
+def test_without_its_tracker_deepspeeds_directory_comes_before_copies_of_the_weights(
+    run: Path,
+) -> None:
     (run / "checkpoint-2/latest").unlink()
     opened = open_checkpoint(run)
     assert opened.path == run / STEP
@@ -92,7 +106,11 @@ def test_a_tracker_below_the_root_that_leads_nowhere_is_told(run: Path) -> None:
     (run / "checkpoint-2/latest").write_text("global_step9")
     for path in (run, run / "checkpoint-2"):
         found = validate(path)
-        told = [(finding.code, finding.file) for finding in found.findings if finding.severity > Severity.NOTE]
+        told = [
+            (finding.code, finding.file)
+            for finding in found.findings
+            if finding.severity > Severity.NOTE
+        ]
         assert told == [("CK510", "latest")]
         assert found.path == str(run / "checkpoint-2")
 

@@ -55,7 +55,12 @@ def test_a_release_directory_is_found(golden: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("99", MissingShardError), ("soon", CorruptError), ("../../etc", CorruptError), ("", CorruptError)],
+    [
+        ("99", MissingShardError),
+        ("soon", CorruptError),
+        ("../../etc", CorruptError),
+        ("", CorruptError),
+    ],
 )
 def test_a_tracker_that_leads_nowhere_is_an_error_that_names_it(
     tmp_path: Path, text: str, error: type[CheckpointingException]
@@ -79,9 +84,15 @@ def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("model.gguf", "a GGUF file"), ("model.nemo", "a NeMo archive"), ("flax_model.msgpack", "a Flax file")],
+    [
+        ("model.gguf", "a GGUF file"),
+        ("model.nemo", "a NeMo archive"),
+        ("flax_model.msgpack", "a Flax file"),
+    ],
 )
-def test_the_usual_formats_that_are_not_read_are_named(tmp_path: Path, name: str, what: str) -> None:
+def test_the_usual_formats_that_are_not_read_are_named(
+    tmp_path: Path, name: str, what: str
+) -> None:
     (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(64))
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(UnsupportedError, match=f"{what} cannot be read") as refusal:
@@ -89,11 +100,20 @@ def test_the_usual_formats_that_are_not_read_are_named(tmp_path: Path, name: str
         assert "safetensors" in str(refusal.value.hint)
 
 
-def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(golden: Path, tmp_path: Path) -> None:
+def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(
+    golden: Path, tmp_path: Path
+) -> None:
     opened = open_checkpoint(golden / "deepspeed/zero1_dp2_bf16")
-    assert (opened.format.name, opened.path.name, opened.iteration) == ("deepspeed", "global_step10", 10)
+    assert (opened.format.name, opened.path.name, opened.iteration) == (
+        "deepspeed",
+        "global_step10",
+        10,
+    )
     opened = open_checkpoint(golden / "deepspeed_universal/zero1_dp2_bf16")
-    assert (opened.format.name, opened.path.name) == ("deepspeed_universal", "global_step10_universal")
+    assert (opened.format.name, opened.path.name) == (
+        "deepspeed_universal",
+        "global_step10_universal",
+    )
     (tmp_path / "latest").write_text("global_step7")
     with pytest.raises(MissingShardError, match="the tracker names global_step7, which is missing"):
         open_checkpoint(tmp_path)
@@ -102,7 +122,9 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(golden: Path, 
         open_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_with_directories_that_are_called_like_steps_is_read_itself(golden: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_directories_that_are_called_like_steps_is_read_itself(
+    golden: Path, tmp_path: Path
+) -> None:
     for name in (".", "checkpoint-10"):
         shutil.copytree(golden / "hf/llama/safetensors_single", tmp_path / name, dirs_exist_ok=True)
     assert open_checkpoint(tmp_path).path == tmp_path
@@ -116,7 +138,11 @@ def test_a_folder_of_checkpoints_names_those_below_it(golden: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["hf/llama/safetensors_sharded/model.safetensors.index.json", "hf/llama/safetensors_sharded/config.json"]
+    "path",
+    [
+        "hf/llama/safetensors_sharded/model.safetensors.index.json",
+        "hf/llama/safetensors_sharded/config.json",
+    ],
 )
 def test_an_index_stands_for_its_directory(golden: Path, path: str) -> None:
     opened = open_checkpoint(golden / path)

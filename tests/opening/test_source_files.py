@@ -37,7 +37,12 @@ NOT_LISTED = re.compile(r"(.*/)?\..*|.*\.index\.json|.*\.sync/.*|.*ocdbt\.proces
 
 
 def sources(golden: Path) -> list[tuple[Path, str]]:
-    found = [(path, to) for pattern, to in FOLDERS.items() for path in sorted(golden.glob(pattern)) if path.is_dir()]
+    found = [
+        (path, to)
+        for pattern, to in FOLDERS.items()
+        for path in sorted(golden.glob(pattern))
+        if path.is_dir()
+    ]
     assert len(found) > 50
     return found
 
@@ -75,10 +80,14 @@ def test_no_file_of_any_directory_is_passed_over(golden: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "trainer/zero3_dp2"])
-def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(golden: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
     source = next(path for path in sorted(golden.glob(name)) if path.is_dir())
     path = Path(shutil.copytree(source, tmp_path / "source", copy_function=shutil.copyfile))
-    with prepare(Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])) as before:
+    with prepare(
+        Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
+    ) as before:
         inner = before.source.path
         known = listed(before)
     (inner / "states").mkdir()
@@ -86,7 +95,9 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(golden: Path, tm
         (inner / file).write_bytes(b"?")
     for folder in {path, inner}:
         (folder / "wandb.yaml").write_bytes(b"?")
-    with prepare(Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])) as after:
+    with prepare(
+        Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
+    ) as after:
         more = {name.removeprefix("source/") for name in listed(after) - known}
         assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml"}
 
@@ -97,9 +108,19 @@ def test_files_of_real_trainers_are_named(golden: Path, tmp_path: Path) -> None:
             *("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"),
         },
         "accelerate/fsdp2_dp2/checkpoint_0": {
-            *("scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl"),
+            *(
+                "scheduler.bin",
+                "random_states_0.pkl",
+                "random_states_1.pkl",
+                "custom_checkpoint_0.pkl",
+            ),
         },
-        "trainer/peft/checkpoint-2": {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"},
+        "trainer/peft/checkpoint-2": {
+            "optimizer.pt",
+            "scheduler.pt",
+            "rng_state.pth",
+            "training_args.bin",
+        },
         "trainer/zero3_dp2": {
             *("checkpoint-2/rng_state.pth", "checkpoint-2/training_args.bin"),
             *("checkpoint-2/zero_to_fp32.py", "checkpoint-2/zero_to_torch.py"),
@@ -118,11 +139,15 @@ def test_a_model_that_deepspeed_saved_for_the_trainer_keeps_its_configuration(
         assert {"config.json", "generation_config.json", "trainer_state.json"} <= {
             image.path for image in prepared.images
         }
-    with prepare(Job(src=golden / name, dst=tmp_path / "out", to="megatron", optim="drop")) as prepared:
+    with prepare(
+        Job(src=golden / name, dst=tmp_path / "out", to="megatron", optim="drop")
+    ) as prepared:
         assert {"generation_config.json", "trainer_state.json"} <= listed(prepared)
     for to in ("torch", "dcp"):
         with prepare(Job(src=golden / name, dst=tmp_path / "out", to=to)) as prepared:
-            assert {"config.json", "generation_config.json", "trainer_state.json"} <= listed(prepared)
+            assert {"config.json", "generation_config.json", "trainer_state.json"} <= listed(
+                prepared
+            )
 
 
 def test_many_files_of_one_folder_are_counted(golden: Path, tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ from core.formats.huggingface.bin_format import read as read_bin_shards
 from core.opening.open import open_checkpoint
 from core.validate.run import validate
 
-PAGE = b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40
+PAGE = (
+    b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40
+)
 BODY = b'{"error":"Repository not found","message":"Access to model org/gated is restricted"}'
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9976576152\n"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9976576152\n"
+)
 NOTHING = b"Entry not found"
 INSTEAD = {
     "a page": (PAGE, "a web page"),
@@ -42,7 +46,9 @@ def saved(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin", "last.ckpt", "model.pth"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.pt", "pytorch_model.bin", "last.ckpt", "model.pth"]
+)
 @pytest.mark.parametrize("what", INSTEAD)
 def test_what_was_saved_in_place_of_weights_is_told(what: str, name: str, tmp_path: Path) -> None:
     data, title = INSTEAD[what]
@@ -94,7 +100,9 @@ def test_binary_formats_are_no_text(head: bytes) -> None:
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=lambda save: save.__name__)
 @pytest.mark.parametrize("name", ["weights.npz", "weights.pt"])
-def test_a_numpy_archive_is_called_one(save: Callable[..., None], name: str, tmp_path: Path) -> None:
+def test_a_numpy_archive_is_called_one(
+    save: Callable[..., None], name: str, tmp_path: Path
+) -> None:
     stream = io.BytesIO()
     save(stream, **{"a": np.arange(3), "layers/0/w": np.ones((2, 2))})
     (tmp_path / name).write_bytes(stream.getvalue())
@@ -111,11 +119,15 @@ def test_a_numpy_array_is_called_one(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "a.npy")
 
 
-@pytest.mark.parametrize("names", [["epoch=0-step=10.ckpt", "last.ckpt"], ["a.pt", "b.pth", "c.bin"]])
+@pytest.mark.parametrize(
+    "names", [["epoch=0-step=10.ckpt", "last.ckpt"], ["a.pt", "b.pth", "c.bin"]]
+)
 def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> None:
     for name in names:
         saved(tmp_path / name)
-    with pytest.raises(UnsupportedError, match=f"contains {len(names)} torch or safetensors files") as refusal:
+    with pytest.raises(
+        UnsupportedError, match=f"contains {len(names)} torch or safetensors files"
+    ) as refusal:
         open_checkpoint(tmp_path)
     assert refusal.value.hint == f"point at one of them: {', '.join(names)}"
 
@@ -135,26 +147,35 @@ def test_a_ckpt_file_that_is_no_torch_file_is_not_called_tensorflows(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "weights.pt", "lora.safetensors"])
-def test_the_only_loose_file_is_named_with_its_path(name: str, golden: Path, tmp_path: Path) -> None:
+def test_the_only_loose_file_is_named_with_its_path(
+    name: str, golden: Path, tmp_path: Path
+) -> None:
     if name.endswith(".safetensors"):
         shutil.copy(golden / "hf/llama/safetensors_single/model.safetensors", tmp_path / name)
     else:
         saved(tmp_path / name)
     (tmp_path / "train.py").write_text("pass")
-    with pytest.raises(UnsupportedError, match=f"contains one torch or safetensors file: {name}") as refusal:
+    with pytest.raises(
+        UnsupportedError, match=f"contains one torch or safetensors file: {name}"
+    ) as refusal:
         open_checkpoint(tmp_path)
     assert refusal.value.hint == f"point at {tmp_path / name}"
     open_checkpoint(tmp_path / name).store.close()
 
 
-def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(golden: Path, tmp_path: Path) -> None:
+def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(
+    golden: Path, tmp_path: Path
+) -> None:
     shutil.copytree(golden / "mcore_legacy/dense_gqa/tp1_pp1", tmp_path / "runs/one")
     shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / ".hidden/dcp")
     (tmp_path / "lightning_logs/version_0/checkpoints").mkdir(parents=True)
     saved(tmp_path / "lightning_logs/version_0/checkpoints/last.ckpt")
     with pytest.raises(UnsupportedError, match="contains checkpoints") as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == "point at one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
+    assert (
+        refusal.value.hint
+        == "point at one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
+    )
 
 
 @pytest.mark.parametrize("verb", ["inspect", "convert", "reshard", "diff", "manifest"])
@@ -186,7 +207,11 @@ def test_a_checkpoint_below_a_model_is_told_by_inspect_convert_and_manifest(
     size = sum(path.stat().st_size for path in model.iterdir() if path.is_file())
     assert main(["inspect", str(model), "--json"]) == 0
     assert f'"file_bytes": {size},' in capsys.readouterr().out
-    for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
+    for words in (
+        ["inspect"],
+        ["convert", "--to", "dcp", "-o", str(tmp_path / "out")],
+        ["manifest"],
+    ):
         assert main([words[0], str(model), *words[1:]]) == 0
         assert "not read, because they are separate checkpoints: exports" in capsys.readouterr().out
 
@@ -201,7 +226,10 @@ def test_many_checkpoints_below_one_are_all_left_out(golden: Path, tmp_path: Pat
 
 
 def test_the_current_directory_is_resharded_inside_a_root_and_inside_an_iteration(
-    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "root")
     for folder in (root, root / "iter_0000010"):
@@ -217,7 +245,11 @@ def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
     for name in ("a", "b"):
         save_file({f"{name}.w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "c.safetensors").write_bytes(bad)
-    for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
+    for words in (
+        ["inspect"],
+        ["convert", "--to", "dcp", "-o", str(tmp_path / "out")],
+        ["manifest"],
+    ):
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
         told = capsys.readouterr().err
         assert "c.safetensors" in told

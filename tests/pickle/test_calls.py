@@ -94,7 +94,11 @@ def callables_in_memory() -> Iterator[tuple[str, str]]:
         top = name.partition(".")[0]
         if top in ("torch", "numpy") or top in sys.stdlib_module_names:
             if isinstance(module, types.ModuleType) and not name.startswith("__"):
-                yield from ((name, attribute) for attribute, value in list(vars(module).items()) if callable(value))
+                yield from (
+                    (name, attribute)
+                    for attribute, value in list(vars(module).items())
+                    if callable(value)
+                )
 
 
 def listed(*, is_pattern: bool) -> set[tuple[str, str]]:
@@ -117,10 +121,16 @@ def test_no_callable_of_torch_numpy_and_python_passes_that_is_not_on_the_list() 
     names |= set(callables_in_memory())
     assert len(names) > 60_000
     passing = {name for name in names if may_be_called(*name)} - listed(is_pattern=False)
-    storages = {(module, name) for module, name in passing if module == "torch" and name in BY_STORAGE}
-    bit_generators = {name for module, name in listed(is_pattern=True) if module == "numpy.random._*"}
+    storages = {
+        (module, name) for module, name in passing if module == "torch" and name in BY_STORAGE
+    }
+    bit_generators = {
+        name for module, name in listed(is_pattern=True) if module == "numpy.random._*"
+    }
     numpys = {
-        (module, name) for module, name in passing if module.startswith("numpy.random._") and name in bit_generators
+        (module, name)
+        for module, name in passing
+        if module.startswith("numpy.random._") and name in bit_generators
     }
     assert passing - storages - numpys == set()
 
@@ -129,7 +139,11 @@ def test_partial_binds_arguments_to_no_callable_that_is_not_on_the_list() -> Non
     names = {name for name in callables_in_memory() if "\n" not in name[1]}
     passing = {name for name in names if classify(Global(*name), "bound") != "dangerous"}
     called = {name for name in names if may_be_called(*name)}
-    bindable = {(module, name) for module, name in names if (row := constructor(module, name)) and row.may_be_bound}
+    bindable = {
+        (module, name)
+        for module, name in names
+        if (row := constructor(module, name)) and row.may_be_bound
+    }
     assert len(bindable) > 100
     assert passing == called | bindable
     assert {module for module, name in bindable if not constructor_is_exact(module, name)} <= {
@@ -216,11 +230,17 @@ def test_what_may_be_made_is_a_class_that_only_sets_attributes() -> None:
 def test_pickles_that_call_what_is_not_listed_are_dangerous_by_every_opcode() -> None:
     """The names in batches of many calls, through the machine itself."""
     names = [name for name in callables_in_memory() if "\n" not in name[1]]
-    names = [name for name in names if classify(Global(*name)) != "dangerous" and not may_be_called(*name)]
+    names = [
+        name
+        for name in names
+        if classify(Global(*name)) != "dangerous" and not may_be_called(*name)
+    ]
     assert len(names) > 5000
     for start in range(0, len(names), 2000):
         batch = names[start : start + 2000]
-        calls = b"".join(b"c%s\n%s\n)R0" % (module.encode(), name.encode()) for module, name in batch)
+        calls = b"".join(
+            b"c%s\n%s\n)R0" % (module.encode(), name.encode()) for module, name in batch
+        )
         with noting_uses() as uses:
             load(b"\x80\x03" + calls + b"N.", label="x")
         assert {use.name for use in dangerous_uses(uses)} >= {Global(*name) for name in batch}
@@ -248,20 +268,37 @@ CALLS = {
     + b"sbsb("
     + ARGUMENT
     + b"e",
-    "APPENDS to entries": b"ccollections\nOrderedDict\n)R(" + text("extend") + RUN + b"u(" + ARGUMENT + b"e",
-    "dict of what looks like a mapping": b"c__builtin__\ndict\n" + NAMESPACE + b"}" + text("keys") + RUN + b"sb\x85R",
+    "APPENDS to entries": b"ccollections\nOrderedDict\n)R("
+    + text("extend")
+    + RUN
+    + b"u("
+    + ARGUMENT
+    + b"e",
+    "dict of what looks like a mapping": b"c__builtin__\ndict\n"
+    + NAMESPACE
+    + b"}"
+    + text("keys")
+    + RUN
+    + b"sb\x85R",
     "a persistent id": b"(" + text("storage") + RUN + text("0") + text("cpu") + b"K\x01tQ",
     "_rebuild_from_type_v2": b"ctorch._tensor\n_rebuild_from_type_v2\n("
     + RUN
     + b"ctorch\nTensor\n"
     + ARGUMENT
     + b"\x85NtR",
-    "_reconstructor": b"ccopy_reg\n_reconstructor\n(cargparse\nNamespace\n" + RUN + ARGUMENT + b"tR",
+    "_reconstructor": b"ccopy_reg\n_reconstructor\n(cargparse\nNamespace\n"
+    + RUN
+    + ARGUMENT
+    + b"tR",
     "__newobj__": b"ccopy_reg\n__newobj__\n" + RUN + b"\x85R",
     "a generator": b"cnumpy.random._pickle\n__generator_ctor\n" + ARGUMENT + RUN + b"\x86R",
     "a bit generator": b"cnumpy.random._pickle\n__bit_generator_ctor\n" + RUN + b"\x85R",
     "a result": b"cargparse\nNamespace\n)R" + ARGUMENT + b"\x85R",
-    "getattr": b"c__builtin__\ngetattr\nctorch.utils\ncollect_env\n" + text("run") + b"\x86R" + ARGUMENT + b"\x85R",
+    "getattr": b"c__builtin__\ngetattr\nctorch.utils\ncollect_env\n"
+    + text("run")
+    + b"\x86R"
+    + ARGUMENT
+    + b"\x85R",
     "operator.getitem": b"coperator\ngetitem\ncargparse\nNamespace\n)R" + ARGUMENT + b"\x86R",
     "type": b"c__builtin__\ntype\n(" + text("X") + b")}tR",
     "a changed class": b"ctorch.nn.modules.module\nModule\n}b",
@@ -273,14 +310,19 @@ CALLS = {
     "bytes that torch loads and nobody sees": b"ctorch.storage\n_load_from_bytes\n]\x85R",
     "a partial that is called": b"cfunctools\npartial\n" + RUN + b"\x85R" + ARGUMENT + b"\x85R",
     "a partial": b"cfunctools\npartial\n" + RUN + b"\x85R",
-    "a partial by its state": b"cfunctools\npartial\nc__builtin__\nint\n\x85R(" + RUN + ARGUMENT + b"\x85}NtbK\x010",
+    "a partial by its state": b"cfunctools\npartial\nc__builtin__\nint\n\x85R("
+    + RUN
+    + ARGUMENT
+    + b"\x85}NtbK\x010",
     "a partial by another state": b"cfunctools\npartial\nc__builtin__\nint\n\x85R}b",
     "a partial in a partial": b"cfunctools\npartial\ncfunctools\npartial\n" + RUN + b"\x85R\x85R",
     "a partial of more": b"cfunctools\npartial\nc__builtin__\nint\n" + ARGUMENT + b"\x86R",
     "a partial that is made": b"cfunctools\npartial\n" + RUN + ARGUMENT + b"\x86\x81",
     "a partial among entries": b"c__builtin__\ndict\ncfunctools\npartial\nc__builtin__\nint\n\x85R"
     b"(c__builtin__\nint\n)}}" + text("keys") + RUN + b"stb\x85R",
-    "a script object": b"ctorch\nScriptObject\n)\x81N" + text("__torch__.torch.classes.tensorrt.Engine") + b"\x86b",
+    "a script object": b"ctorch\nScriptObject\n)\x81N"
+    + text("__torch__.torch.classes.tensorrt.Engine")
+    + b"\x86b",
     "a script object by its keywords": b"ctorch\nScriptObject\n)}\x92",
     "a script object by copyreg": b"ccopy_reg\n__newobj_ex__\n(ctorch\nScriptObject\n)}tR",
     "a data loader": b"ctorch.utils.data.dataloader\nDataLoader\n)\x81",
@@ -289,7 +331,10 @@ CALLS = {
     "a list of an endless iterator": b"c__builtin__\nlist\ncitertools\ncount\nK\x00\x85R\x85R",
     "map": b"c__builtin__\nmap\n" + RUN + b"]" + ARGUMENT + b"a\x86R",
     "reduce": b"cfunctools\nreduce\n" + RUN + b"(" + ARGUMENT + ARGUMENT + b"t\x86R",
-    "reduce of objects": b"cfunctools\nreduce\ncoperator\nor_\n(" + NAMESPACE + NAMESPACE + b"t\x86R",
+    "reduce of objects": b"cfunctools\nreduce\ncoperator\nor_\n("
+    + NAMESPACE
+    + NAMESPACE
+    + b"t\x86R",
     "attrgetter": b"coperator\nattrgetter\n" + text("__globals__") + b"\x85R",
     "a graph": b"ctorch.fx.graph_module\nreduce_graph_module\n)R",
 }
@@ -321,7 +366,9 @@ class Reduced:
     ],
     ids=["partial", "getitem", "iter"],
 )
-def test_what_one_call_does_is_not_taken_for_what_the_next_does(harmless: object, harmful: object) -> None:
+def test_what_one_call_does_is_not_taken_for_what_the_next_does(
+    harmless: object, harmful: object
+) -> None:
     for values in ([harmless, harmful], [harmful, harmless]):
         stream = io.BytesIO()
         torch.save({"w": torch.ones(2), "values": values}, stream)
@@ -331,37 +378,58 @@ def test_what_one_call_does_is_not_taken_for_what_the_next_does(harmless: object
 def test_bytes_that_torch_loads_and_that_are_not_read_to_their_end_are_dangerous() -> None:
     """A stray value below the result: the reader here refuses it, Python's does not."""
     stray = b"\x80\x02NN."
-    data = b"\x80\x03ctorch.storage\n_load_from_bytes\nB" + len(stray).to_bytes(4, "little") + stray + b"\x85R."
+    data = (
+        b"\x80\x03ctorch.storage\n_load_from_bytes\nB"
+        + len(stray).to_bytes(4, "little")
+        + stray
+        + b"\x85R."
+    )
     assert dangerous_uses(uses_of(data))
 
 
 def test_records_whose_names_differ_in_case_only_are_ambiguous(tmp_path: Path) -> None:
     """torch finds records without regard to case, and takes the later one."""
-    (tmp_path / "x.pt").write_bytes(torch_zip(b"\x80\x02}.", **{"DATA.PKL": b"\x80\x02" + CALLS["REDUCE"] + b"."}))
+    (tmp_path / "x.pt").write_bytes(
+        torch_zip(b"\x80\x02}.", **{"DATA.PKL": b"\x80\x02" + CALLS["REDUCE"] + b"."})
+    )
     findings = validate(tmp_path / "x.pt", level=Level.HEADERS).findings
-    assert any(finding.code == "CK121" and finding.severity is Severity.ERROR for finding in findings)
+    assert any(
+        finding.code == "CK121" and finding.severity is Severity.ERROR for finding in findings
+    )
 
 
 def test_a_call_in_bytes_that_torch_loads_is_noticed_at_any_depth() -> None:
     data = b"\x80\x02" + CALLS["REDUCE"] + b"."
     for depth in range(8):
         inner = b"B" + len(data).to_bytes(4, "little") + data
-        data = b"\x80\x03ctorch.storage\n_load_from_bytes\n" + inner + (b"\x85R0N." if depth % 2 else b"\x85R.")
+        data = (
+            b"\x80\x03ctorch.storage\n_load_from_bytes\n"
+            + inner
+            + (b"\x85R0N." if depth % 2 else b"\x85R.")
+        )
         assert dangerous_uses(uses_of(data)), depth
 
 
 @pytest.mark.parametrize(
     "inner",
-    [b"cposix\nsystem\n(S'id'\ntR.", b"(S'id'\niposix\nsystem\n.", b"\x80\x02N." + b"\x80\x02cposix\nsystem\n)R."],
+    [
+        b"cposix\nsystem\n(S'id'\ntR.",
+        b"(S'id'\niposix\nsystem\n.",
+        b"\x80\x02N." + b"\x80\x02cposix\nsystem\n)R.",
+    ],
 )
 def test_pickles_without_a_begin_and_behind_others_are_noticed(inner: bytes) -> None:
     assert dangerous_uses(uses_of(inner))
     assert dangerous_uses(
-        uses_of(b"\x80\x03ctorch.storage\n_load_from_bytes\nC" + bytes([len(inner)]) + inner + b"\x85R.")
+        uses_of(
+            b"\x80\x03ctorch.storage\n_load_from_bytes\nC" + bytes([len(inner)]) + inner + b"\x85R."
+        )
     )
 
 
-@pytest.mark.parametrize("data", [b"config\nis no pickle\n", b"\x80\x02 text", b"", b"N", bytes(100)])
+@pytest.mark.parametrize(
+    "data", [b"config\nis no pickle\n", b"\x80\x02 text", b"", b"N", bytes(100)]
+)
 def test_what_is_no_pickle_names_nothing(data: bytes) -> None:
     assert uses_of(data) == set()
 
@@ -398,14 +466,23 @@ def test_constructors_of_real_checkpoints_are_no_finding(module: str, name: str,
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("__main__", "Config"), ("my_project.models", "Net"), ("my.system.hub", "Net"), ("train", "Outer.Inner")],
+    [
+        ("__main__", "Config"),
+        ("my_project.models", "Net"),
+        ("my.system.hub", "Net"),
+        ("train", "Outer.Inner"),
+    ],
 )
-def test_what_belongs_to_the_users_own_module_is_for_the_user_to_judge(module: str, name: str) -> None:
+def test_what_belongs_to_the_users_own_module_is_for_the_user_to_judge(
+    module: str, name: str
+) -> None:
     for how in ("named", "made", "called"):
         assert is_foreign(Use(Global(module, name), how))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["np.load", "os.system", "torch.load", "__class__.__init__", "helpers.run"])
+@pytest.mark.parametrize(
+    "name", ["np.load", "os.system", "torch.load", "__class__.__init__", "helpers.run"]
+)
 def test_a_name_that_leads_out_of_the_users_module_is_dangerous(name: str) -> None:
     assert classify(Global("train", name), "called") == "dangerous"
 
@@ -422,7 +499,9 @@ def test_every_row_is_of_a_known_package_and_says_where_it_comes_from() -> None:
         else:
             assert is_known_package(module), module
         if "*" in str(row["names"]):
-            assert row["may"] == "make" or "enum" in row, "a pattern of names may be made, not called"
+            assert row["may"] == "make" or "enum" in row, (
+                "a pattern of names may be made, not called"
+            )
 
 
 def test_a_module_that_is_only_called_like_a_known_one_is_not_on_the_list() -> None:
@@ -436,7 +515,9 @@ def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_pa
     import argparse
     import random
 
-    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)
+    layers = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(4, 2, batch_first=True), 1
+    )
     model = torch.nn.Sequential(layers, torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(2, 2))
     torch.save(model, tmp_path / "model.pt")
     torch.save(model, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
@@ -454,7 +535,9 @@ def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_pa
     for level in Level:
         for name in ("model.pt", "legacy.pt", "state.pt"):
             findings = validate(tmp_path / name, level=level).findings
-            assert [finding.message for finding in findings if finding.severity > Severity.NOTE] == []
+            assert [
+                finding.message for finding in findings if finding.severity > Severity.NOTE
+            ] == []
     data = (tmp_path / "state.pkl").read_bytes()
     assert not dangerous_uses(uses_of(data))
     assert not any(is_foreign(use) for use in uses_of(data))
@@ -469,7 +552,9 @@ def quantized_model() -> torch.nn.Module:
     from torch.ao import quantization
 
     layers = (torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4, 4))
-    model = torch.nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).eval()
+    model = torch.nn.Sequential(
+        quantization.QuantStub(), *layers, quantization.DeQuantStub()
+    ).eval()
     model.qconfig = quantization.get_default_qconfig("fbgemm")  # type: ignore[assignment]
     quantization.prepare(model, inplace=True)
     model(torch.randn(1, 1, 2, 2))
@@ -481,8 +566,16 @@ def schedulers() -> list[object]:
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
 
-    kinds = [kind for kind in SchedulerType if not {"restart", "min_lr", "stable"} & set(kind.value.split("_"))]
-    return [get_scheduler(kind, prepared_optimizer(), 1, 4) for kind in kinds if "min_lr" not in kind.value]
+    kinds = [
+        kind
+        for kind in SchedulerType
+        if not {"restart", "min_lr", "stable"} & set(kind.value.split("_"))
+    ]
+    return [
+        get_scheduler(kind, prepared_optimizer(), 1, 4)
+        for kind in kinds
+        if "min_lr" not in kind.value
+    ]
 
 
 def cache() -> object:
@@ -520,7 +613,9 @@ SAVED: dict[str, Callable[[], object]] = {
     ),
     "a cache": cache,
     "schedulers of transformers": schedulers,
-    "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(prepared_optimizer(), partial(pow, 0.5)),
+    "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(
+        prepared_optimizer(), partial(pow, 0.5)
+    ),
     "polynomials": lambda: [
         np.polynomial.Polynomial([1, 2]),
         np.polynomial.Chebyshev([1, 2]),
@@ -557,14 +652,18 @@ SAVED: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # of torch.ao.quantization
 @pytest.mark.parametrize("name", SAVED)
 def test_what_people_save_beside_weights_calls_nothing_dangerous(name: str, tmp_path: Path) -> None:
     torch.save({"saved": SAVED[name](), "w": torch.zeros(2)}, tmp_path / "x.pt")
     uses = uses_of((tmp_path / "x.pt").read_bytes())
     assert dangerous_uses(uses) == set()
     assert not any(is_foreign(use) for use in uses)
-    if "quantized" not in name:  # tensors of that kind in an object are not copied, which is an error of its own
+    if (
+        "quantized" not in name
+    ):  # tensors of that kind in an object are not copied, which is an error of its own
         run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch"))
         assert dangerous_uses(uses_of((tmp_path / "y.pt").read_bytes())) == set()
 
@@ -608,12 +707,16 @@ def test_what_is_called_beside_the_entries_is_refused_by_its_place_and_can_be_le
         assert dangerous_uses(uses_of((tmp_path / "y.pt").read_bytes())) == set()
     else:
         assert "_metadata" in str(caught.value)
-        with pytest.raises(UnsafeError, match="builtins.map"):  # the container stays when its entries go
+        with pytest.raises(
+            UnsafeError, match="builtins.map"
+        ):  # the container stays when its entries go
             run(replace(job, exclude=("model" if "model" in tree else "w",)))
 
 
 def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_bytes(torch_zip(b"\x80\x02" + CALLS["REDUCE"] + b"0}" + text("s") + b"K\x01s."))
+    (tmp_path / "x.pt").write_bytes(
+        torch_zip(b"\x80\x02" + CALLS["REDUCE"] + b"0}" + text("s") + b"K\x01s.")
+    )
     with pytest.raises(UnsafeError, match="drops the result"):
         run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("s",)))
 
@@ -621,7 +724,9 @@ def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path:
 def test_leaving_one_call_out_does_not_excuse_another_that_is_dropped(tmp_path: Path) -> None:
     tree, key = calling_places()["a key"]
     torch.save(tree, tmp_path / "x.pt")
-    repacked(tmp_path / "x.pt", "data.pkl", lambda data: data[:2] + CALLS["REDUCE"] + b"0" + data[2:])
+    repacked(
+        tmp_path / "x.pt", "data.pkl", lambda data: data[:2] + CALLS["REDUCE"] + b"0" + data[2:]
+    )
     job = Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch")
     with pytest.raises(UnsafeError, match="--exclude"):
         run(job)
@@ -652,7 +757,9 @@ def test_no_container_around_a_pickle_hides_a_call() -> None:
 
 
 def test_no_text_of_the_program_advises_to_load_without_weights_only(repo_dir: Path) -> None:
-    sources = [path for folder in ("core", "ckpt_cli") for path in (repo_dir / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("core", "ckpt_cli") for path in (repo_dir / folder).rglob("*.py")
+    ]
     texts = [
         (path.name, node.value)
         for path in sources

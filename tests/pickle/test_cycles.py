@@ -64,7 +64,9 @@ def job(source: Path, dst: Path, to: str, **options: Any) -> Job:
     return Job(src=source, dst=dst, to=to, fsync=False, **options)
 
 
-@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universal"])
+@pytest.mark.parametrize(
+    "to", ["torch", "safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universal"]
+)
 @pytest.mark.parametrize("make", CASES)
 def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out(
     make: Callable[[], tuple[object, str]], to: str, tmp_path: Path
@@ -85,19 +87,25 @@ def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out
 
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize("make", CASES)
-def test_validate_finds_what_is_refused(make: Callable[[], tuple[object, str]], level: Level, tmp_path: Path) -> None:
+def test_validate_finds_what_is_refused(
+    make: Callable[[], tuple[object, str]], level: Level, tmp_path: Path
+) -> None:
     state, key = make()
     torch.save(state, tmp_path / "x.pt")
     findings = validate(tmp_path / "x.pt", level=level).findings
     assert [(finding.code, finding.key) for finding in findings] == [("CK109", key)]
 
 
-def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_keeps_it(tmp_path: Path) -> None:
+def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_keeps_it(
+    tmp_path: Path,
+) -> None:
     args = argparse.Namespace(lr=1)
     args.self = args
     source = tmp_path / "x.pt"
     torch.save({"w": torch.ones(2), "train": {"args": args}}, source)
-    for number, options in enumerate(({"to": "torch", "weights_only": True}, {"to": "safetensors"}, {"to": "zarr3"})):
+    for number, options in enumerate(
+        ({"to": "torch", "weights_only": True}, {"to": "safetensors"}, {"to": "zarr3"})
+    ):
         with pytest.raises(UnsupportedError, match="contains itself") as caught:
             run(Job(src=source, dst=tmp_path / "out", fsync=False, **options))  # type: ignore[arg-type]
         assert (caught.value.key, caught.value.file) == ("train.args", str(source))

@@ -47,9 +47,17 @@ def inert(key: object) -> object:
 
 
 NUMBERS = [
-    *(getattr(np, kind)(value) for kind in ("int8", "int16", "int32", "int64") for value in (-3, 0, 100)),
+    *(
+        getattr(np, kind)(value)
+        for kind in ("int8", "int16", "int32", "int64")
+        for value in (-3, 0, 100)
+    ),
     *(getattr(np, kind)(200) for kind in ("uint8", "uint16", "uint32", "uint64")),
-    *(getattr(np, kind)(value) for kind in ("float16", "float32", "float64") for value in (0.1, 3.0, -1e-5, 65504)),
+    *(
+        getattr(np, kind)(value)
+        for kind in ("float16", "float32", "float64")
+        for value in (0.1, 3.0, -1e-5, 65504)
+    ),
     *(np.bool_(True), np.bool_(False)),
 ]
 
@@ -101,7 +109,14 @@ def test_members_of_an_enumeration_have_different_texts() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [Plain(), object(), np.complex64(1j), np.datetime64("2026-01-01"), datetime.date(2026, 1, 1), (1, Plain())],
+    [
+        Plain(),
+        object(),
+        np.complex64(1j),
+        np.datetime64("2026-01-01"),
+        datetime.date(2026, 1, 1),
+        (1, Plain()),
+    ],
     ids=lambda key: type(key).__name__,
 )
 def test_a_key_without_a_faithful_text_is_called_by_its_class(key: object) -> None:
@@ -117,7 +132,9 @@ def test_the_text_of_a_hostile_key_is_short_work() -> None:
     for _ in range(100):
         deep = Inert("reduce", scalar.fn, (deep, deep))
         assert faithful_text(deep) is None
-    assert faithful_text(Inert("reduce", inert(Point), (1 << 100_000,))) is None  # more digits than Python prints
+    assert (
+        faithful_text(Inert("reduce", inert(Point), (1 << 100_000,))) is None
+    )  # more digits than Python prints
     assert faithful_text(Inert("reduce", inert(Point), tuple(range(1000)))) is None
 
 
@@ -139,12 +156,21 @@ FLAT = ("safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universa
 
 
 @pytest.mark.parametrize("to", FLAT)
-def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(to: str, tmp_path: Path) -> None:
+def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(
+    to: str, tmp_path: Path
+) -> None:
     state = {
-        "proto": {np.int64(3): numbers(2), np.int64(7): numbers(3), Color.RED: numbers(4), Point(1, 2): numbers(5)}
+        "proto": {
+            np.int64(3): numbers(2),
+            np.int64(7): numbers(3),
+            Color.RED: numbers(4),
+            Point(1, 2): numbers(5),
+        }
     }
     notes = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    (note,) = [note for note in notes if note.startswith("non-string keys are converted to strings: ")]
+    (note,) = [
+        note for note in notes if note.startswith("non-string keys are converted to strings: ")
+    ]
     red = text_of(inert(Color.RED))
     assert note.split(": ")[1] == f"proto.3, proto.7, proto.{red}, proto.Point(1, 2)"
     if to == "safetensors":
@@ -158,7 +184,9 @@ def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(t
 def test_a_note_is_there_with_objects_too(to: str, tmp_path: Path) -> None:
     state = {"proto": {np.int64(3): numbers(2)}, "step": 5}
     notes = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    assert any(note.startswith("non-string keys are converted to strings: proto.3") for note in notes)
+    assert any(
+        note.startswith("non-string keys are converted to strings: proto.3") for note in notes
+    )
 
 
 def test_a_torch_file_keeps_the_keys(tmp_path: Path) -> None:
@@ -184,7 +212,9 @@ def test_diff_compares_the_values_of_keys(tmp_path: Path) -> None:
     one = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
     other = saved({"proto": {np.int64(5): numbers(2), np.int64(9): numbers(2)}}, tmp_path / "b.pt")
     assert not compare(one, other).is_same
-    assert compare(one, saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt")).is_same
+    assert compare(
+        one, saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt")
+    ).is_same
 
 
 def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_path: Path) -> None:
@@ -200,8 +230,18 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
 @pytest.mark.parametrize(
     ("state", "where", "what", "glob"),
     [
-        ({"w": numbers(1), "proto": {Plain(): numbers(2), Plain(): numbers(3)}}, "proto", "Plain", "proto"),
-        ({"w": numbers(1), "m": {"state": {torch.ones(1): {"step": numbers(1)}}}}, "m.state", "tensor", "m.state"),
+        (
+            {"w": numbers(1), "proto": {Plain(): numbers(2), Plain(): numbers(3)}},
+            "proto",
+            "Plain",
+            "proto",
+        ),
+        (
+            {"w": numbers(1), "m": {"state": {torch.ones(1): {"step": numbers(1)}}}},
+            "m.state",
+            "tensor",
+            "m.state",
+        ),
         ({"w": numbers(1), object(): numbers(2)}, "at the root", "builtins.object", "<*"),
     ],
     ids=["of a class", "tensor", "root"],
@@ -210,10 +250,16 @@ def test_a_key_without_a_text_is_refused_by_name(
     state: object, where: str, what: str, glob: str, to: str, tmp_path: Path
 ) -> None:
     source = saved(state, tmp_path / "x.pt")
-    with pytest.raises(UnsupportedError, match=f"the dict {where} has keys that are objects") as caught:
+    with pytest.raises(
+        UnsupportedError, match=f"the dict {where} has keys that are objects"
+    ) as caught:
         converted(source, tmp_path / "out", to)
     assert caught.value.file == str(source) and what in caught.value.message
-    assert caught.value.hint is not None and "--to torch" in caught.value.hint and f"'{glob}'" in caught.value.hint
+    assert (
+        caught.value.hint is not None
+        and "--to torch" in caught.value.hint
+        and f"'{glob}'" in caught.value.hint
+    )
     converted(source, tmp_path / "out", to, exclude=(glob,))
     converted(source, tmp_path / "y.pt", "torch")
 
@@ -231,7 +277,9 @@ def test_keys_that_are_no_names_of_directories_are_listed_as_they_are_typed(tmp_
         with pytest.raises(UnsupportedError, match=r"nor can c\\d\[0\]") as caught:
             converted(source, tmp_path / "out", to)
         assert caught.value.key == "a/b"
-        assert caught.value.hint == r"rename them with --rename '^a/b$=NEW' --rename '^c\\d\[0\]$=NEW'"
+        assert (
+            caught.value.hint == r"rename them with --rename '^a/b$=NEW' --rename '^c\\d\[0\]$=NEW'"
+        )
         converted(source, tmp_path / to, to, rename=(("^a/b$", "x"), (r"^c\\d\[0\]$", "y")))
     state |= {f"x/{number}/": numbers(1) for number in range(20)}
     with pytest.raises(UnsupportedError, match="and 14 more") as caught:

@@ -15,7 +15,10 @@ def test_keys_and_paths_agree_with_torch_flattening() -> None:
 
     real = {
         "model": {"a.b": torch.zeros(1), "c": {"d": torch.zeros(2)}},
-        "optim": {"state": {0: {"step": torch.zeros(()), "lr": 0.5}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "optim": {
+            "state": {0: {"step": torch.zeros(()), "lr": 0.5}},
+            "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+        },
         "plain": [1, 2, (3,)],
         "mixed": [1, {"x": 2}, [torch.zeros(1)]],
         "note": "text",
@@ -29,7 +32,9 @@ def test_keys_and_paths_agree_with_torch_flattening() -> None:
         return node
 
     flat, paths = flatten_state_dict(real)
-    found = {".".join(map(str, entry.path)): entry.path for entry in entries(_with_leaves(inert(real)))}
+    found = {
+        ".".join(map(str, entry.path)): entry.path for entry in entries(_with_leaves(inert(real)))
+    }
     assert list(found) == list(flat)
     assert {key: tuple(map(str, path)) for key, path in found.items()} == {
         key: tuple(map(str, path)) for key, path in paths.items()
@@ -47,7 +52,11 @@ def _with_leaves(node: object) -> object:
 
 
 def test_nested_is_the_inverse_of_entries() -> None:
-    tree = {"a": {"b.c": TensorLeaf("a.b.c"), "d": [1, 2]}, "e": [{"f": 1}, TensorLeaf("e.1")], "g": {}}
+    tree = {
+        "a": {"b.c": TensorLeaf("a.b.c"), "d": [1, 2]},
+        "e": [{"f": 1}, TensorLeaf("e.1")],
+        "g": {},
+    }
     assert nest_leaves({entry.path: entry.leaf for entry in entries(tree)}) == tree
 
 

@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, make_namespace, walk
+from core.pickle.inert import (
+    NO_STATE,
+    Global,
+    Inert,
+    ObjectLeaf,
+    Persistent,
+    TensorLeaf,
+    make_namespace,
+    walk,
+)
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reader import load
 from core.pickle.writer import dumps
@@ -53,7 +62,13 @@ LEAVES = st.one_of(
     st.builds(ObjectLeaf, st.text(max_size=3)),
 )
 KEYS = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=3), st.sampled_from(["$tuple", "$call"])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 5),
+        st.text(max_size=3),
+        st.sampled_from(["$tuple", "$call"]),
+    ),
     lambda inner: st.tuples(inner, inner),
     max_leaves=3,
 )
@@ -117,7 +132,9 @@ def test_damaged_plain_values_raise_only_our_errors(tree: object, random: Any) -
             if random.random() < 0.5:
                 del node[key]
             else:
-                node[key] = random.choice([1, None, "x", [], [[]], {"$tuple": 1}, [1, 2], {"$set": [{"$dict": []}]}])
+                node[key] = random.choice(
+                    [1, None, "x", [], [[]], {"$tuple": 1}, [1, 2], {"$set": [{"$dict": []}]}]
+                )
     with contextlib.suppress(CheckpointingException):
         from_plain(plain)
 
@@ -172,7 +189,10 @@ def test_many_shared_parts_cost_nothing() -> None:
 
 
 def test_a_set_is_spelled_in_one_order() -> None:
-    sets = [{Inert("reduce", Global("m", "Colour"), (number,)) for number in range(30)} for _ in range(3)]
+    sets = [
+        {Inert("reduce", Global("m", "Colour"), (number,)) for number in range(30)}
+        for _ in range(3)
+    ]
     assert to_plain(sets[0]) == to_plain(sets[1]) == to_plain(sets[2])
     assert to_plain({"b", "a", 3, (1, "x")}) == to_plain({(1, "x"), 3, "a", "b"})
 

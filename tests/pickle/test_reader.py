@@ -193,14 +193,22 @@ def test_objects_become_records_of_their_parts(protocol: int) -> None:
     found = load(pickle.dumps(SimpleNamespace(a=1), protocol), label="x")
     assert attributes(found) == {"a": 1}
     found = load(pickle.dumps(collections.OrderedDict(b=1, a=2), protocol), label="x")
-    assert (found.class_name, found.args, found.entries) == ("collections.OrderedDict", (), [("b", 1), ("a", 2)])
+    assert (found.class_name, found.args, found.entries) == (
+        "collections.OrderedDict",
+        (),
+        [("b", 1), ("a", 2)],
+    )
     assert as_mapping(found) == {"b": 1, "a": 2}
     found = load(pickle.dumps(collections.defaultdict(list, k=[1]), protocol), label="x")
     assert (found.args, found.entries) == ((Global("builtins", "list"),), [("k", [1])])
     found = load(pickle.dumps(collections.deque([1, 2], 5), protocol), label="x")
     assert (found.class_name, found.items) == ("collections.deque", [1, 2])
     found = load(pickle.dumps(datetime.timedelta(1, 2, 3), protocol), label="x")
-    assert (found.class_name, found.args, found.state) == ("datetime.timedelta", (1, 2, 3), NO_STATE)
+    assert (found.class_name, found.args, found.state) == (
+        "datetime.timedelta",
+        (1, 2, 3),
+        NO_STATE,
+    )
     found = load(pickle.dumps(decimal.Decimal("1.25"), protocol), label="x")
     assert (found.class_name, found.args) == ("decimal.Decimal", ("1.25",))
     found = load(pickle.dumps(functools.partial(print, 1, end=""), protocol), label="x")
@@ -213,7 +221,10 @@ def test_slots_keyword_arguments_and_numpy_arrays_become_records(protocol: int) 
     assert found.state == (None, {"a": 1, "b": [2]})
     found = load(pickle.dumps(np.arange(5, dtype="<i4"), protocol), label="x")
     assert found.fn.name in {"_reconstruct", "_frombuffer"}
-    assert np.arange(5, dtype="<i4").tobytes() in (*found.args, *(found.state if found.state is not NO_STATE else ()))
+    assert np.arange(5, dtype="<i4").tobytes() in (
+        *found.args,
+        *(found.state if found.state is not NO_STATE else ()),
+    )
     found = load(pickle.dumps(Keyword(size=3), protocol), label="x")
     if protocol >= 4:
         assert (found.how, found.kwargs) == ("newobj_ex", {"size": 3})
@@ -233,7 +244,13 @@ def test_enums_are_names_or_calls() -> None:
 
 
 def test_nested_getattr_is_one_long_name_that_is_never_looked_up() -> None:
-    data = b"\x80\x02c__builtin__\ngetattr\nq\x00h\x00cos\npath\n" + text("os") + b"\x86R" + text("system") + b"\x86R."
+    data = (
+        b"\x80\x02c__builtin__\ngetattr\nq\x00h\x00cos\npath\n"
+        + text("os")
+        + b"\x86R"
+        + text("system")
+        + b"\x86R."
+    )
     found = load(data, label="x")
     assert found == Global("os", "path.os.system")
     assert classify(found) == "dangerous"
@@ -241,15 +258,26 @@ def test_nested_getattr_is_one_long_name_that_is_never_looked_up() -> None:
 
 def test_names_of_python_2_are_translated_up_to_protocol_2_only() -> None:
     assert load(b"c__builtin__\nxrange\n.", label="x") == Global("builtins", "range")
-    assert load(b"\x80\x02ccopy_reg\n_reconstructor\n.", label="x") == Global("copyreg", "_reconstructor")
-    assert load(b"\x80\x03ccopy_reg\n_reconstructor\n.", label="x") == Global("copy_reg", "_reconstructor")
+    assert load(b"\x80\x02ccopy_reg\n_reconstructor\n.", label="x") == Global(
+        "copyreg", "_reconstructor"
+    )
+    assert load(b"\x80\x03ccopy_reg\n_reconstructor\n.", label="x") == Global(
+        "copy_reg", "_reconstructor"
+    )
 
 
 def test_strings_of_python_2_are_text_or_bytes() -> None:
     assert load(b"S'a\\x41\\n\\'\\\\'\n.", label="x") == "aA\n'\\"
     assert load(b"U\x02\xc3\xa9.", label="x") == "é"
     assert load(b"T\x02\x00\x00\x00\xff\xfe.", label="x") == b"\xff\xfe"
-    assert load(b"(I01\nI00\nL5L\nI7\nF1.5\nVa\\u0062\nt.", label="x") == (True, False, 5, 7, 1.5, "ab")
+    assert load(b"(I01\nI00\nL5L\nI7\nF1.5\nVa\\u0062\nt.", label="x") == (
+        True,
+        False,
+        5,
+        7,
+        1.5,
+        "ab",
+    )
 
 
 def test_a_torch_size_is_a_tuple() -> None:
@@ -263,7 +291,10 @@ def test_persistent_ids_go_to_the_callers_function() -> None:
     found = load(data, label="x")
     assert isinstance(found, Persistent)
     assert found.value == ("id", 7)
-    assert load(data, label="x", persistent_load=lambda pid: ["storage", pid]) == ["storage", ("id", 7)]
+    assert load(data, label="x", persistent_load=lambda pid: ["storage", pid]) == [
+        "storage",
+        ("id", 7),
+    ]
 
 
 def test_hooks_make_values_and_may_decline() -> None:
@@ -287,7 +318,11 @@ def test_an_object_of_a_hook_takes_its_state_by_build() -> None:
 
 def test_a_hook_with_wrong_arguments_is_a_corrupt_file() -> None:
     with pytest.raises(CorruptError, match="malformed pickle"):
-        load(b"\x80\x02cm\nf\n(K\x01K\x02K\x03K\x04tR.", label="x", hooks={("m", "f"): lambda one: one})
+        load(
+            b"\x80\x02cm\nf\n(K\x01K\x02K\x03K\x04tR.",
+            label="x",
+            hooks={("m", "f"): lambda one: one},
+        )
 
 
 def test_a_stream_of_pickles_is_read_one_by_one() -> None:
@@ -311,7 +346,9 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
 # Everything real
 
 
-def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(golden: Path, repo_dir: Path) -> None:
+def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
+    golden: Path, repo_dir: Path
+) -> None:
     pickles = golden.parent / "pickles.zip"
     with zipfile.ZipFile(pickles, "w") as archive:
         for number, (_, data, start) in enumerate(pickles_in(golden)):
@@ -335,7 +372,9 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
         check=True,
         timeout=300,
     )
-    n_trees, rest = done.stdout.split(maxsplit=1) if " " in done.stdout.strip() else (done.stdout.strip(), "")
+    n_trees, rest = (
+        done.stdout.split(maxsplit=1) if " " in done.stdout.strip() else (done.stdout.strip(), "")
+    )
     assert int(n_trees) > 300
     assert rest == ""
 
@@ -373,7 +412,11 @@ def gadgets(marker: Path) -> list[tuple[str, bytes]]:
         ("namespace", argparse.Namespace(x=Gadget(os.system, command))),
         ("iterator", Gadget(list, Gadget(map, os.system, [command]))),
     ]
-    found = [(f"{name} {protocol}", pickle.dumps(value, protocol)) for name, value in made for protocol in PROTOCOLS]
+    found = [
+        (f"{name} {protocol}", pickle.dumps(value, protocol))
+        for name, value in made
+        for protocol in PROTOCOLS
+    ]
     system = b"cposix\nsystem\n"
     argument = text(command)
     name = u4(len("_load_from_bytes"))
@@ -386,14 +429,28 @@ def gadgets(marker: Path) -> list[tuple[str, bytes]]:
         ("NEWOBJ_EX", b"\x80\x04" + system + argument + b"\x85}\x92."),
         ("STACK_GLOBAL", b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + argument + b"\x85R."),
         ("dotted", b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93."),
-        ("getattr", b"c__builtin__\ngetattr\n(cos\npath\n" + text("os") + b"tR" + argument + b"\x85R."),
+        (
+            "getattr",
+            b"c__builtin__\ngetattr\n(cos\npath\n" + text("os") + b"tR" + argument + b"\x85R.",
+        ),
         (
             "BUILD setattr",
-            b"\x80\x02cargparse\nNamespace\n)\x81}" + text("__setstate__") + system + b"sb" + argument + b"b.",
+            b"\x80\x02cargparse\nNamespace\n)\x81}"
+            + text("__setstate__")
+            + system
+            + b"sb"
+            + argument
+            + b"b.",
         ),
-        ("BUILD on a class", b"\x80\x02cargparse\nNamespace\nN}" + text("__init__") + system + b"s\x86b."),
+        (
+            "BUILD on a class",
+            b"\x80\x02cargparse\nNamespace\nN}" + text("__init__") + system + b"s\x86b.",
+        ),
         ("map by memo", b"c__builtin__\nmap\nq\x00" + system + b"](" + argument + b"e\x86R."),
-        ("_load_from_bytes", b"\x80\x02ctorch.storage\n_load_from_bytes\nB" + u4(len(inner)) + inner + b"\x85R."),
+        (
+            "_load_from_bytes",
+            b"\x80\x02ctorch.storage\n_load_from_bytes\nB" + u4(len(inner)) + inner + b"\x85R.",
+        ),
         ("copyreg extension", b"\x80\x02\x82\x01" + argument + b"\x85R."),
         ("numpy object array", pickle.dumps(np.array([Gadget(os.system, command)], dtype=object))),
         ("torch.load", b"ctorch\nload\n" + argument + b"\x85R."),
@@ -440,7 +497,11 @@ def test_getattr_is_noted_only_where_it_makes_no_name() -> None:
     member = b"\x80\x02c__builtin__\ngetattr\ncsignal\nSignals\n" + text("SIGINT") + b"\x86R"
     odd = b"c__builtin__\ngetattr\nK\x01" + text("real") + b"\x86R0"
     getattr_name = Global("builtins", "getattr")
-    for data, is_noted in ((member + b".", False), (b"\x80\x02" + odd + b"N.", True), (member + odd + b".", True)):
+    for data, is_noted in (
+        (member + b".", False),
+        (b"\x80\x02" + odd + b"N.", True),
+        (member + odd + b".", True),
+    ):
         with noting_uses() as uses:
             load(data, label="x")
         assert (getattr_name in {use.name for use in uses}) == is_noted
@@ -576,7 +637,9 @@ NESTED_TUPLES = b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
         (b"cm\nf\n" + b")R" * 5000 + b".", UnsafeError, "1000 levels"),
     ],
 )
-def test_malformed_and_greedy_pickles_are_refused(data: bytes, error: type[CheckpointingException], match: str) -> None:
+def test_malformed_and_greedy_pickles_are_refused(
+    data: bytes, error: type[CheckpointingException], match: str
+) -> None:
     with pytest.raises(error, match=match) as caught:
         load(data, label="evil.pkl")
     assert caught.value.file == "evil.pkl"
@@ -646,7 +709,10 @@ def test_colliding_keys_do_not_take_quadratic_time() -> None:
             pickle.dumps(
                 dict.fromkeys((float(2**e), 0) for e in range(0, 61 * 16, 61))
                 | dict.fromkeys(
-                    (a * modulus, b * modulus, c * modulus) for a in range(8) for b in range(8) for c in range(8)
+                    (a * modulus, b * modulus, c * modulus)
+                    for a in range(8)
+                    for b in range(8)
+                    for c in range(8)
                 )
             ),
             label="x",
@@ -677,13 +743,22 @@ def test_a_deep_tree_is_read_where_the_caller_allows_it() -> None:
 
 def samples() -> list[bytes]:
     """Real pickles of many shapes."""
-    values = [*PLAIN, Point(1, 2), Colour.RED, collections.OrderedDict(a=1), np.arange(4), [Slotted()] * 2]
+    values = [
+        *PLAIN,
+        Point(1, 2),
+        Colour.RED,
+        collections.OrderedDict(a=1),
+        np.arange(4),
+        [Slotted()] * 2,
+    ]
     return [
         pickle.dumps(value, protocol)
         for value in values
         for protocol in PROTOCOLS
         if len(repr(value)) < 500 or protocol > 1
-        if not (isinstance(value, list) and value and isinstance(value[0], Slotted) and protocol < 2)
+        if not (
+            isinstance(value, list) and value and isinstance(value[0], Slotted) and protocol < 2
+        )
     ]
 
 

@@ -22,7 +22,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import UnsafeError
-from core.pickle.inert import Global, Inert, Persistent, TensorLeaf, make_namespace, make_ordered_dict
+from core.pickle.inert import (
+    Global,
+    Inert,
+    Persistent,
+    TensorLeaf,
+    make_namespace,
+    make_ordered_dict,
+)
 from core.pickle.reader import PickleLimits, load
 from core.pickle.writer import BATCH, dumps
 
@@ -101,7 +108,16 @@ def parts(node: Any) -> list[object]:
     """The children of a container."""
     if isinstance(node, Inert):
         entries = [part for entry in node.entries for part in entry]
-        return [node.how, node.fn, node.args, node.kwargs, node.state, len(node.items), *node.items, *entries]
+        return [
+            node.how,
+            node.fn,
+            node.args,
+            node.kwargs,
+            node.state,
+            len(node.items),
+            *node.items,
+            *entries,
+        ]
     if isinstance(node, Persistent):
         return [node.value]
     return [*node, *node.values()] if isinstance(node, dict) else list(node)
@@ -167,9 +183,15 @@ def test_numpy_arrays_come_back_bit_for_bit(dtype: str) -> None:
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)
     for value in (array, array.T, array[:, 1], np.zeros((0, 3), dtype)):
         for protocol in (2, 4, 5):
-            wanted = pickle.loads(pickle.dumps(value, protocol))  # numpy itself changes the byte order to the machine's
+            wanted = pickle.loads(
+                pickle.dumps(value, protocol)
+            )  # numpy itself changes the byte order to the machine's
             found = pickle.loads(rewritten(value, protocol))
-            assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                wanted.dtype,
+                wanted.shape,
+                wanted.tobytes(),
+            )
             assert np.array_equal(found, value)
 
 
@@ -225,7 +247,11 @@ def test_the_bytes_do_not_depend_on_the_hash_seed(repo_dir: Path) -> None:
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], cwd=repo_dir, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", code],
+            cwd=repo_dir,
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in ("0", "1", "2")
     }
@@ -277,7 +303,9 @@ def test_leaves_become_what_reducers_and_persistent_ids_say() -> None:
         return Inert("reduce", Global("m", "rebuild"), (storage, leaf.key))
 
     written = dumps(
-        tree, reducers={TensorLeaf: reduced}, persistent_id=lambda leaf: ("storage", 0) if leaf is storage else None
+        tree,
+        reducers={TensorLeaf: reduced},
+        persistent_id=lambda leaf: ("storage", 0) if leaf is storage else None,
     )
     found: Any = load(written, label="x", persistent_load=lambda pid: pid)
     assert found["w"].args == (("storage", 0), "w")
@@ -287,7 +315,10 @@ def test_leaves_become_what_reducers_and_persistent_ids_say() -> None:
 
 def test_a_leaf_that_stands_twice_is_written_once() -> None:
     leaf = TensorLeaf("w")
-    written = dumps([leaf, leaf], reducers={TensorLeaf: lambda leaf: Inert("reduce", Global("m", "f"), (leaf.key,))})
+    written = dumps(
+        [leaf, leaf],
+        reducers={TensorLeaf: lambda leaf: Inert("reduce", Global("m", "f"), (leaf.key,))},
+    )
     found: Any = load(written, label="x")
     assert found[0] is found[1]
 
@@ -385,7 +416,12 @@ def test_a_rewritten_torch_file_loads_with_weights_only() -> None:
 
 
 TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(max_size=3) | st.integers(-(2**63), 2**63), inner, max_size=4)
@@ -412,7 +448,9 @@ def test_random_records_survive() -> None:
     def record(depth: int, known: list[Any]) -> Any:
         if depth == 0 or rng.random() < 0.2:
             return rng.choice([1, "a", None, Global("m", "x"), *known])
-        made = Inert(rng.choice(["reduce", "newobj", "newobj_ex"]), Global("m", f"C{rng.randrange(3)}"))
+        made = Inert(
+            rng.choice(["reduce", "newobj", "newobj_ex"]), Global("m", f"C{rng.randrange(3)}")
+        )
         made.args = tuple(record(depth - 1, known) for _ in range(rng.randrange(3)))
         made.kwargs = {"k": record(depth - 1, known)} if made.how == "newobj_ex" else None
         known.append(made)

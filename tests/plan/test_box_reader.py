@@ -39,7 +39,9 @@ def read(reader: BoxReader, key: str, box: Box, *, raw_bytes: int = 1 << 12) -> 
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 300),
 )
-def test_bands_tile_a_tensor_in_its_order(shape: tuple[int, ...], size: int, band_bytes: int) -> None:
+def test_bands_tile_a_tensor_in_its_order(
+    shape: tuple[int, ...], size: int, band_bytes: int
+) -> None:
     numbers = np.arange(prod(shape)).reshape(shape)
     found = []
     for box in bands(shape, size, band_bytes):
@@ -90,7 +92,10 @@ def test_long_rows_go_straight_to_their_places() -> None:
 def test_what_no_file_stores_is_zero() -> None:
     meta = TensorMeta("w", "int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
-    fragments = [Fragment("w", Box((0, 0), (2, 2)), array, (0, 0)), Fragment("w", Box((2, 0), (1, 2)), None, ())]
+    fragments = [
+        Fragment("w", Box((0, 0), (2, 2)), array, (0, 0)),
+        Fragment("w", Box((2, 0), (1, 2)), None, ()),
+    ]
     store = MemoryStore({"f": np.arange(1, 5, dtype="<i4").tobytes()})
     reader = BoxReader(Catalog("test", None, {"w": meta}, lambda key: fragments), store)
     assert np.frombuffer(read(reader, "w", Box((1, 0), (2, 2))), "<i4").tolist() == [3, 4, 0, 0]

@@ -37,17 +37,28 @@ def without(catalog: Catalog[ArrayT], *numbers: int) -> Catalog[ArrayT]:
     """The catalog with some fragments of every tensor missing."""
     return replace(
         catalog,
-        fragments_of=lambda key: [f for n, f in enumerate(catalog.fragments(key)) if n not in numbers],
+        fragments_of=lambda key: [
+            f for n, f in enumerate(catalog.fragments(key)) if n not in numbers
+        ],
     )
 
 
-def with_fragment(catalog: Catalog[ArrayT], change: Callable[[Fragment[ArrayT]], Fragment[ArrayT]]) -> Catalog[ArrayT]:
+def with_fragment(
+    catalog: Catalog[ArrayT], change: Callable[[Fragment[ArrayT]], Fragment[ArrayT]]
+) -> Catalog[ArrayT]:
     """The catalog with the last fragment of every tensor changed."""
-    return replace(catalog, fragments_of=lambda key: [*catalog.fragments(key)[:-1], change(catalog.fragments(key)[-1])])
+    return replace(
+        catalog,
+        fragments_of=lambda key: [*catalog.fragments(key)[:-1], change(catalog.fragments(key)[-1])],
+    )
 
 
 def refused(
-    error: type[CheckpointingException], text: str, source: Catalog, target: TargetCatalog, images: list[FileImage]
+    error: type[CheckpointingException],
+    text: str,
+    source: Catalog,
+    target: TargetCatalog,
+    images: list[FileImage],
 ) -> CheckpointingException:
     with pytest.raises(error, match=text) as caught:
         make_plan(source, target, images)
@@ -80,7 +91,11 @@ def test_replicas_are_planned_as_copies_to_compare() -> None:
 def test_a_missing_shard_names_the_tensor_and_the_region() -> None:
     source, target, images = catalogs(pieces("w", SHAPE, 0, 4), pieces("w", SHAPE, 1, 2))
     err = refused(
-        MissingShardError, r"\[6:9, 0:4\] of the tensor of shape \(12, 8\)", without(source, 2), target, images
+        MissingShardError,
+        r"\[6:9, 0:4\] of the tensor of shape \(12, 8\)",
+        without(source, 2),
+        target,
+        images,
     )
     assert err.key == "w"
 
@@ -110,13 +125,19 @@ def test_shapes_must_agree_unless_zeros_or_flexible() -> None:
 def test_a_region_that_would_be_written_nowhere_is_refused() -> None:
     source, target, images = catalogs(one("w", SHAPE), pieces("w", SHAPE, 0, 2))
     images = [FileImage("out", 1000, images[0].arrays[:1])]
-    err = refused(CorruptError, r"\[6:12, 0:8\] would not be written", source, without(target, 1), images)
+    err = refused(
+        CorruptError, r"\[6:12, 0:8\] would not be written", source, without(target, 1), images
+    )
     assert err.key == "w"
 
 
 def test_a_hole_in_a_target_array_is_refused() -> None:
     cut = Cut([("big", (12, 9), [(full_box(SHAPE), (0, 0))])])
-    refused(CorruptError, r"\[0:12, 8:9\] of array 'big' is not written", *catalogs(one("w", SHAPE), cut))
+    refused(
+        CorruptError,
+        r"\[0:12, 8:9\] of array 'big' is not written",
+        *catalogs(one("w", SHAPE), cut),
+    )
 
 
 def test_an_array_that_nothing_fills_is_refused() -> None:
@@ -129,7 +150,10 @@ def test_an_array_that_nothing_fills_is_refused() -> None:
 def test_double_writes_are_refused(at: tuple[int, int]) -> None:
     half = Box((0, 0), (6, 8))
     cut = Cut(
-        [("a", (12, 8), [(half, (0, 0)), (Box((6, 0), (6, 8)), at)]), ("b", (12, 8), [(full_box(SHAPE), (0, 0))])]
+        [
+            ("a", (12, 8), [(half, (0, 0)), (Box((6, 0), (6, 8)), at)]),
+            ("b", (12, 8), [(full_box(SHAPE), (0, 0))]),
+        ]
     )
     err = refused(CorruptError, "twice|is not written", *catalogs(one("w", SHAPE), cut))
     assert err.key == "w"
@@ -148,12 +172,23 @@ def test_arrays_must_be_placed_once_and_inside_their_file() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     array = images[0].arrays[0].array
     refused(CorruptError, "is not in any file", source, target, [FileImage("out", 10)])
-    refused(CorruptError, "are free", source, target, [FileImage("out", 383, [PlacedArray(0, array)])])
-    twice = [FileImage("a", 384, [PlacedArray(0, array)]), FileImage("b", 384, [PlacedArray(0, array)])]
+    refused(
+        CorruptError, "are free", source, target, [FileImage("out", 383, [PlacedArray(0, array)])]
+    )
+    twice = [
+        FileImage("a", 384, [PlacedArray(0, array)]),
+        FileImage("b", 384, [PlacedArray(0, array)]),
+    ]
     refused(CorruptError, "placed twice", source, target, twice)
     near = [PlacedArray(0, array), PlacedArray(383, PlannedArray("x", "int32", (1,)))]
     refused(CorruptError, "are free", source, target, [FileImage("out", 999, near)])
-    refused(UnsafeError, "path inside", source, target, [FileImage("../out", 384, [PlacedArray(0, array)])])
+    refused(
+        UnsafeError,
+        "path inside",
+        source,
+        target,
+        [FileImage("../out", 384, [PlacedArray(0, array)])],
+    )
     refused(CorruptError, "the same path", source, target, [FileImage("a", 0), FileImage("a", 0)])
 
 
@@ -194,7 +229,9 @@ def test_the_memory_need_is_stated_and_kept() -> None:
 def test_the_memory_of_many_small_pieces_is_counted() -> None:
     n_pieces = 20_000
     array = StoredArray("w", "int32", (1,), Extent("f", 0))
-    pieces = [Fragment("w", Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)]
+    pieces = [
+        Fragment("w", Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)
+    ]
     tensors = {"w": TensorMeta("w", "int32", (n_pieces,))}
     source = Catalog("fake", None, tensors, lambda key: pieces)
     one_array = PlannedArray("w", "int32", (n_pieces,))

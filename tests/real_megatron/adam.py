@@ -25,7 +25,13 @@ class FusedAdam(torch.optim.Optimizer):
         **unused: Any,
     ) -> None:
         assert adam_w_mode and not unused
-        settings = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings = {
+            "lr": lr,
+            "bias_correction": True,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, settings)
 
     @torch.no_grad()
@@ -41,9 +47,14 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                    state["exp_avg"], state["exp_avg_sq"] = (
+                        torch.zeros_like(parameter),
+                        torch.zeros_like(parameter),
+                    )
                 state["exp_avg"].lerp_(parameter.grad, 1 - first)
-                state["exp_avg_sq"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+                state["exp_avg_sq"].mul_(second).addcmul_(
+                    parameter.grad, parameter.grad, value=1 - second
+                )
                 mean = state["exp_avg"] / (1 - first ** group["step"])
                 root = (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt() + group["eps"]
                 parameter.sub_(group["lr"] * (mean / root + group["weight_decay"] * parameter))

@@ -77,7 +77,9 @@ def load_rank_files(training: Training, folder: Path, *, optim: bool) -> None:
     state = torch.load(place / "model_optim_rng.pt", weights_only=False)
     _check_args(state["args"], training)
     for number, chunk in enumerate(training.chunks):
-        chunk.load_state_dict(state["model" if len(training.chunks) == 1 else f"model{number}"], strict=True)
+        chunk.load_state_dict(
+            state["model" if len(training.chunks) == 1 else f"model{number}"], strict=True
+        )
     if not optim:
         training.optimizer.reload_model_params()
         return
@@ -91,19 +93,38 @@ def _check_args(stored: Any, training: Training) -> None:
     """The stored arguments are those of this run: what ``check_checkpoint_args`` compares, and the layout."""
     wanted = arguments(training.run)
     names = (
-        *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "tensor_model_parallel_size"),
-        *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+        *(
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "padded_vocab_size",
+            "tensor_model_parallel_size",
+        ),
+        *(
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+        ),
+        *(
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "pipeline_model_parallel_layout",
+        ),
     )
     for name in names:
         found, expected = getattr(stored, name), getattr(wanted, name)
-        assert found == expected or (name.startswith("virtual") and {found, expected} <= {None, 1}), (
-            f"argument {name} is {found!r}, not {expected!r}"
-        )
+        assert found == expected or (
+            name.startswith("virtual") and {found, expected} <= {None, 1}
+        ), f"argument {name} is {found!r}, not {expected!r}"
 
 
 def save_distributed(
-    training: Training, folder: Path, *, sharding: str | None, backend: str = "torch_dist", way: str = "plain"
+    training: Training,
+    folder: Path,
+    *,
+    sharding: str | None,
+    backend: str = "torch_dist",
+    way: str = "plain",
 ) -> None:
     """``--ckpt-format torch_dist`` (or ``zarr``, megatron-core 0.12).
 
@@ -135,7 +156,9 @@ def save_distributed(
         content_metadata=_content_metadata(sharding),
     )
     if is_async:
-        _finish(request, is_persistent=way == "persistent" and is_in_place())  # its own starts where no GPU is made up
+        _finish(
+            request, is_persistent=way == "persistent" and is_in_place()
+        )  # its own starts where no GPU is made up
     dist.barrier()
     _track(folder)
 
@@ -164,12 +187,20 @@ def load_distributed(
     state = _sharded_state(training, sharding=sharding, is_loading=True, optim=optim)
     strategy = None
     if way != "plain":
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(place)), _replicas())
-    found, left, absent = dist_checkpointing.load(state, str(place), strategy, strict=StrictHandling.RETURN_ALL)
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(place)), _replicas()
+        )
+    found, left, absent = dist_checkpointing.load(
+        state, str(place), strategy, strict=StrictHandling.RETURN_ALL
+    )
     left = {key for key in left if key != "rng_state"}
-    assert not left and not absent, f"not asked for: {sorted(left)[:6]}, not stored: {sorted(absent)[:6]}"
+    assert not left and not absent, (
+        f"not asked for: {sorted(left)[:6]}, not stored: {sorted(absent)[:6]}"
+    )
     for number, chunk in enumerate(training.chunks):
-        chunk.load_state_dict(found["model" if len(training.chunks) == 1 else f"model{number}"], strict=True)
+        chunk.load_state_dict(
+            found["model" if len(training.chunks) == 1 else f"model{number}"], strict=True
+        )
     if not optim:
         training.optimizer.reload_model_params()
         return
@@ -182,10 +213,16 @@ def _content_metadata(sharding: str | None) -> dict[str, Any]:
     return found if sharding is None else {**found, "distrib_optim_sharding_type": sharding}
 
 
-def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool, optim: bool = True) -> dict[str, Any]:
+def _sharded_state(
+    training: Training, *, sharding: str | None, is_loading: bool, optim: bool = True
+) -> dict[str, Any]:
     """What ``generate_state_dict`` makes for the distributed formats."""
     metadata = _content_metadata(sharding)
-    state: dict[str, Any] = {"args": arguments(training.run), "checkpoint_version": 3.0, "iteration": ITERATION}
+    state: dict[str, Any] = {
+        "args": arguments(training.run),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+    }
     models: dict[str, Any] = {}
     for number, model in enumerate(training.models):
         if training.run.layout.vpp and not hasattr(model, "vp_stage"):
@@ -197,14 +234,21 @@ def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool
         options: dict[str, Any] = {"metadata": metadata}
         if _takes_sharding_type():
             options = {} if sharding is None else {"sharding_type": sharding}
-        state["optimizer"] = called(training.optimizer.sharded_state_dict, models, is_loading, **options)
+        state["optimizer"] = called(
+            training.optimizer.sharded_state_dict, models, is_loading, **options
+        )
     state["opt_param_scheduler"] = training.scheduler.state_dict()
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     layout = training.run.layout
     if not is_loading:
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         states = [_random_states()]
-        state["rng_state"] = ShardedObject("rng_state", states, (layout.pp, layout.tp), (pp, tp), replica_id=replica)
+        state["rng_state"] = ShardedObject(
+            "rng_state", states, (layout.pp, layout.tp), (pp, tp), replica_id=replica
+        )
     return state
 
 

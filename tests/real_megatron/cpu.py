@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests.real_megatron.ours import is_in_place
 
-_CUDA_TYPES = {name: name.replace("torch.", "torch.cuda.") for name in ("torch.FloatTensor", "torch.BFloat16Tensor")}
+_CUDA_TYPES = {
+    name: name.replace("torch.", "torch.cuda.")
+    for name in ("torch.FloatTensor", "torch.BFloat16Tensor")
+}
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -65,10 +68,16 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    token_dispatcher.maybe_move_tensor_to_cpu = _counts  # otherwise what is on the CPU already stays a tensor
-    CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()  # no dropout: no random states are needed
+    token_dispatcher.maybe_move_tensor_to_cpu = (
+        _counts  # otherwise what is on the CPU already stays a tensor
+    )
+    CudaRNGStatesTracker.fork = lambda self, *args: (
+        contextlib.nullcontext()
+    )  # no dropout: no random states are needed
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16.1 looks at it without Transformer Engine, and does not define it then
+        moe_utils.te_general_gemm = (
+            None  # 0.16.1 looks at it without Transformer Engine, and does not define it then
+        )
     if hasattr(distrib_optimizer, "quantize_param_shard"):
         distrib_optimizer.quantize_param_shard = lambda *args, **kwargs: (
             None
@@ -96,7 +105,9 @@ def _patch_writer() -> None:
     from torch.distributed.checkpoint import filesystem
 
     if "serialization_format" in inspect.getsource(filesystem_async):
-        filesystem_async._results_queue = queue.Queue()  # its own comes from a process that takes seconds to start
+        filesystem_async._results_queue = (
+            queue.Queue()
+        )  # its own comes from a process that takes seconds to start
     else:
         default = filesystem.SerializationFormat.TORCH_SAVE
         filesystem_async._write_item = partial(filesystem._write_item, serialization_format=default)

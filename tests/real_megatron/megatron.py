@@ -62,15 +62,34 @@ class Megatron:
     process: subprocess.Popen[str]
 
     def save(
-        self, run: Run, saves: Sequence[tuple[Form, Path]], *, out: Path, more: int = 2, fill: bool = False
+        self,
+        run: Run,
+        saves: Sequence[tuple[Form, Path]],
+        *,
+        out: Path,
+        more: int = 2,
+        fill: bool = False,
     ) -> Result:
         """Trains a run, stores it in every form, and trains on."""
-        job = {"load": None, "steps": ITERATION, "fill": fill, "save": [form.at(folder) for form, folder in saves]}
+        job = {
+            "load": None,
+            "steps": ITERATION,
+            "fill": fill,
+            "save": [form.at(folder) for form, folder in saves],
+        }
         return self._result(run, {**job, "more": more}, out)
 
-    def load(self, run: Run, form: Form, folder: Path, *, out: Path, more: int = 2, optim: bool = True) -> Result:
+    def load(
+        self, run: Run, form: Form, folder: Path, *, out: Path, more: int = 2, optim: bool = True
+    ) -> Result:
         """Loads a checkpoint strictly into a training at its layout, and trains on."""
-        job = {"load": {**form.at(folder), "optim": optim}, "steps": 0, "fill": False, "save": [], "more": more}
+        job = {
+            "load": {**form.at(folder), "optim": optim},
+            "steps": 0,
+            "fill": False,
+            "save": [],
+            "more": more,
+        }
         return self._result(run, job, out)
 
     def _result(self, run: Run, job: dict[str, Any], out: Path) -> Result:
@@ -83,7 +102,9 @@ class Megatron:
         assert not wrong, "\n".join(f"rank {rank}: {text[-3000:]}" for rank, text in wrong.items())
         if not job["more"]:
             return Result(assembled(out / "before"), {}, [])
-        return Result(assembled(out / "before"), assembled(out / "after"), losses(run, out / "after"))
+        return Result(
+            assembled(out / "before"), assembled(out / "after"), losses(run, out / "after")
+        )
 
 
 def losses(run: Run, folder: Path) -> list[float]:
@@ -101,9 +122,19 @@ def megatron(python: Path | None = None, *, ours: bool = False) -> Iterator[Mega
 
     With ``ours`` this project stands in for its ``dist_checkpointing``.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     with subprocess.Popen(
-        [str(python or sys.executable), "-m", "tests.real_megatron.worker", *(["--ours"] if ours else [])],
+        [
+            str(python or sys.executable),
+            "-m",
+            "tests.real_megatron.worker",
+            *(["--ours"] if ours else []),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

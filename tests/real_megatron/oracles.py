@@ -28,7 +28,13 @@ WIDE_BUCKETS = Optimizer(kind="distributed", overlap=True, bucket_size=40_000)
 ONE_BUCKET = Optimizer(kind="distributed")
 
 TIED = Model(is_tied=True, vocab=60, divisible_by=8)
-GELU = Model(is_tied=True, is_gated=False, has_bias=True, normalization="LayerNorm", position="learned_absolute")
+GELU = Model(
+    is_tied=True,
+    is_gated=False,
+    has_bias=True,
+    normalization="LayerNorm",
+    position="learned_absolute",
+)
 WIDE = Model(hidden=128, ffn=64)
 WIDE_TIED = Model(hidden=128, ffn=64, is_tied=True, vocab=60, divisible_by=8)
 WIDE_MOE = Model(hidden=128, ffn=64, experts=4)
@@ -56,14 +62,26 @@ ORACLES = {
         (ONE, TP2, PP2, Layout(tp=2, pp=2), Layout(tp=4), Layout(pp=2, vpp=2)),
         WITH_GLOBAL,
     ),
-    "dense_fp32": Oracle("GQA, FP32 optimizer", Run(optimizer=FP32), (ONE, TP2, PP2, Layout(tp=2, pp=2)), WITH_GLOBAL),
+    "dense_fp32": Oracle(
+        "GQA, FP32 optimizer", Run(optimizer=FP32), (ONE, TP2, PP2, Layout(tp=2, pp=2)), WITH_GLOBAL
+    ),
     "gelu_float16": Oracle(
-        "biases, LayerNorm, learned positions, no gate, tied", Run(model=GELU), (ONE, TP2, PP2), WITH_GLOBAL
+        "biases, LayerNorm, learned positions, no gate, tied",
+        Run(model=GELU),
+        (ONE, TP2, PP2),
+        WITH_GLOBAL,
     ),
     "moe_float16": Oracle(
         "4 experts, Float16 optimizer; chained where EP is 2 or ETP is not TP",
         Run(model=MOE),
-        (ONE, Layout(ep=2, dp=2), Layout(pp=2), Layout(pp=2, ep=2, dp=2), Layout(tp=2), Layout(tp=2, ep=2, etp=1)),
+        (
+            ONE,
+            Layout(ep=2, dp=2),
+            Layout(pp=2),
+            Layout(pp=2, ep=2, dp=2),
+            Layout(tp=2),
+            Layout(tp=2, ep=2, etp=1),
+        ),
         WITH_GLOBAL,
     ),
     "moe_shared_float16": Oracle(
@@ -123,16 +141,26 @@ ORACLES = {
         ),
         WITH_GLOBAL,
     ),
-    "mtp_float16": Oracle("one multi-token prediction layer", Run(model=Model(mtp=1)), (ONE, TP2, PP2), WITH_GLOBAL),
+    "mtp_float16": Oracle(
+        "one multi-token prediction layer", Run(model=Model(mtp=1)), (ONE, TP2, PP2), WITH_GLOBAL
+    ),
 }
 """Name → training."""
 
 
 def name_of(layout: Layout) -> str:
     """The folder of a layout: its sizes that are not 1."""
-    sizes = (("tp", layout.tp), ("pp", layout.pp), ("vpp", layout.vpp), ("ep", layout.ep), ("etp", layout.etp))
+    sizes = (
+        ("tp", layout.tp),
+        ("pp", layout.pp),
+        ("vpp", layout.vpp),
+        ("ep", layout.ep),
+        ("etp", layout.etp),
+    )
     parts = [
-        f"{name}{size}" for name, size in (*sizes, ("dp", layout.dp)) if size is not None and name + str(size) != "dp1"
+        f"{name}{size}"
+        for name, size in (*sizes, ("dp", layout.dp))
+        if size is not None and name + str(size) != "dp1"
     ]
     if layout.first or layout.last:
         parts.append(f"first{layout.first}_last{layout.last}")
@@ -157,10 +185,14 @@ def make(root: Path, names: Sequence[str]) -> None:
                 where = root / name / name_of(layout)
                 run = replace(oracle.run, layout=layout)
                 saves = [(form, where / folder_of(form)) for form in oracle.forms]
-                worker.save(run, saves, out=Path(scratch) / name / name_of(layout), more=0, fill=True)
+                worker.save(
+                    run, saves, out=Path(scratch) / name / name_of(layout), more=0, fill=True
+                )
                 sys.stdout.write(f"{name}/{name_of(layout)}\n")
                 sys.stdout.flush()
-            lines = [f"{known}: {ORACLES[known].what}" for known in ORACLES if (root / known).exists()]
+            lines = [
+                f"{known}: {ORACLES[known].what}" for known in ORACLES if (root / known).exists()
+            ]
             (root / "README").write_text((__doc__ or "") + "\n" + "\n".join(lines) + "\n")
 
 

@@ -38,7 +38,9 @@ def change_to(layout: Layout, source: Layout) -> TopologyChange:
         vpp=layout.vpp or 1,
         ep=layout.ep if has_experts else None,
         etp=(layout.etp or layout.tp) if has_experts else None,
-        pipeline=pipeline if any(way not in (None, False) for way in ways) or layout.pp > 1 else None,
+        pipeline=pipeline
+        if any(way not in (None, False) for way in ways) or layout.pp > 1
+        else None,
     )
 
 
@@ -67,11 +69,20 @@ def prove(
         version: of the megatron-core that loads, where it is not that of the one that saves.
     """
     more = MORE if optim else 1
-    wanted = (saver or worker).save(run, [(source_form, folder / "saved")], out=folder / "source", more=more)
+    wanted = (saver or worker).save(
+        run, [(source_form, folder / "saved")], out=folder / "source", more=more
+    )
     change = change_to(target, run.layout)
-    reshard(folder / "saved", folder / "resharded", target_form, change, optim=optim, version=version)
+    reshard(
+        folder / "saved", folder / "resharded", target_form, change, optim=optim, version=version
+    )
     found = worker.load(
-        run.at(target), target_form, folder / "resharded", out=folder / "target", more=more, optim=optim
+        run.at(target),
+        target_form,
+        folder / "resharded",
+        out=folder / "target",
+        more=more,
+        optim=optim,
     )
     if not optim:
         wanted, found = (Result(_weights(one.before), {}, one.losses) for one in (wanted, found))
@@ -83,7 +94,13 @@ def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def reshard(
-    src: Path, dst: Path, form: Form, change: TopologyChange, *, optim: bool, version: str | None = None
+    src: Path,
+    dst: Path,
+    form: Form,
+    change: TopologyChange,
+    *,
+    optim: bool,
+    version: str | None = None,
 ) -> None:
     """The library's part; sizes that nobody names stay what they are."""
     convert(
@@ -118,18 +135,26 @@ def assert_same(run: Run, target: Layout, wanted: Result, found: Result) -> None
     if rows is None:
         for number, (loss, other) in enumerate(zip(wanted.losses, found.losses, strict=True)):
             limit = first if number < BATCH else later
-            assert abs(loss - other) <= limit * loss, f"loss {number}: {loss} and {other}, more than {limit} off"
+            assert abs(loss - other) <= limit * loss, (
+                f"loss {number}: {loss} and {other}, more than {limit} off"
+            )
 
 
-def assert_equal(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], *, rows: int | None) -> None:
+def assert_equal(
+    wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], *, rows: int | None
+) -> None:
     """Two sets of global tensors are the same; of the vocabulary only ``rows`` rows, where they are given."""
     assert set(wanted) == set(found), f"only on one side: {sorted(set(wanted) ^ set(found))[:6]}"
     for key, tensor in wanted.items():
         other = found[key]
         if rows is not None and _is_vocab(key):
             tensor, other = tensor[:rows], other[:rows]
-        assert tensor.shape == other.shape and tensor.dtype == other.dtype, f"{key}: {tensor.shape} and {other.shape}"
-        assert torch.equal(tensor, other), f"{key}: {int((tensor != other).sum())} of {tensor.numel()} differ"
+        assert tensor.shape == other.shape and tensor.dtype == other.dtype, (
+            f"{key}: {tensor.shape} and {other.shape}"
+        )
+        assert torch.equal(tensor, other), (
+            f"{key}: {int((tensor != other).sum())} of {tensor.numel()} differ"
+        )
 
 
 def _is_vocab(key: str) -> bool:

@@ -129,7 +129,9 @@ def padded_rows(run: Run) -> int:
 def arguments(run: Run) -> Namespace:
     """The arguments that Megatron's training script would store for this run; its names, plain values only."""
     model, layout, optimizer = run.model, run.layout, run.optimizer
-    frequency: object = 1 if not model.first_dense else [int(n >= model.first_dense) for n in range(model.layers)]
+    frequency: object = (
+        1 if not model.first_dense else [int(n >= model.first_dense) for n in range(model.layers)]
+    )
     return Namespace(
         # sizes of the model
         num_layers=model.layers,

@@ -72,7 +72,10 @@ def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tenso
             found = part._get_model_param_range_map(parameter)["param"]
             tensors = part._get_main_param_and_optimizer_states(parameter)
             names = {"fp32_param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-            return {state: (tensors[name].view(-1), found.start, found.end) for state, name in names.items()}
+            return {
+                state: (tensors[name].view(-1), found.start, found.end)
+                for state, name in names.items()
+            }
         if hasattr(part, "model_param_gbuf_map"):
             continue
         own = getattr(parameter, "main_param", parameter)
@@ -80,7 +83,9 @@ def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tenso
             state = part.optimizer.state[own]  # empty until the first step
             tensors = {name: state[name] for name in STATES[1:] if name in state}
             tensors |= {} if own is parameter else {STATES[0]: own.data}
-            return {name: (tensor.view(-1), 0, parameter.numel()) for name, tensor in tensors.items()}
+            return {
+                name: (tensor.view(-1), 0, parameter.numel()) for name, tensor in tensors.items()
+            }
     return {}
 
 
@@ -91,7 +96,9 @@ def _states(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     here = held(optimizer, parameter)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if any(parameter is one for buffer in getattr(part, "buffers", ()) for one in buffer.params):
+        if any(
+            parameter is one for buffer in getattr(part, "buffers", ()) for one in buffer.params
+        ):
             found = {state: torch.zeros(parameter.numel()) for state in STATES}
             for state, (tensor, start, stop) in here.items():
                 found[state][start:stop] = tensor
@@ -118,16 +125,22 @@ def assembled(folder: Path, *, rows: int | None = None) -> dict[str, torch.Tenso
             if key not in tensors:
                 tensors[key] = torch.zeros(shape, dtype=data.dtype)
                 filled[key] = torch.zeros(shape, dtype=torch.bool)
-            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(offset, data.shape, strict=True)
+            )
             is_held = filled[key][box]
-            assert torch.equal(tensors[key][box][is_held], data[is_held]), f"{path.name}: replicas of {key} differ"
+            assert torch.equal(tensors[key][box][is_held], data[is_held]), (
+                f"{path.name}: replicas of {key} differ"
+            )
             tensors[key][box] = data
             filled[key][box] = True
     for key, held in filled.items():
         assert held.all(), f"{key}: {int((~held).sum())} elements are held by no rank"
     if rows is not None:
         tensors = {
-            key: tensor[:rows] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else tensor
+            key: tensor[:rows]
+            if key.endswith(("word_embeddings.weight", "output_layer.weight"))
+            else tensor
             for key, tensor in tensors.items()
         }
     return tensors

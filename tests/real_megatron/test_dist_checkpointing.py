@@ -17,12 +17,23 @@ from tests.real_megatron.resharding import MORE, assert_same
 from tests.real_megatron.setting import Layout, Model, Optimizer, Run
 
 ONE, TP2, PP2, DP2, EP2 = Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(ep=2, dp=2)
-TP2PP2, VPP2, TP2DP2, DP4 = Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(tp=2, dp=2), Layout(dp=4)
+TP2PP2, VPP2, TP2DP2, DP4 = (
+    Layout(tp=2, pp=2),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, dp=2),
+    Layout(dp=4),
+)
 PP2EP2 = Layout(pp=2, ep=2, dp=2)
 
 DENSE = Model()
 TIED = Model(is_tied=True, vocab=60, divisible_by=8)
-GELU = Model(is_tied=True, is_gated=False, has_bias=True, normalization="LayerNorm", position="learned_absolute")
+GELU = Model(
+    is_tied=True,
+    is_gated=False,
+    has_bias=True,
+    normalization="LayerNorm",
+    position="learned_absolute",
+)
 PADDED = Model(vocab=50, divisible_by=16)
 MOE = Model(experts=4)
 MOE_SHARED = Model(experts=4, first_dense=1, shared_ffn=16, expert_bias=True, qk_layernorm=True)
@@ -46,7 +57,13 @@ Case = tuple[Model, Optimizer, Layout, Layout, Form]
 
 SHORT: dict[str, Case] = {
     "tied_tp2_to_pp2": (TIED, FLOAT16, TP2, PP2, PARALLEL),
-    "wide_dp2_to_tp2_by_parameters": (WIDE, ONE_BUCKET, DP2, TP2, replace(BY_PARAMETER, way="async")),
+    "wide_dp2_to_tp2_by_parameters": (
+        WIDE,
+        ONE_BUCKET,
+        DP2,
+        TP2,
+        replace(BY_PARAMETER, way="async"),
+    ),
 }
 """In every run of the tests."""
 
@@ -94,18 +111,28 @@ def _check(saver: Megatron, loader: Megatron, folder: Path, case: Case, *, load_
     model, optimizer, source, target, form = case
     run = Run(model=model, optimizer=optimizer, layout=source)
     wanted = saver.save(run, [(form, folder / "saved")], out=folder / "source", more=MORE)
-    found = loader.load(run.at(target), replace(form, way=load_way), folder / "saved", out=folder / "target", more=MORE)
+    found = loader.load(
+        run.at(target),
+        replace(form, way=load_way),
+        folder / "saved",
+        out=folder / "target",
+        more=MORE,
+    )
     assert_same(run, target, wanted, found)
 
 
 @pytest.fixture(params=["ours_to_theirs", "theirs_to_ours"])
-def pair(request: pytest.FixtureRequest, worker: Megatron, our_worker: Megatron) -> tuple[Megatron, Megatron]:
+def pair(
+    request: pytest.FixtureRequest, worker: Megatron, our_worker: Megatron
+) -> tuple[Megatron, Megatron]:
     """Who saves, and who loads."""
     return (our_worker, worker) if request.param == "ours_to_theirs" else (worker, our_worker)
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_training_goes_on_from_what_the_other_saved(pair: tuple[Megatron, Megatron], tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_what_the_other_saved(
+    pair: tuple[Megatron, Megatron], tmp_path: Path, name: str
+) -> None:
     _check(*pair, tmp_path, SHORT[name], load_way="parallel")
 
 
@@ -137,7 +164,9 @@ def test_the_distributed_optimizer_goes_on_from_flat_ranges(
     """megatron-core 0.16.1 makes them, but refuses them itself, and its factories of gates no longer cut them."""
     model, *rest = {**SHARDED, **SAME_MODEL_PARALLEL}[name]
     case = (UNGATED if model is WIDE else UNGATED_MOE, *rest, replace(BY_RANGE, way=way))
-    _check(our_worker, our_worker, tmp_path, case, load_way="plain" if way == "plain" else "parallel")
+    _check(
+        our_worker, our_worker, tmp_path, case, load_way="plain" if way == "plain" else "parallel"
+    )
 
 
 @pytest.mark.long

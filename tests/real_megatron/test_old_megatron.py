@@ -27,7 +27,10 @@ BUCKETS = Optimizer(kind="distributed", overlap=True, bucket_size=40_000)
 RANK_FILES = Form()
 TARGETS = {
     "float16": {"to_rank_files": RANK_FILES, "to_torch_dist": Form("torch_dist")},
-    "distributed": {"to_rank_files": RANK_FILES, "to_params": Form("torch_dist", "fully_reshardable")},
+    "distributed": {
+        "to_rank_files": RANK_FILES,
+        "to_params": Form("torch_dist", "fully_reshardable"),
+    },
 }
 
 FLOAT16_CASES = {
@@ -53,7 +56,14 @@ OLD_FORMS = {
 }
 
 WIDE_FIRST_DENSE = Model(hidden=128, ffn=64, experts=4, first_dense=2)
-GELU = Model(hidden=128, ffn=64, is_gated=False, has_bias=True, normalization="LayerNorm", position="learned_absolute")
+GELU = Model(
+    hidden=128,
+    ffn=64,
+    is_gated=False,
+    has_bias=True,
+    normalization="LayerNorm",
+    position="learned_absolute",
+)
 PP2EP2 = Layout(pp=2, ep=2, dp=2)
 
 VERSION_CASES = {
@@ -71,11 +81,18 @@ VERSION_WAYS = {
     "0.16_to_0.12": {**VERSION_CASES, "first_dense_pp2ep2_to_ep2": (WIDE_FIRST_DENSE, PP2EP2, EP2)},
 }
 """A stage without experts only in 0.16.1: training in 0.12.1 was seen to hang there."""
-VERSION_OPTIMIZERS = {"fp32": FP32, "float16": FLOAT16, "distributed": ONE_BUCKET, "buckets": BUCKETS}
+VERSION_OPTIMIZERS = {
+    "fp32": FP32,
+    "float16": FLOAT16,
+    "distributed": ONE_BUCKET,
+    "buckets": BUCKETS,
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("way", "name"), [(way, name) for way, cases in VERSION_WAYS.items() for name in cases])
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way, cases in VERSION_WAYS.items() for name in cases]
+)
 @pytest.mark.parametrize("kind", VERSION_OPTIMIZERS)
 def test_rank_files_for_another_megatron_load_there(
     old_worker: Megatron, worker: Megatron, tmp_path: Path, name: str, kind: str, way: str
@@ -88,7 +105,9 @@ def test_rank_files_for_another_megatron_load_there(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FLOAT16_CASES)
-@pytest.mark.parametrize("source", [RANK_FILES, Form("torch_dist"), Form("zarr")], ids=["ranks", "torch_dist", "zarr"])
+@pytest.mark.parametrize(
+    "source", [RANK_FILES, Form("torch_dist"), Form("zarr")], ids=["ranks", "torch_dist", "zarr"]
+)
 @pytest.mark.parametrize("target", TARGETS["float16"])
 def test_training_of_old_megatron_goes_on(
     old_worker: Megatron, worker: Megatron, tmp_path: Path, name: str, source: Form, target: str
@@ -97,7 +116,9 @@ def test_training_of_old_megatron_goes_on(
     run = Run(model=model, optimizer=optimizer, layout=layout)
     target_form = TARGETS["float16"][target]
     loader = old_worker if target_form == RANK_FILES else worker
-    prove(loader, run, other, tmp_path, source_form=source, target_form=target_form, saver=old_worker)
+    prove(
+        loader, run, other, tmp_path, source_form=source, target_form=target_form, saver=old_worker
+    )
 
 
 @pytest.mark.long
@@ -111,4 +132,12 @@ def test_training_with_the_distributed_optimizer_of_old_megatron_goes_on(
     run = Run(model=model, optimizer=optimizer, layout=layout)
     source_form, target_form = OLD_FORMS[source], TARGETS["distributed"][target]
     loader = old_worker if target_form == RANK_FILES else worker
-    prove(loader, run, other, tmp_path, source_form=source_form, target_form=target_form, saver=old_worker)
+    prove(
+        loader,
+        run,
+        other,
+        tmp_path,
+        source_form=source_form,
+        target_form=target_form,
+        saver=old_worker,
+    )

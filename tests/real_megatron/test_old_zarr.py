@@ -30,7 +30,12 @@ def old_python() -> str:
 
 
 def _in_old_megatron(python: str, doing: str, folder: Path, world: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     command = [python, "-m", "tests.real_megatron.zarr_state", doing, str(folder), str(world)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -56,14 +61,18 @@ def _load(rank: int, world: int, folder: str) -> list[tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1), (4, 3)])
-def test_old_megatron_loads_what_is_saved_here(old_python: str, tmp_path: Path, savers: int, loaders: int) -> None:
+def test_old_megatron_loads_what_is_saved_here(
+    old_python: str, tmp_path: Path, savers: int, loaders: int
+) -> None:
     run_ranks(savers, _save, str(tmp_path))
     _in_old_megatron(old_python, "load", tmp_path, loaders)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1), (4, 3)])
-def test_what_old_megatron_saves_is_loaded_here(old_python: str, tmp_path: Path, savers: int, loaders: int) -> None:
+def test_what_old_megatron_saves_is_loaded_here(
+    old_python: str, tmp_path: Path, savers: int, loaders: int
+) -> None:
     _in_old_megatron(old_python, "save", tmp_path, savers)
     assert run_ranks(loaders, _load, str(tmp_path)) == [[]] * loaders
 
@@ -75,7 +84,11 @@ def test_arrays_are_saved_as_old_megatron_saves_them(old_python: str, tmp_path: 
     theirs.mkdir()
     run_ranks(2, _save, str(mine))
     _in_old_megatron(old_python, "save", theirs, 2)
-    expected = {name: data for name, data in files_of(theirs).items() if ".sync/" not in name and ".pt" not in name}
+    expected = {
+        name: data
+        for name, data in files_of(theirs).items()
+        if ".sync/" not in name and ".pt" not in name
+    }
     found = {name: data for name, data in files_of(mine).items() if ".pt" not in name}
     del expected["metadata.json"], found["metadata.json"]
     assert found == expected

@@ -15,7 +15,13 @@ VPP2 = Layout(pp=2, vpp=2)
 
 DENSE = Model()
 TIED = Model(is_tied=True, vocab=60, divisible_by=8)
-GELU = Model(is_tied=True, is_gated=False, has_bias=True, normalization="LayerNorm", position="learned_absolute")
+GELU = Model(
+    is_tied=True,
+    is_gated=False,
+    has_bias=True,
+    normalization="LayerNorm",
+    position="learned_absolute",
+)
 PADDED = Model(vocab=50, divisible_by=16)
 MOE = Model(experts=4)
 MOE_SHARED = Model(experts=4, first_dense=1, shared_ffn=16, expert_bias=True, qk_layernorm=True)
@@ -28,7 +34,10 @@ ONE_BUCKET = Optimizer(kind="distributed")
 BUCKETS = Optimizer(kind="distributed", overlap=True, bucket_size=3000)
 
 RANK_FILES, GLOBAL = Form(), Form("torch_dist")
-BY_PARAMETER, BY_BUCKET = Form("torch_dist", "fully_reshardable"), Form("torch_dist", "dp_reshardable")
+BY_PARAMETER, BY_BUCKET = (
+    Form("torch_dist", "fully_reshardable"),
+    Form("torch_dist", "dp_reshardable"),
+)
 
 Case = tuple[Model, Optimizer, Layout, Layout]
 
@@ -100,11 +109,19 @@ FLAT: dict[str, Case] = {
 
 
 def _check(
-    worker: Megatron, case: Case, folder: Path, source_form: Form, target_form: Form, *, optim: bool = True
+    worker: Megatron,
+    case: Case,
+    folder: Path,
+    source_form: Form,
+    target_form: Form,
+    *,
+    optim: bool = True,
 ) -> None:
     model, optimizer, source, target = case
     run = Run(model=model, optimizer=optimizer, layout=source)
-    prove(worker, run, target, folder, source_form=source_form, target_form=target_form, optim=optim)
+    prove(
+        worker, run, target, folder, source_form=source_form, target_form=target_form, optim=optim
+    )
 
 
 @pytest.mark.parametrize("name", ["dense_tp2_to_pp2"])
@@ -115,7 +132,9 @@ def test_weights_alone_give_the_same_loss(worker: Megatron, tmp_path: Path, name
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
 @pytest.mark.parametrize("source_form", [RANK_FILES, GLOBAL], ids=["rank_files", "torch_dist"])
-@pytest.mark.parametrize("target_form", [RANK_FILES, GLOBAL], ids=["to_rank_files", "to_torch_dist"])
+@pytest.mark.parametrize(
+    "target_form", [RANK_FILES, GLOBAL], ids=["to_rank_files", "to_torch_dist"]
+)
 def test_weights_of_every_form_give_the_same_loss(
     worker: Megatron, tmp_path: Path, name: str, source_form: Form, target_form: Form
 ) -> None:
@@ -123,43 +142,59 @@ def test_weights_of_every_form_give_the_same_loss(
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_training_goes_on_from_resharded_rank_files(worker: Megatron, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_resharded_rank_files(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
     _check(worker, SHORT[name], tmp_path, RANK_FILES, RANK_FILES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
-def test_training_goes_on_from_rank_files_of_every_layout(worker: Megatron, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_rank_files_of_every_layout(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
     _check(worker, LONG[name], tmp_path, RANK_FILES, RANK_FILES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
-def test_training_goes_on_from_torch_dist_made_of_rank_files(worker: Megatron, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_torch_dist_made_of_rank_files(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
     _check(worker, {**SHORT, **LONG}[name], tmp_path, RANK_FILES, GLOBAL)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
-def test_training_goes_on_from_rank_files_made_of_torch_dist(worker: Megatron, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_rank_files_made_of_torch_dist(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
     _check(worker, {**SHORT, **LONG}[name], tmp_path, GLOBAL, RANK_FILES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GAPS)
-def test_training_goes_on_from_buckets_with_gaps(worker: Megatron, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_from_buckets_with_gaps(
+    worker: Megatron, tmp_path: Path, name: str
+) -> None:
     _check(worker, GAPS[name], tmp_path, RANK_FILES, RANK_FILES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FLAT)
-@pytest.mark.parametrize("source_form", [RANK_FILES, BY_PARAMETER, BY_BUCKET], ids=["rank_files", "params", "buckets"])
-@pytest.mark.parametrize("target_form", [RANK_FILES, BY_PARAMETER], ids=["to_rank_files", "to_params"])
+@pytest.mark.parametrize(
+    "source_form", [RANK_FILES, BY_PARAMETER, BY_BUCKET], ids=["rank_files", "params", "buckets"]
+)
+@pytest.mark.parametrize(
+    "target_form", [RANK_FILES, BY_PARAMETER], ids=["to_rank_files", "to_params"]
+)
 def test_training_goes_on_with_the_distributed_optimizer(
     worker: Megatron, tmp_path: Path, name: str, source_form: Form, target_form: Form
 ) -> None:
     _check(worker, FLAT[name], tmp_path, source_form, target_form)
 
 
-def test_training_goes_on_with_the_distributed_optimizer_by_parameters(worker: Megatron, tmp_path: Path) -> None:
+def test_training_goes_on_with_the_distributed_optimizer_by_parameters(
+    worker: Megatron, tmp_path: Path
+) -> None:
     _check(worker, FLAT["buckets_tp2_to_pp2"], tmp_path, BY_BUCKET, BY_PARAMETER)

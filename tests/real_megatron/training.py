@@ -81,7 +81,9 @@ def _config(run: Run) -> Any:
         options |= {
             "num_moe_experts": model.experts,
             "moe_ffn_hidden_size": model.ffn,
-            "moe_layer_freq": [int(n >= model.first_dense) for n in range(model.layers)] if model.first_dense else 1,
+            "moe_layer_freq": [int(n >= model.first_dense) for n in range(model.layers)]
+            if model.first_dense
+            else 1,
             "moe_shared_expert_intermediate_size": model.shared_ffn,
             "moe_router_enable_expert_bias": model.expert_bias,
             "moe_router_score_function": "sigmoid" if model.expert_bias else "softmax",
@@ -137,7 +139,11 @@ def _model(run: Run, config: Any, *, vp_stage: int) -> Any:
     if run.layout.vpp and "vp_stage" not in GPTModel.__init__.__code__.co_varnames:
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
     if model.experts is None:
-        spec = called(get_gpt_layer_local_spec, qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+        spec = called(
+            get_gpt_layer_local_spec,
+            qk_layernorm=model.qk_layernorm,
+            normalization=model.normalization,
+        )
     else:
         spec = called(
             get_gpt_decoder_block_spec,
@@ -148,7 +154,9 @@ def _model(run: Run, config: Any, *, vp_stage: int) -> Any:
         )
     extra = {}
     if model.mtp is not None:
-        extra["mtp_block_spec"] = called(get_gpt_mtp_block_spec, config, spec, use_transformer_engine=False, **stage)
+        extra["mtp_block_spec"] = called(
+            get_gpt_mtp_block_spec, config, spec, use_transformer_engine=False, **stage
+        )
     made = called(
         GPTModel,
         config,
@@ -185,7 +193,9 @@ def _wrapped(run: Run, config: Any, models: list[Any]) -> list[Any]:
         check_for_nan_in_grad=False,
     )
     return [
-        DistributedDataParallel(config=config, ddp_config=ddp, module=module, disable_bucketing=n > 0)
+        DistributedDataParallel(
+            config=config, ddp_config=ddp, module=module, disable_bucketing=n > 0
+        )
         for n, module in enumerate(inner)
     ]
 
@@ -243,7 +253,10 @@ def _step(training: Training, step: int) -> list[float]:
         functions = [chunk.no_sync for chunk in training.chunks]
         config.no_sync_func = functions[0] if len(functions) == 1 else functions
     config.grad_scale_func = training.optimizer.scale_loss
-    dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    dp, dp_rank = (
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(),
+    )
     samples = range(dp_rank, BATCH, dp)
     found = get_forward_backward_func()(
         forward_step_func=_forward,
@@ -272,7 +285,13 @@ def _forward(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, An
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
     positions = torch.arange(SEQUENCE)[None]
     labels = tokens[:, 1:].contiguous()
-    output = model(tokens[:, :-1].contiguous(), positions, mask, labels=labels, loss_mask=torch.ones(1, SEQUENCE))
+    output = model(
+        tokens[:, :-1].contiguous(),
+        positions,
+        mask,
+        labels=labels,
+        loss_mask=torch.ones(1, SEQUENCE),
+    )
     return output, partial(_loss)
 
 

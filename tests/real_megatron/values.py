@@ -35,8 +35,12 @@ def fill(training: Any, *, salt: str, states: bool = False) -> None:
                 one.data.copy_(_made(one, salt, one.data))
         by_tensor = {id(one.data): one for one in sharded}
         for parameter in model.parameters():
-            for state, (tensor, start, stop) in held(training.optimizer, parameter).items() if states else ():
-                made = _made(by_tensor[id(parameter)], salt if state == "fp32_param" else state, parameter)
+            for state, (tensor, start, stop) in (
+                held(training.optimizer, parameter).items() if states else ()
+            ):
+                made = _made(
+                    by_tensor[id(parameter)], salt if state == "fp32_param" else state, parameter
+                )
                 made = made.abs() * 0.01 if state == "exp_avg_sq" else made
                 tensor.copy_(made.view(-1)[start:stop])
     if not states:
@@ -52,7 +56,9 @@ def clear_padding(training: Any) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     for model in training.models:
-        by_tensor = {id(one.data): one for one in nested_values(sharded_state(model)) if hasattr(one, "data")}
+        by_tensor = {
+            id(one.data): one for one in nested_values(sharded_state(model)) if hasattr(one, "data")
+        }
         for parameter in model.parameters():
             sharded = by_tensor[id(parameter)]
             if getattr(sharded, "allow_shape_mismatch", False):
@@ -81,10 +87,17 @@ def _part(sharded: Any, salt: str) -> torch.Tensor:
     shape = tuple(sharded.global_shape)
     digest = hashlib.sha256((salt + sharded.key).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
-    values = torch.randn((_ROWS, *shape[1:]) if sharded.allow_shape_mismatch else shape, generator=generator) * 0.1
+    values = (
+        torch.randn(
+            (_ROWS, *shape[1:]) if sharded.allow_shape_mismatch else shape, generator=generator
+        )
+        * 0.1
+    )
     if len(shape) - sharded.prepend_axis_num == 1 and "norm" in sharded.key:
         values += 1
     local = tuple(sharded.local_shape)
     sizes = (1,) * sharded.prepend_axis_num + local
-    box = tuple(slice(start, start + size) for start, size in zip(sharded.global_offset, sizes, strict=True))
+    box = tuple(
+        slice(start, start + size) for start, size in zip(sharded.global_offset, sizes, strict=True)
+    )
     return values[box].reshape(local)

@@ -35,7 +35,12 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.real_megatron.checkpoints import load_distributed, load_rank_files, save_distributed, save_rank_files
+    from tests.real_megatron.checkpoints import (
+        load_distributed,
+        load_rank_files,
+        save_distributed,
+        save_rank_files,
+    )
     from tests.real_megatron.setting import ITERATION, run_of
     from tests.real_megatron.snapshot import pieces
     from tests.real_megatron.training import started, stop, trained
@@ -46,7 +51,11 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
     store = dist.FileStore(str(meeting), run.layout.world)
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(run.layout.world), str(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=run.layout.world, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=run.layout.world,
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     training = started(run)
     fill(training, salt="loaded over" if job["load"] else "")
@@ -57,7 +66,13 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
     if load is not None and load["form"] == "rank_files":
         load_rank_files(training, Path(load["dir"]), optim=load["optim"])
     elif load is not None:
-        load_distributed(training, Path(load["dir"]), sharding=load["sharding"], way=load["way"], optim=load["optim"])
+        load_distributed(
+            training,
+            Path(load["dir"]),
+            sharding=load["sharding"],
+            way=load["way"],
+            optim=load["optim"],
+        )
     trained(training, range(job["steps"]))
     if job["fill"]:
         fill(training, salt="", states=True)
@@ -68,7 +83,9 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
             save_rank_files(training, Path(save["dir"]))
         else:
             place, backend = Path(save["dir"]), save["form"]
-            save_distributed(training, place, sharding=save["sharding"], backend=backend, way=save["way"])
+            save_distributed(
+                training, place, sharding=save["sharding"], backend=backend, way=save["way"]
+            )
     out = Path(job["out"])
     _write(out / "before" / f"rank{rank}.pt", {"pieces": pieces(training), "losses": []})
     if job["more"]:
@@ -110,9 +127,14 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     world = run_of(job["run"]).layout.world
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"report{rank}" for rank in range(world)]
-        running = {_forked(job, rank, Path(folder) / "meeting", reports[rank]): rank for rank in range(world)}
+        running = {
+            _forked(job, rank, Path(folder) / "meeting", reports[rank]): rank
+            for rank in range(world)
+        }
         failed = _waited(running)
-        texts = {str(rank): reports[rank].read_text() for rank in range(world) if reports[rank].exists()}
+        texts = {
+            str(rank): reports[rank].read_text() for rank in range(world) if reports[rank].exists()
+        }
         return texts or {str(rank): "ended without a word" for rank in failed}
 
 

@@ -25,7 +25,11 @@ CUTS = {1: (0, 48), 2: (0, 17, 48), 3: (0, 5, 17, 48), 4: (0, 5, 17, 30, 48)}
 def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A global tensor, the same everywhere."""
     found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return found > 0 if dtype == torch.bool else (found * 1000 if dtype == torch.int64 else found).to(dtype)
+    return (
+        found > 0
+        if dtype == torch.bool
+        else (found * 1000 if dtype == torch.int64 else found).to(dtype)
+    )
 
 
 def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dict[str, Any]:
@@ -37,7 +41,14 @@ def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dic
     """
     part_of = mapping.ShardedTensor.from_rank_offsets
 
-    def part(key: str, seed: int, shape: tuple[int, ...], dtype: torch.dtype, axis: int | None, **options: Any) -> Any:
+    def part(
+        key: str,
+        seed: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        axis: int | None,
+        **options: Any,
+    ) -> Any:
         whole = values(seed, shape, dtype)
         local = whole if axis is None else whole.chunk(world, axis)[rank].clone()
         cuts = () if axis is None else ((axis, rank, world),)
@@ -55,7 +66,9 @@ def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dic
         "iteration": 7,
         "args": {"lr": 0.125, "names": ["a", "b"]},
         "model": {
-            "embedding": part("embedding.weight", 1, (12, 8), torch.bfloat16, 0, allow_shape_mismatch=True),
+            "embedding": part(
+                "embedding.weight", 1, (12, 8), torch.bfloat16, 0, allow_shape_mismatch=True
+            ),
             "proj": part("proj.weight", 2, (4, 24), torch.float32, 1),
             "layers": [layer(number) for number in range(3)],
             "norm": part("norm.weight", 3, (6,), torch.float16, None, replica_id=rank),
@@ -70,7 +83,9 @@ def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dic
                 flattened_range=slice(start, stop),
             )
         },
-        "rng_state": mapping.ShardedObject("rng_state", {"seed": [3, 4]} if is_filled else None, (1,), (0,), rank),
+        "rng_state": mapping.ShardedObject(
+            "rng_state", {"seed": [3, 4]} if is_filled else None, (1,), (0,), rank
+        ),
     }
 
 
@@ -78,14 +93,20 @@ def wrong(loaded: dict[str, Any], mapping: Any, rank: int, world: int) -> list[s
     """Which parts of a loaded state are not what was saved."""
     expected = _leaves(state(mapping, rank, world), "")
     found = _leaves(loaded, "")
-    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    return sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
 
 
 def _leaves(tree: Any, name: str) -> dict[str, object]:
     """Name → comparable value."""
     if isinstance(tree, dict | list):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {path: leaf for key, value in items for path, leaf in _leaves(value, f"{name}/{key}").items()}
+        return {
+            path: leaf
+            for key, value in items
+            for path, leaf in _leaves(value, f"{name}/{key}").items()
+        }
     if hasattr(tree, "replica_id"):
         return _leaves(tree.data, name)
     if torch.is_tensor(tree):
@@ -100,7 +121,9 @@ def _rank(doing: str, folder: str, rank: int, world: int, meeting: str) -> None:
     from megatron.core.dist_checkpointing import mapping
 
     torch.cuda.synchronize = lambda *args, **kwargs: None  # 0.12.1 waits for a GPU before it writes
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(meeting, world), rank=rank, world_size=world
+    )
     if doing == "save":
         dist_checkpointing.save(state(mapping, rank, world), folder, ("zarr", 1))
     else:
@@ -116,7 +139,10 @@ def main(doing: str, folder: str, world: int) -> int:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as place:
         meeting = str(Path(place, "store"))
-        ranks = [context.Process(target=_rank, args=(doing, folder, rank, world, meeting)) for rank in range(world)]
+        ranks = [
+            context.Process(target=_rank, args=(doing, folder, rank, world, meeting))
+            for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:

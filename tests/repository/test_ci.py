@@ -70,11 +70,21 @@ class Runner:
     def step(self, name: str, **inputs: str) -> subprocess.CompletedProcess[str]:
         """Runs one step with some inputs, the others at their defaults."""
         step = next(step for step in self.action["runs"]["steps"] if step["name"] == name)
-        values = {key: str(spec.get("default", "")) for key, spec in self.action["inputs"].items()} | inputs
+        values = {
+            key: str(spec.get("default", "")) for key, spec in self.action["inputs"].items()
+        } | inputs
         env = {key: self._filled(text, values) for key, text in step["env"].items()}
         files = {name: str(self.folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
         return subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],  # as "shell: bash" does
+            [
+                "bash",
+                "--noprofile",
+                "--norc",
+                "-eo",
+                "pipefail",
+                "-c",
+                step["run"],
+            ],  # as "shell: bash" does
             cwd=self.folder,
             env={
                 "PATH": f"{self.tools}:{os.environ['PATH']}",
@@ -110,28 +120,39 @@ def test_the_action_passes_what_is_whole(runner: Runner, good: Path) -> None:
     assert runner.file("GITHUB_STEP_SUMMARY").startswith("    ✓ no findings")
 
 
-def test_the_action_fails_annotates_and_reports_what_is_not(runner: Runner, good: Path, bad: Path) -> None:
+def test_the_action_fails_annotates_and_reports_what_is_not(
+    runner: Runner, good: Path, bad: Path
+) -> None:
     done = runner.step("Validate", paths=f"{good}\n{bad}\n", report="a report.sarif\nreport.xml\n")
     assert done.returncode == 1
-    assert re.search(r"^::error file=.*/bad one/__1_0\.distcp,title=CK\d+ ", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^::error file=.*/bad one/__1_0\.distcp,title=CK\d+ ", done.stdout, re.MULTILINE
+    )
     assert runner.file("GITHUB_OUTPUT") == "valid=false\n"
     assert all(line.startswith("    ") for line in runner.file("GITHUB_STEP_SUMMARY").splitlines())
     assert '"version": "2.1.0"' in runner.file("a report.sarif")
     assert ElementTree.fromstring(runner.file("report.xml")).tag == "testsuites"
 
 
-def test_the_actions_inputs_reach_the_command(runner: Runner, good: Path, bad: Path, tmp_path: Path) -> None:
+def test_the_actions_inputs_reach_the_command(
+    runner: Runner, good: Path, bad: Path, tmp_path: Path
+) -> None:
     assert runner.step("Validate", paths=str(bad), ignore="CK1\nCK2\nCK7:nothing").returncode == 0
     assert runner.step("Validate", paths=str(good), level="deep", strict="true").returncode == 0
     assert runner.step("Validate", paths=str(good), level="metadata").returncode == 0
     assert runner.step("Validate", paths=str(good), level="no such").returncode == 2
     assert runner.step("Validate", paths=str(tmp_path / "missing")).returncode == 2
     baseline = tmp_path / "known.json"
-    subprocess.run([runner.tools / "ckpt", "validate", "--headers", bad, "--write-baseline", baseline], check=True)
+    subprocess.run(
+        [runner.tools / "ckpt", "validate", "--headers", bad, "--write-baseline", baseline],
+        check=True,
+    )
     assert runner.step("Validate", paths=str(bad), baseline=str(baseline)).returncode == 0
 
 
-@pytest.mark.parametrize("text", ["$(touch owned)", '"; touch owned; "', "`touch owned`", "--write-baseline=owned"])
+@pytest.mark.parametrize(
+    "text", ["$(touch owned)", '"; touch owned; "', "`touch owned`", "--write-baseline=owned"]
+)
 def test_no_input_of_the_action_is_run(text: str, runner: Runner) -> None:
     everything = dict.fromkeys(runner.action["inputs"], text)
     runner.step("Install ckpt", **everything)
@@ -147,7 +168,9 @@ def test_no_step_has_an_input_in_its_script(repo_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["metadata", "headers", "deep"])
-def test_the_action_installs_this_project_and_what_the_level_needs(level: str, runner: Runner, repo_dir: Path) -> None:
+def test_the_action_installs_this_project_and_what_the_level_needs(
+    level: str, runner: Runner, repo_dir: Path
+) -> None:
     assert runner.step("Install ckpt", level=level).returncode == 0
     first, second = (runner.tools / "installed").read_text().splitlines()
     assert first.startswith("-m pip install --quiet --no-deps ")
@@ -166,7 +189,9 @@ def test_the_workflow_uses_inputs_that_the_action_has(repo_dir: Path) -> None:
     (step,) = (step for step in job["steps"] if "ckpt-validate" in step["uses"])
     assert step["uses"].split("@")[0].endswith(ACTION.rpartition("/")[0])
     assert set(step["with"]) <= set(action["inputs"])
-    assert {name for name, spec in action["inputs"].items() if spec.get("required")} <= set(step["with"])
+    assert {name for name, spec in action["inputs"].items() if spec.get("required")} <= set(
+        step["with"]
+    )
 
 
 def test_the_workflow_runs_with_its_inputs(repo_dir: Path, runner: Runner, good: Path) -> None:
@@ -181,13 +206,20 @@ def test_the_workflow_runs_with_its_inputs(repo_dir: Path, runner: Runner, good:
     assert (runner.folder / upload["with"]["sarif_file"]).is_file()
 
 
-def test_the_gitlab_job_runs(repo_dir: Path, tools: Path, good: Path, bad: Path, tmp_path: Path) -> None:
+def test_the_gitlab_job_runs(
+    repo_dir: Path, tools: Path, good: Path, bad: Path, tmp_path: Path
+) -> None:
     (job,) = document(repo_dir / "docs/examples/gitlab-ci.yml").values()
     for path, source in (("checkpoints/base", good), ("checkpoints/tuned", bad)):
         shutil.copytree(source, tmp_path / path)
     (line,) = job["script"]
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    assert subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, check=False).returncode == 1
+    assert (
+        subprocess.run(
+            ["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, check=False
+        ).returncode
+        == 1
+    )
     report = ElementTree.parse(tmp_path / job["artifacts"]["reports"]["junit"]).getroot()
     assert [suite.attrib["name"] for suite in report] == ["checkpoints/base", "checkpoints/tuned"]
     assert [suite.attrib["failures"] == "0" for suite in report] == [True, False]
@@ -228,9 +260,15 @@ def test_a_hook_passes_whole_files_and_stops_others(
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
     for hook in document(repo_dir / HOOKS):
         for folder, code in ((good, 0), (bad, 1)):
-            names = [str(path) for path in sorted(folder.iterdir()) if re.search(hook["files"], str(path))]
+            names = [
+                str(path)
+                for path in sorted(folder.iterdir())
+                if re.search(hook["files"], str(path))
+            ]
             command = [*hook["entry"].split(), *names]
-            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+            )
             assert (done.returncode, done.stderr) == (code, "")
             assert (done.stdout == "") == (code == 0)
 
@@ -241,8 +279,18 @@ def test_the_pytest_recipe_fails_where_a_checkpoint_is_damaged(
     shutil.copy(repo_dir / "docs/examples/test_checkpoints.py", tmp_path)
     env = {**os.environ, "PYTHONPATH": str(repo_dir), "CHECKPOINTS": f"{good}{os.pathsep}{bad}"}
     env.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_checkpoints.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "test_checkpoints.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
     assert "is not whole" in done.stdout

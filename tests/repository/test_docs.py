@@ -59,7 +59,9 @@ def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
-        is_there = path.exists() and (path.is_relative_to(ROOT / "docs") or not page.is_relative_to(ROOT / "docs"))
+        is_there = path.exists() and (
+            path.is_relative_to(ROOT / "docs") or not page.is_relative_to(ROOT / "docs")
+        )
         if not is_there or (anchor and path.suffix == ".md" and anchor not in anchors_of(path)):
             broken.append(target)
     assert broken == []
@@ -68,7 +70,15 @@ def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_scripts_that_a_page_names_exist(page: Path) -> None:
     named = {match["path"].rstrip(".,") for match in _PATH.finditer(text_of(page))}
-    assert sorted(path for name in named for path in expanded(name) if not any(ROOT.glob(path.rstrip("/")))) == []
+    assert (
+        sorted(
+            path
+            for name in named
+            for path in expanded(name)
+            if not any(ROOT.glob(path.rstrip("/")))
+        )
+        == []
+    )
 
 
 def test_the_menu_has_every_page_once() -> None:
@@ -81,19 +91,27 @@ def test_the_menu_has_every_page_once() -> None:
                     yield from pages(part if isinstance(part, list) else [part])
 
     menu = list(pages(yaml.safe_load(text_of(ROOT / "mkdocs.yml"))["nav"]))
-    assert sorted(menu) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md"))
+    assert sorted(menu) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")
+    )
 
 
 def test_what_the_code_cites_is_in_the_documents() -> None:
     missing = []
     for folder in ("core", "ckpt_cli", "docs/examples", "scripts", "tests"):
         for path in sorted(ROOT.glob(f"{folder}/**/*")):
-            if path.suffix not in (".py", ".toml", "") or not path.is_file() or path == Path(__file__):
+            if (
+                path.suffix not in (".py", ".toml", "")
+                or not path.is_file()
+                or path == Path(__file__)
+            ):
                 continue
             for match in _CITED.finditer(text_of(path)):
                 page = ROOT / match["page"]
                 section = match["section"]
-                if not page.exists() or (section and not re.search(rf"^#+ {section}\.? ", text_of(page), re.MULTILINE)):
+                if not page.exists() or (
+                    section and not re.search(rf"^#+ {section}\.? ", text_of(page), re.MULTILINE)
+                ):
                     missing.append(f"{name_of(path)}: {match[0]}")
     assert missing == []
 
@@ -116,4 +134,6 @@ def test_the_architecture_names_every_package() -> None:
     named = re.findall(r"`(core\.\w+|ckpt_cli)`", "\n".join(row.split("|")[2] for row in rows))
     packages = {path.parent.name for path in ROOT.glob("core/*/__init__.py")}
     assert len(rows) == 15
-    assert sorted(named) == sorted({"ckpt_cli", "core.errors", *(f"core.{package}" for package in packages)})
+    assert sorted(named) == sorted(
+        {"ckpt_cli", "core.errors", *(f"core.{package}" for package in packages)}
+    )

@@ -20,7 +20,9 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 OTHERS = [CONTRIBUTING, ROOT / "CHANGELOG.md"]
 DOCS = ROOT / "docs"
-GUIDES = [page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))]
+GUIDES = [
+    page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))
+]
 PAGES = [page for page in pages() if steps_of(page.read_text("utf-8"))]
 
 
@@ -31,9 +33,13 @@ def name_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path, golden: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run_and_print_what_it_shows(
+    page: Path, golden: Path, tmp_path: Path
+) -> None:
     problems = problems_of(page.read_text("utf-8"), golden, tmp_path)
-    assert problems == [], "\n".join([*problems, f"python -m tests.support.documents --write {name_of(page)}"])
+    assert problems == [], "\n".join(
+        [*problems, f"python -m tests.support.documents --write {name_of(page)}"]
+    )
 
 
 @pytest.mark.slow
@@ -79,7 +85,9 @@ def test_the_readme_fits_on_240_lines() -> None:
 
 
 def test_the_readme_lists_every_format_and_whether_it_is_written() -> None:
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\| yes \| (yes|no)", README.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)`[^|]*\|[^|]*\| yes \| (yes|no)", README.read_text("utf-8"), re.MULTILINE
+    )
     expected = {format.name: "no" if format.lay_out is None else "yes" for format in formats()}
     assert dict(rows) == {**expected, "hf": "yes"}
 
@@ -107,10 +115,14 @@ def is_missing(path: Path) -> bool:
 
 def test_pages_of_the_site_link_to_nothing_outside_it() -> None:
     links = [
-        (name_of(page), link) for page in GUIDES for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))
+        (name_of(page), link)
+        for page in GUIDES
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))
     ]
     assert [
-        link for link in links if not (ROOT / link[0]).parent.joinpath(link[1]).resolve().is_relative_to(DOCS)
+        link
+        for link in links
+        if not (ROOT / link[0]).parent.joinpath(link[1]).resolve().is_relative_to(DOCS)
     ] == []
 
 
@@ -146,4 +158,6 @@ def test_what_is_shown_is_compared_apart_from_times_and_gaps() -> None:
     assert is_shown(["…", "  note  b"], output)
     assert not is_shown(["✓ wrote x", "…", "  note  a"], output)
     assert not is_shown(["✓ wrote x"], output)
-    assert not is_shown(["✓ wrote x", "  time  0.31 s (1.02 MiB/s)", "  note  a", "  note  c"], output)
+    assert not is_shown(
+        ["✓ wrote x", "  time  0.31 s (1.02 MiB/s)", "  note  a", "  note  c"], output
+    )

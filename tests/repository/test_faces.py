@@ -10,12 +10,36 @@ import pytest
 
 FACES = {
     "core": {
-        *("Catalog", "Checkpoint", "CheckpointingException", "Format", "Job", "Report", "TopologyChange"),
+        *(
+            "Catalog",
+            "Checkpoint",
+            "CheckpointingException",
+            "Format",
+            "Job",
+            "Report",
+            "TopologyChange",
+        ),
         *("__version__", "open_checkpoint"),
     },
     "core.catalog": {
-        *("Catalog", "Encoding", "Extent", "FileImage", "Fragment", "JoinedArray", "Literal", "PlacedArray"),
-        *("PlannedArray", "StoredArray", "StoredObject", "TargetCatalog", "TargetFragment", "TensorMeta"),
+        *(
+            "Catalog",
+            "Encoding",
+            "Extent",
+            "FileImage",
+            "Fragment",
+            "JoinedArray",
+            "Literal",
+            "PlacedArray",
+        ),
+        *(
+            "PlannedArray",
+            "StoredArray",
+            "StoredObject",
+            "TargetCatalog",
+            "TargetFragment",
+            "TensorMeta",
+        ),
         *("catalog_of_arrays", "literal_file", "whole_fragment"),
     },
     "core.formats": {"Format", "format_called", "formats", "sniffed"},
@@ -30,7 +54,9 @@ def test_a_face_exports_what_is_promised(name: str) -> None:
 
 
 def test_importing_core_imports_nothing_else_of_it() -> None:
-    code = "import sys, core; print(sorted(name for name in sys.modules if name.startswith('core.')))"
+    code = (
+        "import sys, core; print(sorted(name for name in sys.modules if name.startswith('core.')))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEAVY = frozenset({"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr", "zstandard"})
+HEAVY = frozenset(
+    {"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr", "zstandard"}
+)
 LIGHT = {"core": frozenset({"xxhash", "zlib_ng"}), "ckpt_cli": frozenset({"typer"})}
 """What a package may import at module level beside the standard library."""
 
@@ -59,7 +61,9 @@ def modules() -> dict[str, Path]:
 @cache
 def imports() -> tuple[Import, ...]:
     return tuple(
-        statement for name, path in modules().items() for statement in _imports_of(name, ast.parse(path.read_text()))
+        statement
+        for name, path in modules().items()
+        for statement in _imports_of(name, ast.parse(path.read_text()))
     )
 
 
@@ -73,7 +77,9 @@ def _imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
                 base = child.module or ""
                 for alias in child.names:
                     whole = f"{base}.{alias.name}"
-                    yield Import(importer, whole if whole in modules() else base, is_run, child.lineno)
+                    yield Import(
+                        importer, whole if whole in modules() else base, is_run, child.lineno
+                    )
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from visit(child, False)
             elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
@@ -94,7 +100,11 @@ def _is_ours(module: str) -> bool:
 def test_packages_import_only_from_those_below() -> None:
     # Not the script lint-imports: it may belong to another environment than the interpreter that runs this test.
     run = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -104,7 +114,11 @@ def test_packages_import_only_from_those_below() -> None:
 
 
 def test_what_is_imported_of_ours_exists() -> None:
-    assert [str(item) for item in imports() if _is_ours(item.imported) and item.imported not in modules()] == []
+    assert [
+        str(item)
+        for item in imports()
+        if _is_ours(item.imported) and item.imported not in modules()
+    ] == []
 
 
 def test_no_circle_of_files_counting_late_and_type_only_imports() -> None:
@@ -117,21 +131,29 @@ def test_no_circle_of_files_counting_late_and_type_only_imports() -> None:
 
 def test_a_package_has_at_most_14_modules() -> None:
     sizes = Counter(
-        name.rpartition(".")[0] for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py")
+        name.rpartition(".")[0]
+        for name, path in modules().items()
+        if path.name not in ("__init__.py", "__main__.py")
     )
-    assert {name: n for name, n in sizes.items() if n > MOST_MODULES and name not in DOCUMENTED} == {}
+    assert {
+        name: n for name, n in sizes.items() if n > MOST_MODULES and name not in DOCUMENTED
+    } == {}
 
 
 def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with() -> None:
     engine = ("core.catalog.", "core.copy.", "core.live.", "core.plan.")
-    used: dict[str, set[str]] = {name: set() for name in modules() if name.startswith("core.dist_checkpointing")}
+    used: dict[str, set[str]] = {
+        name: set() for name in modules() if name.startswith("core.dist_checkpointing")
+    }
     for item in imports():
         if item.is_run and item.importer in used:
             used[item.importer].add(item.imported)
     mapping = "core.dist_checkpointing.mapping"
-    assert [name for name, names in used.items() if mapping in names and any(n.startswith(engine) for n in names)] == [
-        "core.dist_checkpointing._engine.bridge"
-    ]
+    assert [
+        name
+        for name, names in used.items()
+        if mapping in names and any(n.startswith(engine) for n in names)
+    ] == ["core.dist_checkpointing._engine.bridge"]
 
 
 def test_heavy_modules_are_imported_inside_functions_only() -> None:
@@ -155,10 +177,17 @@ def test_core_neither_prints_nor_exits_nor_reads_the_environment() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             what = None
             if isinstance(node, ast.Call):
-                what = {"print": "prints", "input": "asks", "exit": "exits", "sys.exit": "exits"}.get(
-                    ast.unparse(node.func)
-                )
-            elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "sys.argv"):
+                what = {
+                    "print": "prints",
+                    "input": "asks",
+                    "exit": "exits",
+                    "sys.exit": "exits",
+                }.get(ast.unparse(node.func))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "os.environ",
+                "os.getenv",
+                "sys.argv",
+            ):
                 what = f"reads {ast.unparse(node)}"
             if what:
                 wrong.append(f"{module}:{node.lineno} {what}")
@@ -169,14 +198,24 @@ def packages_imported(package: str) -> list[str]:
     """Return the packages from which the modules right in a package import, as signposts name them."""
     names = set()
     for item in imports():
-        is_inside = item.importer.rpartition(".")[0] == package and modules()[item.importer].name != "__init__.py"
+        is_inside = (
+            item.importer.rpartition(".")[0] == package
+            and modules()[item.importer].name != "__init__.py"
+        )
         if not is_inside or not _is_ours(item.imported):
             continue
         is_package = modules()[item.imported].name == "__init__.py"
-        names.add(item.imported if is_package or item.imported == "core.errors" else item.imported.rpartition(".")[0])
+        names.add(
+            item.imported
+            if is_package or item.imported == "core.errors"
+            else item.imported.rpartition(".")[0]
+        )
     names -= {package}
     if package.startswith("ckpt_cli"):
-        names = {"core" if name.split(".")[0] == "core" else name.removeprefix("ckpt_cli.") for name in names}
+        names = {
+            "core" if name.split(".")[0] == "core" else name.removeprefix("ckpt_cli.")
+            for name in names
+        }
     return sorted(name.removeprefix("core.") for name in names)
 
 

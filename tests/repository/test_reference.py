@@ -30,7 +30,11 @@ WHERE_IT_APPLIES = {"launch", "rank"}
 
 def test_generated_pages_are_what_the_code_says(repo_dir: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/make_reference", "--check"], cwd=repo_dir, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/make_reference", "--check"],
+        cwd=repo_dir,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -42,10 +46,22 @@ def test_every_code_has_an_anchor(repo_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "itemsize"),
-    [((), 8), ((3,), 2), ((5, 7, 11), 4), ((2, 1031), 4), ((1, 4099), 2), ((3, 96, 8), 1), ((0, 4), 4)],
+    [
+        ((), 8),
+        ((3,), 2),
+        ((5, 7, 11), 4),
+        ((2, 1031), 4),
+        ((1, 4099), 2),
+        ((3, 96, 8), 1),
+        ((0, 4), 4),
+    ],
 )
-def test_the_fingerprint_of_the_page_is_ours(repo_dir: Path, shape: tuple[int, ...], itemsize: int) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repo_dir / "docs/reference/fp1.md").read_text("utf-8"), re.DOTALL)
+def test_the_fingerprint_of_the_page_is_ours(
+    repo_dir: Path, shape: tuple[int, ...], itemsize: int
+) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (repo_dir / "docs/reference/fp1.md").read_text("utf-8"), re.DOTALL
+    )
     names: dict[str, object] = {}
     exec(code, names)
     data = random.Random(0).randbytes(prod(shape) * itemsize)
@@ -81,18 +97,24 @@ def keys_of(value: object) -> Iterator[str]:
 
 def test_the_waits_of_workers_are_the_usual_ones_of_the_options(repo_dir: Path) -> None:
     page = (repo_dir / "docs/reference/launch-waits.md").read_text("utf-8")
-    limits = {row[0].strip(): row[1].strip() for row in re.findall(r"^\| ([^|]+)\|([^|]+)\|", page, re.MULTILINE)}
+    limits = {
+        row[0].strip(): row[1].strip()
+        for row in re.findall(r"^\| ([^|]+)\|([^|]+)\|", page, re.MULTILINE)
+    }
     worker, launch = WorkerOptions(), LaunchOptions()
     assert limits["a worker or host that gives no sign"] == f"{worker.timeout_s:g} s"
     assert (
-        limits["workers of another launcher that meet (`python -m ckpt_cli.worker`)"] == f"{worker.join_timeout_s:g} s"
+        limits["workers of another launcher that meet (`python -m ckpt_cli.worker`)"]
+        == f"{worker.join_timeout_s:g} s"
     )
     assert limits["workers that are to end"] == f"{launch.shutdown_timeout} s"
     assert limits["workers of a dead run that still write into the stage"] == f"{WAIT_SECONDS:g} s"
     assert f"`--max-restarts` times ({launch.max_restarts})" in page
 
 
-def test_an_error_has_the_fields_of_the_page(repo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_has_the_fields_of_the_page(
+    repo_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (repo_dir / "docs/reference/exit-codes.md").read_text("utf-8")
     (line,) = re.findall(r'^\{"error": .*$', text, re.MULTILINE)
     assert main(["inspect", "no-such-path", "--json"]) == 2

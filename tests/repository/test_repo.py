@@ -12,7 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-MACHINE_PATHS = tuple(f"/{name}/" for name in ("work", "farm", "root", "tmp/bash_jobs", "opt/wheels", "opt/pypi"))
+MACHINE_PATHS = tuple(
+    f"/{name}/" for name in ("work", "farm", "root", "tmp/bash_jobs", "opt/wheels", "opt/pypi")
+)
 """Beginnings of paths that exist on somebody's machine only."""
 
 NAMES_OF_NOTHING = {"utils.py", "helpers.py", "manager.py", "common.py"}
@@ -23,7 +25,16 @@ GIVEN_NAMES = {"core/dist_checkpointing/strategies/common.py", "core/dist_checkp
 def files_of(repo_dir: Path) -> list[Path]:
     """The files that belong to the repository: git's view, or all but the ignored folders where there is no git."""
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        [
+            "git",
+            "-c",
+            "safe.directory=*",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ],
         cwd=repo_dir,
         capture_output=True,
         check=False,
@@ -34,7 +45,10 @@ def files_of(repo_dir: Path) -> list[Path]:
         paths = [
             path
             for path in repo_dir.rglob("*")
-            if not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(repo_dir).parts)
+            if not any(
+                part.startswith(".") or part == "__pycache__"
+                for part in path.relative_to(repo_dir).parts
+            )
         ]
     return [path for path in paths if path.is_file()]
 
@@ -47,7 +61,11 @@ def test_no_path_of_a_machine_is_in_the_tree(repo_dir: Path) -> None:
             text = path.read_text("utf-8")
         except UnicodeDecodeError:
             continue
-        found += [f"{path.name}:{i}: {line}" for i, line in enumerate(text.splitlines(), 1) if begins.search(line)]
+        found += [
+            f"{path.name}:{i}: {line}"
+            for i, line in enumerate(text.splitlines(), 1)
+            if begins.search(line)
+        ]
     assert found == []
 
 
@@ -57,11 +75,14 @@ def test_no_file_is_large(repo_dir: Path) -> None:
 
 def test_files_are_named_after_a_noun(repo_dir: Path) -> None:
     paths = {path.relative_to(repo_dir).as_posix(): path.name for path in files_of(repo_dir)}
-    assert [path for path, name in paths.items() if name in NAMES_OF_NOTHING and path not in GIVEN_NAMES] == []
+    assert [
+        path for path, name in paths.items() if name in NAMES_OF_NOTHING and path not in GIVEN_NAMES
+    ] == []
 
 
 @pytest.mark.parametrize(
-    "name", ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", "scripts/bench", ".ci/run"]
+    "name",
+    ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", "scripts/bench", ".ci/run"],
 )
 def test_scripts_can_be_run(name: str, repo_dir: Path) -> None:
     assert os.access(repo_dir / name, os.X_OK)

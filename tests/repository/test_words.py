@@ -35,7 +35,9 @@ EACH_MODULE = [pytest.param(name, tree, id=name) for name, tree in MODULES]
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
 
 
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -57,7 +59,9 @@ def test_docstrings_of_functions_begin_with_a_verb(name: str, tree: ast.Module) 
 @pytest.mark.parametrize(("name", "tree"), EACH_MODULE)
 def test_arguments_are_described_by_more_than_a_pronoun(name: str, tree: ast.Module) -> None:
     texts = [
-        ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        ast.get_docstring(node) or ""
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     ]
     assert [match.group(0) for text in texts for match in PRONOUN_ONLY.finditer(text)] == []
 
@@ -65,8 +69,15 @@ def test_arguments_are_described_by_more_than_a_pronoun(name: str, tree: ast.Mod
 @pytest.mark.parametrize(("name", "tree"), EACH_MODULE)
 def test_variables_are_named_after_their_role(name: str, tree: ast.Module) -> None:
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    fields = {id(node.target) for of_class in classes for node in of_class.body if isinstance(node, ast.AnnAssign)}
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in fields]
+    fields = {
+        id(node.target)
+        for of_class in classes
+        for node in of_class.body
+        if isinstance(node, ast.AnnAssign)
+    }
+    names = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in fields
+    ]
     stored = [node for node in names if isinstance(node.ctx, ast.Store)]
     assert [f"{name}:{node.lineno} {node.id}" for node in stored if node.id in VAGUE] == []
 

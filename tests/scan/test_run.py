@@ -58,7 +58,11 @@ class Collected:
 
 
 def arrays_of(catalog: Catalog) -> dict[str, StoredArray]:
-    return {fragment.array.name: fragment.array for fragment in catalog.all_fragments() if fragment.array is not None}
+    return {
+        fragment.array.name: fragment.array
+        for fragment in catalog.all_fragments()
+        if fragment.array is not None
+    }
 
 
 def dense_bytes(store: ReadStore, catalog: Catalog, array: StoredArray) -> bytes:
@@ -149,7 +153,9 @@ def test_a_large_array_is_shared_by_threads_and_cut_at_its_own_blocks() -> None:
     found = scan(catalog_over("f", [array]), store, [seen], wanted=ALL, threads=3)
     assert found.problems == [] and seen.finished == ["w"]
     assert bytes(seen.data["w"]) == data[101:-33]
-    assert found.arrays["w"].digest == digest_of(data[101:-33]).hex() and found.arrays["w"].crc == crc32(data[101:-33])
+    assert found.arrays["w"].digest == digest_of(data[101:-33]).hex() and found.arrays[
+        "w"
+    ].crc == crc32(data[101:-33])
     assert found.files["f"].digest == digest_of(data).hex() and found.files["f"].crc == crc32(data)
     assert all(start % WINDOW_BYTES == 0 for start in seen.starts["w"])
 
@@ -213,7 +219,10 @@ def test_stated_sums_are_compared_and_the_arrays_in_them_named() -> None:
         yield StatedCrc(100, 200, crc32(data[100:200]) ^ 1, "wrong")
         yield StatedCrc(350, 500, 5, "beyond the file")
 
-    arrays = [StoredArray(name, "int8", (50,), Extent("f", at)) for name, at in (("a", 60), ("b", 150), ("c", 300))]
+    arrays = [
+        StoredArray(name, "int8", (50,), Extent("f", at))
+        for name, at in (("a", 60), ("b", 150), ("c", 300))
+    ]
     found = scan(catalog_over("f", arrays), MemoryStore({"f": data}), stated_in=stated_in)
     assert found.n_stated == 2
     assert [(one.stated.name, one.actual_crc, one.arrays) for one in found.mismatches] == [
@@ -241,8 +250,16 @@ def test_bytes_of_files_come_in_order_to_who_wants_them() -> None:
 
     hashes = Hashes()
     told: list[tuple[int, int]] = []
-    scan(None, MemoryStore(files), file_observers=[hashes], progress=lambda *numbers: told.append(numbers), threads=2)
-    assert hashes.done == {name: hashlib.sha256(files[name]).hexdigest() for name in ("big", "none")}
+    scan(
+        None,
+        MemoryStore(files),
+        file_observers=[hashes],
+        progress=lambda *numbers: told.append(numbers),
+        threads=2,
+    )
+    assert hashes.done == {
+        name: hashlib.sha256(files[name]).hexdigest() for name in ("big", "none")
+    }
     assert max(told) == (sum(map(len, files.values())),) * 2
 
 
@@ -273,10 +290,18 @@ def test_encoded_arrays_come_unit_by_unit_and_those_too_large_are_a_problem() ->
         StoredArray("units", "float32", (1000,), Extent("f", 0, encoding=_Codec(512))),
         StoredArray("whole", "float32", (999,), Extent("f", 0, encoding=_Codec(3996))),
         StoredArray("cut", "float32", (1000,), Extent("f", 0, encoding=_Codec(510))),
-        StoredArray("large", "float32", (1000,), Extent("f", 0, encoding=_Codec(512, working_bytes=1 << 40))),
+        StoredArray(
+            "large", "float32", (1000,), Extent("f", 0, encoding=_Codec(512, working_bytes=1 << 40))
+        ),
     ]
     seen = Collected()
-    found = scan(catalog_over("f", arrays), MemoryStore({"f": b"12"}), [seen], wanted=ALL, memory_bytes=1 << 20)
+    found = scan(
+        catalog_over("f", arrays),
+        MemoryStore({"f": b"12"}),
+        [seen],
+        wanted=ALL,
+        memory_bytes=1 << 20,
+    )
     assert sorted(seen.finished) == ["units", "whole"]
     assert {problem.array.name: problem.error.code for problem in found.problems if problem.array} == {
         "cut": "unsupported", "large": "capacity",
@@ -286,11 +311,20 @@ def test_encoded_arrays_come_unit_by_unit_and_those_too_large_are_a_problem() ->
 
 @given(
     n_bytes=st.integers(0, 6 * WINDOW_BYTES),
-    spans=st.lists(st.tuples(st.integers(0, 6 * WINDOW_BYTES), st.integers(1, 4 * WINDOW_BYTES)), max_size=8),
+    spans=st.lists(
+        st.tuples(st.integers(0, 6 * WINDOW_BYTES), st.integers(1, 4 * WINDOW_BYTES)), max_size=8
+    ),
 )
-def test_windows_cover_a_file_and_cut_no_element(n_bytes: int, spans: list[tuple[int, int]]) -> None:
+def test_windows_cover_a_file_and_cut_no_element(
+    n_bytes: int, spans: list[tuple[int, int]]
+) -> None:
     arrays = [
-        StoredArray(f"{n}", ("int8", "int16", "float32", "complex128")[n % 4], (length // 16 + 1,), Extent("f", start))
+        StoredArray(
+            f"{n}",
+            ("int8", "int16", "float32", "complex128")[n % 4],
+            (length // 16 + 1,),
+            Extent("f", start),
+        )
         for n, (start, length) in enumerate(spans)
     ]
     plan, wrong = plan_file("f", n_bytes, [(array, array) for array in arrays], ())
@@ -305,5 +339,7 @@ def test_windows_cover_a_file_and_cut_no_element(n_bytes: int, spans: list[tuple
                 assert isinstance(line.content, StoredArray)
                 if line.start < end and begin < line.stop:
                     assert line in lines
-                    assert end >= line.stop or (end - line.start) % itemsize(line.content.dtype) == 0
+                    assert (
+                        end >= line.stop or (end - line.start) % itemsize(line.content.dtype) == 0
+                    )
     assert at == n_bytes

@@ -76,8 +76,14 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
             shutil.copyfile(source, path)
         else:
             shutil.copytree(source, path, copy_function=shutil.copyfile)
-        files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-        data_files = [file for file in files if file.stat().st_size > 2000 and file.suffix not in (".json", ".txt")]
+        files = (
+            [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+        )
+        data_files = [
+            file
+            for file in files
+            if file.stat().st_size > 2000 and file.suffix not in (".json", ".txt")
+        ]
         for at, file in enumerate(data_files):
             data = bytearray(file.read_bytes())
             middle = len(data) * 2 // 3
@@ -100,8 +106,16 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with Megatron's integrity.json, one sum of which is wrong."""
     path = tmp_path_factory.mktemp("hashed") / "iter_0000010"
-    shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010", path, copy_function=shutil.copyfile)
-    sums = {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir()) if file.is_file()}
+    shutil.copytree(
+        golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010",
+        path,
+        copy_function=shutil.copyfile,
+    )
+    sums = {
+        file.name: sha256(file.read_bytes()).hexdigest()
+        for file in sorted(path.iterdir())
+        if file.is_file()
+    }
     sums["__1_0.distcp"] = sums["__0_0.distcp"]
     (path / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}))
     return path
@@ -109,7 +123,9 @@ def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_that_are_hashed_as_a_whole(hashed: Path) -> None:
     expected = said(alone([hashed], level=Level.DEEP))
-    assert [(one.code, one.file) for one in expected[0].findings if one.code == "CK812"] == [("CK812", "__1_0.distcp")]
+    assert [(one.code, one.file) for one in expected[0].findings if one.code == "CK812"] == [
+        ("CK812", "__1_0.distcp")
+    ]
     for n in (2, 5):
         assert said(together(n, [hashed], level=Level.DEEP)) == expected
 
@@ -148,11 +164,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     tensors["f.weight"][1200, 600] = 0.125
     save_file(tensors, path / "model-00001-of-00002.safetensors")
-    save_file({"z.weight": numbers.standard_normal((99, 999), np.float32)}, path / "model-00002-of-00002.safetensors")
+    save_file(
+        {"z.weight": numbers.standard_normal((99, 999), np.float32)},
+        path / "model-00002-of-00002.safetensors",
+    )
     weights = dict.fromkeys(tensors, "model-00001-of-00002.safetensors") | {
         "z.weight": "model-00002-of-00002.safetensors"
     }
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
     return path
 
 
@@ -161,7 +182,15 @@ def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFact
     observer = ValueObserver()
     made = WantedSums(array_digests=True, file_digests=True)
     stated = StatedCrcReader(opened.store, opened.format.name)
-    found = scan(opened.catalog, opened.store, [observer], wanted=made, stated_in=stated, threads=2, team=team)
+    found = scan(
+        opened.catalog,
+        opened.store,
+        [observer],
+        wanted=made,
+        stated_in=stated,
+        threads=2,
+        team=team,
+    )
     opened.store.close()
     if team.size > 1:
         assert team.expected == [team.done_bytes]
@@ -184,9 +213,11 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
             assert found_facts == facts
             assert sum(read) == expected.read_bytes + expected.separate_bytes
             assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
-    assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
-        "a.weight": (3, 3 * 1777 + 5)
-    }
+    assert {
+        key: (one.nan.n, one.nan.first)
+        for key, one in scanned(ALONE, large)[1].items()
+        if one.nan.n
+    } == {"a.weight": (3, 3 * 1777 + 5)}
 
 
 def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], large: Path) -> None:
@@ -202,11 +233,20 @@ def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], la
     ]
     for level in (Level.HEADERS, Level.DEEP):
         expected = [compared(ALONE, *case, level) for case in cases]
-        assert {finding.code for one in expected if isinstance(one, Validation) for finding in one.findings} & {"CK824"}
+        assert {
+            finding.code
+            for one in expected
+            if isinstance(one, Validation)
+            for finding in one.findings
+        } & {"CK824"}
         every = run_team(3, compared_all, cases, level)
         for one in every:
             assert [bare(found) for found in one] == [bare(found) for found in expected]
-        read = [sum(one.read_bytes for one in found.figures) for found in every[0] if isinstance(found, Validation)]
+        read = [
+            sum(one.read_bytes for one in found.figures)
+            for found in every[0]
+            if isinstance(found, Validation)
+        ]
         assert all(read), read
 
 
@@ -235,8 +275,15 @@ def fingerprints(team: Team, path: Path, memory_bytes: int) -> dict[str, Fingerp
 
 
 def test_fingerprints_of_a_directory(golden: Path, large: Path) -> None:
-    paths = [golden / name for name in ("mcore0121_zarr/dense_gqa/tp2_pp2", "deepspeed/zero2_dp2_bf16")]
-    for path, memory_bytes in ((paths[0], 1 << 30), (paths[1], 1 << 30), (large, 1 << 30), (large, 1 << 20)):
+    paths = [
+        golden / name for name in ("mcore0121_zarr/dense_gqa/tp2_pp2", "deepspeed/zero2_dp2_bf16")
+    ]
+    for path, memory_bytes in (
+        (paths[0], 1 << 30),
+        (paths[1], 1 << 30),
+        (large, 1 << 30),
+        (large, 1 << 20),
+    ):
         expected = fingerprints(ALONE, path, memory_bytes)
         lead, *others = run_team(3, fingerprints, path, memory_bytes)
         assert lead == expected and expected
@@ -251,7 +298,9 @@ def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:
     return ""
 
 
-def test_hosts_that_see_different_directories_are_refused(large: Path, golden: Path, tmp_path: Path) -> None:
+def test_hosts_that_see_different_directories_are_refused(
+    large: Path, golden: Path, tmp_path: Path
+) -> None:
     for other in (golden / GOLDEN[0], tmp_path / "nowhere"):
         for message in run_team(3, with_other_directory, large, other):
             assert message.startswith("rank 1 on host1 sees different data at ")
@@ -265,7 +314,9 @@ def refused(team: PipeTeam, path: Path) -> str:
     return ""
 
 
-def test_a_mistake_in_the_request_is_the_same_error_on_every_rank(golden: Path, tmp_path: Path) -> None:
+def test_a_mistake_in_the_request_is_the_same_error_on_every_rank(
+    golden: Path, tmp_path: Path
+) -> None:
     for path in (golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "nowhere"):
         found = run_team(2, refused, path)
         assert found[0] == found[1] == refused(ALONE, path) and found[0].startswith("UsageError")
@@ -281,7 +332,12 @@ class Failing(ValueObserver):
 def failing(team: PipeTeam, path: Path) -> tuple[str, bool]:
     opened = open_checkpoint(path)
     try:
-        scan(opened.catalog, opened.store, [Failing() if team.rank == 1 else ValueObserver()], team=team)
+        scan(
+            opened.catalog,
+            opened.store,
+            [Failing() if team.rank == 1 else ValueObserver()],
+            team=team,
+        )
     except ArithmeticError as err:
         return str(err), team.alarmed.is_set()
     return "", False
@@ -297,14 +353,23 @@ class Dying(ValueObserver):
 def dying(team: PipeTeam, path: Path) -> str:
     opened = open_checkpoint(path)
     try:
-        scan(opened.catalog, opened.store, [Dying() if team.rank == 1 else ValueObserver()], team=team)
+        scan(
+            opened.catalog,
+            opened.store,
+            [Dying() if team.rank == 1 else ValueObserver()],
+            team=team,
+        )
     except WorkerError as err:
         return err.message
     return ""
 
 
 def test_a_rank_that_dies_ends_the_scan_of_all(large: Path) -> None:
-    assert run_team(3, dying, large, allow_failure=True) == ["a worker is gone", None, "a worker is gone"]
+    assert run_team(3, dying, large, allow_failure=True) == [
+        "a worker is gone",
+        None,
+        "a worker is gone",
+    ]
 
 
 def test_the_error_of_one_rank_ends_the_scan_of_all(large: Path) -> None:

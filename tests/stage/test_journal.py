@@ -33,7 +33,9 @@ def scaled(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("changed", ["a.safetensors", "b.safetensors"])
-def test_a_tensor_that_is_computed_from_two_files_depends_on_both(changed: str, tmp_path: Path) -> None:
+def test_a_tensor_that_is_computed_from_two_files_depends_on_both(
+    changed: str, tmp_path: Path
+) -> None:
     src = scaled(tmp_path / "src")
     before = identity(src, tmp_path / "o.pt", dequantize="bf16")
     assert identity(src, tmp_path / "o.pt", dequantize="bf16") == before

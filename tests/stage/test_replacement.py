@@ -91,7 +91,12 @@ def test_a_stage_with_work_in_it_is_named_where_the_destination_exists(tmp_path:
     dst = tmp_path / "out"
     dst.mkdir()
     stage_of(dst, "data/w")
-    with pytest.raises(UsageError, match="out.ckpt-stage next to it is left over from an earlier run"), Stage(dst):
+    with (
+        pytest.raises(
+            UsageError, match="out.ckpt-stage next to it is left over from an earlier run"
+        ),
+        Stage(dst),
+    ):
         pass
     assert (stage_dir_of(dst) / "data" / "w").exists()
 
@@ -116,10 +121,14 @@ def test_after_a_failed_sync_nothing_more_is_recorded(tmp_path: Path) -> None:
     item = ItemRecord((WrittenRun(0, 0, 60, 7),))
     with pytest.raises(StorageError):
         journal.add((0, 0), item, {"a"})
-    journal.add((0, 1), item, {"a"})  # the system would say that all is well: it reports lost bytes once
+    journal.add(
+        (0, 1), item, {"a"}
+    )  # the system would say that all is well: it reports lost bytes once
     journal.flush()
     journal.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"journal": 2, "plan": "plan"}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"journal": 2, "plan": "plan"}
+    ]
 
 
 def test_folders_are_made_and_removed_as_long_as_they_are_empty(tmp_path: Path) -> None:

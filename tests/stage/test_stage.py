@@ -28,7 +28,9 @@ SCRIPT = Path(__file__).parents[1] / "support/engine_run.py"
 def source_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for rank in range(2):
-        (folder / f"rank{rank}").write_bytes(random.Random(rank).randbytes(engine_run.ROWS * 96 * engine_run.TENSORS))
+        (folder / f"rank{rank}").write_bytes(
+            random.Random(rank).randbytes(engine_run.ROWS * 96 * engine_run.TENSORS)
+        )
     return folder
 
 
@@ -40,21 +42,39 @@ def undisturbed(source_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def in_process_of_its_own(source_dir: Path, dst: Path, **options: int) -> subprocess.CompletedProcess[str]:
+def in_process_of_its_own(
+    source_dir: Path, dst: Path, **options: int
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(source_dir), str(dst), json.dumps(options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_the_output_is_right_and_nothing_else_is_left(source_dir: Path, undisturbed: dict[str, bytes]) -> None:
+def test_the_output_is_right_and_nothing_else_is_left(
+    source_dir: Path, undisturbed: dict[str, bytes]
+) -> None:
     halves = [(source_dir / f"rank{rank}").read_bytes() for rank in range(2)]
-    tensor = b"".join(halves[rank][row * 96 : row * 96 + 96] for row in range(engine_run.ROWS) for rank in range(2))
+    tensor = b"".join(
+        halves[rank][row * 96 : row * 96 + 96]
+        for row in range(engine_run.ROWS)
+        for rank in range(2)
+    )
     first = undisturbed["deep/part0"]
     assert first[32 : 32 + len(tensor)] == tensor
     assert first[4:12] == b"%08x" % zlib.crc32(tensor)
-    assert sorted(undisturbed) == ["ckpt-manifest.json", "deep/part0", "deep/part4", "deep/part8", "index"]
+    assert sorted(undisturbed) == [
+        "ckpt-manifest.json",
+        "deep/part0",
+        "deep/part4",
+        "deep/part8",
+        "index",
+    ]
 
 
 def test_two_runs_are_byte_identical_and_leave_no_stage(
@@ -77,7 +97,9 @@ def test_a_killed_run_is_continued_to_the_same_bytes(
     assert tree(dst) == undisturbed
     assert report["notes"] == ["continuing the unfinished stage"]
     lost = kill_after - int(str(report["resumed"]))
-    being_synced = being_filled = 200_000  # while one thread waits for the disk, the other goes on writing
+    being_synced = being_filled = (
+        200_000  # while one thread waits for the disk, the other goes on writing
+    )
     assert lost <= being_synced + being_filled + 3 * (64 << 10) + 192 * 1024
     assert os.listdir(tmp_path) == ["out"]
 
@@ -109,7 +131,9 @@ def test_a_stage_of_other_options_is_started_anew(
     assert tree(dst) == undisturbed
 
 
-def test_a_killed_run_without_resume_is_named_and_removed_by_the_next(source_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_without_resume_is_named_and_removed_by_the_next(
+    source_dir: Path, tmp_path: Path
+) -> None:
     dst = tmp_path / "out"
     in_process_of_its_own(source_dir, dst, kill_after=1_000_000)
     assert os.listdir(tmp_path) == [".out.ckpt-stage"]
@@ -119,7 +143,9 @@ def test_a_killed_run_without_resume_is_named_and_removed_by_the_next(source_dir
 
 
 @pytest.mark.parametrize("how", ["interrupt_after", "fail_after"])
-def test_an_interrupt_or_an_error_leaves_nothing(source_dir: Path, tmp_path: Path, how: str) -> None:
+def test_an_interrupt_or_an_error_leaves_nothing(
+    source_dir: Path, tmp_path: Path, how: str
+) -> None:
     ended = in_process_of_its_own(source_dir, tmp_path / "new" / "out", **{how: 1_000_000})
     assert ended.returncode == (130 if how == "interrupt_after" else 6), ended.stderr
     assert os.listdir(tmp_path) == []
@@ -148,7 +174,9 @@ def test_a_stage_in_use_is_refused(source_dir: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     options = json.dumps({"hold": 60})
     with subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(source_dir), str(dst), options], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(SCRIPT), str(source_dir), str(dst), options],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
@@ -181,8 +209,13 @@ def test_force_replaces_only_when_the_new_one_is_complete(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_force_does_not_replace_what_holds_the_source_or_another_kind(source_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="would remove"), Stage(source_dir, force=True, keep=[source_dir / "rank0"]):
+def test_force_does_not_replace_what_holds_the_source_or_another_kind(
+    source_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(UsageError, match="would remove"),
+        Stage(source_dir, force=True, keep=[source_dir / "rank0"]),
+    ):
         pass
     with pytest.raises(UsageError, match="would remove"), Stage(Path.home(), force=True):
         pass
@@ -198,12 +231,17 @@ def test_force_does_not_replace_what_holds_the_source_or_another_kind(source_dir
     ):
         pass
     (tmp_path / "link").symlink_to(source_dir)
-    with pytest.raises(UsageError, match="is a symbolic link"), Stage(tmp_path / "link", force=True):
+    with (
+        pytest.raises(UsageError, match="is a symbolic link"),
+        Stage(tmp_path / "link", force=True),
+    ):
         pass
 
 
 @pytest.mark.parametrize("force", [0, 1])
-def test_a_single_file_is_published_with_its_manifest(source_dir: Path, tmp_path: Path, force: int) -> None:
+def test_a_single_file_is_published_with_its_manifest(
+    source_dir: Path, tmp_path: Path, force: int
+) -> None:
     dst = tmp_path / "out.bin"
     if force:
         dst.write_text("old")
@@ -256,7 +294,9 @@ def test_leaving_without_commit_publishes_nothing(tmp_path: Path) -> None:
 def test_a_journal_line_is_written_after_the_files_are_synced(tmp_path: Path) -> None:
     synced: list[set[str]] = []
     path = tmp_path / "journal"
-    journal = FileJournal(path, "plan", sync=lambda files: synced.append(set(files)), batch_bytes=100)
+    journal = FileJournal(
+        path, "plan", sync=lambda files: synced.append(set(files)), batch_bytes=100
+    )
     first = ItemRecord((WrittenRun(0, 0, 60, 7),))
     journal.add((0, 0), first, {"a"})
     assert synced == [] and journal.done((0, 0)) is None
@@ -265,7 +305,11 @@ def test_a_journal_line_is_written_after_the_files_are_synced(tmp_path: Path) ->
     journal.add((0, 2), first, {"a"})
     journal.close()
     again = FileJournal(path, "plan", sync=lambda files: None)
-    assert again.done((0, 0)) == first and again.done((0, 1)) is not None and again.done((0, 2)) is None
+    assert (
+        again.done((0, 0)) == first
+        and again.done((0, 1)) is not None
+        and again.done((0, 2)) is None
+    )
     again.close()
     other = FileJournal(path, "another plan", sync=lambda files: None)
     assert other.done((0, 0)) is None

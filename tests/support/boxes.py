@@ -39,7 +39,9 @@ class Cut:
         return [PlannedArray(name, DTYPE, shape) for name, shape, _ in self.parts]
 
 
-def pieces(key: str, shape: tuple[int, ...], axis: int, n: int, *, segments: int = 1, copies: int = 1) -> Cut:
+def pieces(
+    key: str, shape: tuple[int, ...], axis: int, n: int, *, segments: int = 1, copies: int = 1
+) -> Cut:
     """Shards along an axis; with segments, shard r holds the r-th n-th of each segment, one after the other."""
     parts = []
     step = shape[axis] // (n * segments)
@@ -102,7 +104,9 @@ class Model:
                 shapes[name] = shape
                 for box, at in held:
                     where = region(at, box, len(shape))
-                    array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(array[where].shape)
+                    array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(
+                        array[where].shape
+                    )
         arrays: dict[str, StoredArray] = {}
         buffers = [bytearray() for _ in range(files)]
         for number, (name, array) in enumerate(content.items()):
@@ -120,7 +124,11 @@ class Model:
 
     def target(self, *, dtype: str = DTYPE, gap: int = 7) -> tuple[TargetCatalog, list[FileImage]]:
         """The target catalog, and one file image per two arrays."""
-        arrays = {name: PlannedArray(name, dtype, shape) for cut in self.cuts.values() for name, shape, _ in cut.parts}
+        arrays = {
+            name: PlannedArray(name, dtype, shape)
+            for cut in self.cuts.values()
+            for name, shape, _ in cut.parts
+        }
         images = []
         names = list(arrays)
         for number in range(0, len(names), 2):
@@ -136,7 +144,11 @@ class Model:
         """The catalog of given arrays."""
 
         def fragments_of(key: str) -> list[Fragment[ArrayT]]:
-            return [Fragment(key, box, arrays[name], at) for name, _, held in self.cuts[key].parts for box, at in held]
+            return [
+                Fragment(key, box, arrays[name], at)
+                for name, _, held in self.cuts[key].parts
+                for box, at in held
+            ]
 
         tensors = {key: TensorMeta(key, dtype, shape) for key, shape in self.tensors.items()}
         return Catalog("fake", None, tensors, fragments_of)
@@ -149,7 +161,9 @@ def written(stage: MemoryStore, images: Sequence[FileImage]) -> dict[str, np.nda
         for placed in image.arrays:
             array = placed.array
             data = stage.read(image.path, placed.offset, array.n_bytes)
-            found[array.name] = np.frombuffer(data, dtype=f"u{itemsize(array.dtype)}").reshape(array.shape)
+            found[array.name] = np.frombuffer(data, dtype=f"u{itemsize(array.dtype)}").reshape(
+                array.shape
+            )
     return found
 
 
@@ -162,5 +176,7 @@ def expected(model: Model, data: Mapping[str, np.ndarray] | None = None) -> dict
             array = found.setdefault(name, np.zeros(shape, tensor.dtype))
             for box, at in held:
                 where = region(at, box, len(shape))
-                array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(array[where].shape)
+                array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(
+                    array[where].shape
+                )
     return {name: array.view(f"u{array.dtype.itemsize}") for name, array in found.items()}

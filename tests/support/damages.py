@@ -93,7 +93,10 @@ def _swap_begin(path: Path) -> None:
 
 def _moved(header: dict[str, dict[str, list[int]]], step: int) -> None:
     """The last tensor lies elsewhere; its length is the same."""
-    last = max((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"][1])
+    last = max(
+        (entry for name, entry in header.items() if name != "__metadata__"),
+        key=lambda e: e["data_offsets"][1],
+    )
     last["data_offsets"] = [n + step for n in last["data_offsets"]]
 
 
@@ -189,7 +192,13 @@ def _two_iterations(path: Path) -> None:
 
 TABLE = (
     # --- any file
-    row(ONE, "an empty file", "model.safetensors", lambda p: p.write_bytes(b""), ("CK102", "model.safetensors")),
+    row(
+        ONE,
+        "an empty file",
+        "model.safetensors",
+        lambda p: p.write_bytes(b""),
+        ("CK102", "model.safetensors"),
+    ),
     row(ONE, "a pipe", "model.safetensors", b.piped, ("CK104", "model.safetensors")),
     row(RANKS, "a pipe in a rank", RANK, b.piped, ("CK101", RANK[13:]), ("CK104", RANK[13:])),
     row(DCP, "a link to nowhere", "", lambda p: (p / "x.pt").symlink_to("gone"), ("CK104", "x.pt")),
@@ -198,7 +207,9 @@ TABLE = (
         ONE,
         "a Git LFS pointer",
         "model.safetensors",
-        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        lambda p: p.write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        ),
         ("CK108", "model.safetensors"),
     ),
     row(
@@ -209,7 +220,11 @@ TABLE = (
         ("CK108", "pytorch_model-00001-of-00003.bin"),
     ),
     row(
-        DCP, "a temporary file", "", lambda p: (p / "__0_0.distcp.tmp").write_bytes(b"x"), ("CK107", "__0_0.distcp.tmp")
+        DCP,
+        "a temporary file",
+        "",
+        lambda p: (p / "__0_0.distcp.tmp").write_bytes(b"x"),
+        ("CK107", "__0_0.distcp.tmp"),
     ),
     row(
         SHARDS,
@@ -218,7 +233,13 @@ TABLE = (
         lambda p: (p / f".{FIRST}.a1B2c3").write_bytes(b"x"),
         ("CK107", f".{FIRST}.a1B2c3"),
     ),
-    row(DCP, "an unfinished save inside", "", lambda p: (p / ".ckpt-stage").mkdir(), ("CK107", ".ckpt-stage")),
+    row(
+        DCP,
+        "an unfinished save inside",
+        "",
+        lambda p: (p / ".ckpt-stage").mkdir(),
+        ("CK107", ".ckpt-stage"),
+    ),
     row(
         DCP,
         "an unfinished write beside it",
@@ -257,7 +278,13 @@ TABLE = (
         lambda p: _bytes(p, b.grown("data/1", 4096)),
         ("CK123", "model_zip.pt"),
     ),
-    row(TORCH, "an encrypted record", "", lambda p: _bytes(p, b.flagged("data/1", flags=1)), ("CK124", "model_zip.pt")),
+    row(
+        TORCH,
+        "an encrypted record",
+        "",
+        lambda p: _bytes(p, b.flagged("data/1", flags=1)),
+        ("CK124", "model_zip.pt"),
+    ),
     row(
         TORCH,
         "a record packed by LZMA",
@@ -288,7 +315,11 @@ TABLE = (
         ("CK127", "model_zip.pt"),
     ),
     row(
-        TORCH, "no pickle", "", lambda p: _bytes(p, b.renamed_record("data.pkl", "data.pk1")), ("CK128", "model_zip.pt")
+        TORCH,
+        "no pickle",
+        "",
+        lambda p: _bytes(p, b.renamed_record("data.pkl", "data.pk1")),
+        ("CK128", "model_zip.pt"),
     ),
     row(
         TORCH,
@@ -308,7 +339,9 @@ TABLE = (
         TORCH,
         "a pickle that asks for gigabytes",
         "",
-        lambda p: b.repacked(p, "data.pkl", lambda d: d[:2] + b"\x8f" * 9 + b"r\xff\xff\xff\x0f" + d[2:]),
+        lambda p: b.repacked(
+            p, "data.pkl", lambda d: d[:2] + b"\x8f" * 9 + b"r\xff\xff\xff\x0f" + d[2:]
+        ),
         ("CK111", "model_zip.pt"),
     ),
     row(
@@ -322,11 +355,19 @@ TABLE = (
         TORCH,
         "a storage of no type of torch's",
         "",
-        lambda p: b.repacked(p, "data.pkl", lambda d: d.replace(b"\nBFloat16Storage\n", b"\nOddStorage\n", 1)),
+        lambda p: b.repacked(
+            p, "data.pkl", lambda d: d.replace(b"\nBFloat16Storage\n", b"\nOddStorage\n", 1)
+        ),
         ("CK109", None),
         ("CK601", "model_zip.pt"),  # old versions of torch call the class of a storage
     ),
-    row(LEGACY, "2^60 elements before a storage", "", lambda p: _absurd_count(p), ("CK111", "model_legacy.pt")),
+    row(
+        LEGACY,
+        "2^60 elements before a storage",
+        "",
+        lambda p: _absurd_count(p),
+        ("CK111", "model_legacy.pt"),
+    ),
     row(LEGACY, "an old file, cut short", "", b.cut, ("CK103", "model_legacy.pt")),
     row(
         TORCH,
@@ -335,7 +376,13 @@ TABLE = (
         lambda p: b.tarred(p, "sys_info", "pickle", "tensors", "storages"),
         ("CK109", "model_zip.pt"),
     ),
-    row(TORCH, "a tar file of something else", "", lambda p: b.tarred(p, "notes.txt"), ("CK108", "model_zip.pt")),
+    row(
+        TORCH,
+        "a tar file of something else",
+        "",
+        lambda p: b.tarred(p, "notes.txt"),
+        ("CK108", "model_zip.pt"),
+    ),
     row(TORCH, "a dict that contains itself", "", b.circular, ("CK109", "model_zip.pt")),
     row(LEGACY, "a dict that contains itself", "", b.circular, ("CK109", "model_legacy.pt")),
     # --- safetensors
@@ -347,7 +394,9 @@ TABLE = (
         lambda p: _bytes(p, lambda d: d.__setitem__(12, 0)),
         ("CK130", "model.safetensors"),
     ),
-    row(ONE, "two entries of one name", "model.safetensors", _twice, ("CK131", "model.safetensors")),
+    row(
+        ONE, "two entries of one name", "model.safetensors", _twice, ("CK131", "model.safetensors")
+    ),
     row(
         ONE,
         "metadata that are no strings",
@@ -382,7 +431,13 @@ TABLE = (
     row(ZARR, "a missing chunk", f"{WORDS}/0.0", Path.unlink, ("CK141", f"{WORDS[13:]}/0.0")),
     row(ZARR, "a short chunk", f"{WORDS}/0.0", b.cut, ("CK142", f"{WORDS[13:]}/0.0")),
     row(ZARR, "a long chunk", f"{WORDS}/0.0", b.lengthened, ("CK142", f"{WORDS[13:]}/0.0")),
-    row(ZARR, "an empty chunk", f"{WORDS}/0.0", lambda p: p.write_bytes(b""), ("CK142", f"{WORDS[13:]}/0.0")),
+    row(
+        ZARR,
+        "an empty chunk",
+        f"{WORDS}/0.0",
+        lambda p: p.write_bytes(b""),
+        ("CK142", f"{WORDS[13:]}/0.0"),
+    ),
     row(
         ZARR,
         "a chunk beyond the grid",
@@ -399,7 +454,13 @@ TABLE = (
     ),
     row(ZARR, "malformed metadata", f"{WORDS}/.zarray", b.cut, ("CK140", f"{WORDS[13:]}/.zarray")),
     row(ZARR, "no metadata", WORDS, _no_zarray, ("CK140", f"{WORDS[13:]}/.zarray")),
-    row(ZARR, "an empty directory", WORDS, lambda p: (shutil.rmtree(p), p.mkdir()), ("CK140", WORDS[13:])),
+    row(
+        ZARR,
+        "an empty directory",
+        WORDS,
+        lambda p: (shutil.rmtree(p), p.mkdir()),
+        ("CK140", WORDS[13:]),
+    ),
     row(
         ZARR,
         "metadata of both versions",
@@ -424,7 +485,13 @@ TABLE = (
         ("CK103", "rng_state/shard_0.0_2.2.pt"),
     ),
     row(ZARR3, "a missing shard", "w/c/0/0", Path.unlink, ("CK141", "w/c/0/0")),
-    row(ZARR3, "a shard without room for its index", "w/c/0/0", lambda p: p.write_bytes(b"x"), ("CK142", "w/c/0/0")),
+    row(
+        ZARR3,
+        "a shard without room for its index",
+        "w/c/0/0",
+        lambda p: p.write_bytes(b"x"),
+        ("CK142", "w/c/0/0"),
+    ),
     row(
         ZARR3,
         "a flipped bit in a shard's index",
@@ -445,7 +512,13 @@ TABLE = (
     # --- dcp and torch_dist
     row(DCP, "a missing file", "__1_0.distcp", Path.unlink, ("CK101", "__1_0.distcp")),
     row(DCP, "a short file", "__1_0.distcp", b.cut, ("CK103", "__1_0.distcp")),
-    row(DCP, "an empty file", "__1_0.distcp", lambda p: p.write_bytes(b""), ("CK103", "__1_0.distcp")),
+    row(
+        DCP,
+        "an empty file",
+        "__1_0.distcp",
+        lambda p: p.write_bytes(b""),
+        ("CK103", "__1_0.distcp"),
+    ),
     row(
         DCP,
         "a file of an earlier save",
@@ -463,13 +536,37 @@ TABLE = (
         lambda p: p.write_bytes(p.read_bytes().replace(b"__1_0.distcp", b"../_0.distcp")),
         ("CK110", ".metadata"),
     ),
-    row(DCP, "malformed metadata", ".metadata", lambda p: _bytes(p, _no_opcodes), ("CK150", ".metadata")),
+    row(
+        DCP,
+        "malformed metadata",
+        ".metadata",
+        lambda p: _bytes(p, _no_opcodes),
+        ("CK150", ".metadata"),
+    ),
     row(DCP, "empty metadata", ".metadata", lambda p: p.write_bytes(b""), ("CK102", ".metadata")),
-    row(FOLDERS, "a missing file", "optimizer_0/__1_0.distcp", Path.unlink, ("CK101", "optimizer_0/__1_0.distcp")),
+    row(
+        FOLDERS,
+        "a missing file",
+        "optimizer_0/__1_0.distcp",
+        Path.unlink,
+        ("CK101", "optimizer_0/__1_0.distcp"),
+    ),
     row(FOLDERS, "a short file", f"{FSDP}/__1_0.distcp", b.cut, ("CK103", f"{FSDP}/__1_0.distcp")),
-    row(FOLDERS, "no metadata of the model", f"{FSDP}/.metadata", Path.unlink, ("CK515", f"{FSDP}/.metadata")),
+    row(
+        FOLDERS,
+        "no metadata of the model",
+        f"{FSDP}/.metadata",
+        Path.unlink,
+        ("CK515", f"{FSDP}/.metadata"),
+    ),
     row(FOLDERS, "an empty optimizer", "optimizer_0", _emptied, ("CK515", "optimizer_0/.metadata")),
-    row(FOLDERS, "short metadata", "optimizer_0/.metadata", b.cut, ("CK103", "optimizer_0/.metadata")),
+    row(
+        FOLDERS,
+        "short metadata",
+        "optimizer_0/.metadata",
+        b.cut,
+        ("CK103", "optimizer_0/.metadata"),
+    ),
     row(
         FOLDERS,
         "a file of an earlier save",
@@ -485,8 +582,20 @@ TABLE = (
         ("CK122", "optimizer_0/__0_0.distcp"),
         level=Level.HEADERS,
     ),
-    row(FOLDERS, "short random states", "random_states_1.pkl", b.cut, ("CK103", "random_states_1.pkl")),
-    row(FOLDERS, "an empty scheduler", "scheduler.bin", lambda p: p.write_bytes(b""), ("CK102", "scheduler.bin")),
+    row(
+        FOLDERS,
+        "short random states",
+        "random_states_1.pkl",
+        b.cut,
+        ("CK103", "random_states_1.pkl"),
+    ),
+    row(
+        FOLDERS,
+        "an empty scheduler",
+        "scheduler.bin",
+        lambda p: p.write_bytes(b""),
+        ("CK102", "scheduler.bin"),
+    ),
     row(
         DCP,
         "an item that is overwritten",
@@ -550,8 +659,21 @@ TABLE = (
         ("CK515", "metadata.json"),
         ("CK512", f"../{TRACKER}"),
     ),
-    row(HEAD, "malformed metadata.json", f"{ITER}/metadata.json", b.zeroed, ("CK516", "metadata.json")),
-    row(HEAD, "no .metadata", f"{ITER}/.metadata", Path.unlink, ("CK515", ".metadata"), ("CK512", f"../{TRACKER}")),
+    row(
+        HEAD,
+        "malformed metadata.json",
+        f"{ITER}/metadata.json",
+        b.zeroed,
+        ("CK516", "metadata.json"),
+    ),
+    row(
+        HEAD,
+        "no .metadata",
+        f"{ITER}/.metadata",
+        Path.unlink,
+        ("CK515", ".metadata"),
+        ("CK512", f"../{TRACKER}"),
+    ),
     row(OLD, "no common state", f"{ITER}/common.pt", Path.unlink, ("CK101", "common.pt")),
     row(
         OLD,
@@ -663,7 +785,14 @@ TABLE = (
         Path.unlink,
         ("CK101", "pytorch_model-00002-of-00003.bin"),
     ),
-    row(SHARDS, "a missing shard and no index", "", _without_index, ("CK101", SECOND), ("CK528", INDEX)),
+    row(
+        SHARDS,
+        "a missing shard and no index",
+        "",
+        _without_index,
+        ("CK101", SECOND),
+        ("CK528", INDEX),
+    ),
     row(SHARDS, "a malformed index", INDEX, b.cut, ("CK520", INDEX)),
     row(
         SHARDS,
@@ -694,7 +823,13 @@ TABLE = (
         lambda p: _in_index(p, lambda m: m.update(ghost="pytorch_model-00001-of-00003.bin")),
         ("CK521", "pytorch_model-00001-of-00003.bin"),
     ),
-    row(SHARDS, "another total size", INDEX, lambda p: b.json_changed(p, _hf_total), ("CK523", INDEX)),
+    row(
+        SHARDS,
+        "another total size",
+        INDEX,
+        lambda p: b.json_changed(p, _hf_total),
+        ("CK523", INDEX),
+    ),
     row(
         BINS,
         "another total size",
@@ -726,10 +861,28 @@ TABLE = (
         level=Level.HEADERS,
     ),
     # --- what a trainer saves above DeepSpeed's directory
-    row(TRAINER, "short random states", "checkpoint-2/rng_state.pth", b.cut, ("CK103", "../rng_state.pth")),
-    row(TRAINER, "short weights", "checkpoint-2/model.safetensors", b.cut, ("CK103", "../model.safetensors")),
+    row(
+        TRAINER,
+        "short random states",
+        "checkpoint-2/rng_state.pth",
+        b.cut,
+        ("CK103", "../rng_state.pth"),
+    ),
+    row(
+        TRAINER,
+        "short weights",
+        "checkpoint-2/model.safetensors",
+        b.cut,
+        ("CK103", "../model.safetensors"),
+    ),
     row(TRAINER, "an empty tool", "checkpoint-2/zero_to_fp32.py", lambda p: p.write_bytes(b"")),
-    row(TRAINER, "a cut configuration", "checkpoint-2/config.json", b.cut, ("CK526", "../config.json")),
+    row(
+        TRAINER,
+        "a cut configuration",
+        "checkpoint-2/config.json",
+        b.cut,
+        ("CK526", "../config.json"),
+    ),
     row(
         TRAINER,
         "a short file of a rank",
@@ -738,15 +891,45 @@ TABLE = (
         ("CK103", "mp_rank_00_model_states.pt"),
     ),
     # --- trackers
-    row(RANKS, "a tracker that names nothing", TRACKER, lambda p: p.write_text("20"), ("CK510", TRACKER)),
-    row(ZERO, "a tracker that names nothing", "latest", lambda p: p.write_text("global_step20"), ("CK510", "latest")),
+    row(
+        RANKS,
+        "a tracker that names nothing",
+        TRACKER,
+        lambda p: p.write_text("20"),
+        ("CK510", TRACKER),
+    ),
+    row(
+        ZERO,
+        "a tracker that names nothing",
+        "latest",
+        lambda p: p.write_text("global_step20"),
+        ("CK510", "latest"),
+    ),
     row(RANKS, "a malformed tracker", TRACKER, lambda p: p.write_text("ten"), ("CK511", TRACKER)),
     row(RANKS, "an empty tracker", TRACKER, lambda p: p.write_bytes(b""), ("CK511", TRACKER)),
-    row(ZERO, "a tracker that leads out", "latest", lambda p: p.write_text("../x"), ("CK511", "latest")),
-    row(RANKS, "a tracker that names an empty directory", "", _two_iterations, ("CK512", f"../{TRACKER}")),
+    row(
+        ZERO,
+        "a tracker that leads out",
+        "latest",
+        lambda p: p.write_text("../x"),
+        ("CK511", "latest"),
+    ),
+    row(
+        RANKS,
+        "a tracker that names an empty directory",
+        "",
+        _two_iterations,
+        ("CK512", f"../{TRACKER}"),
+    ),
     row(RANKS, "no tracker", TRACKER, Path.unlink, ("CK514", f"../{TRACKER}")),
     # --- what other software would run
-    row(RANKS, "a call of what is not known to be harmless", RANK, b.calling, ("CK601", RANK.removeprefix(f"{ITER}/"))),
+    row(
+        RANKS,
+        "a call of what is not known to be harmless",
+        RANK,
+        b.calling,
+        ("CK601", RANK.removeprefix(f"{ITER}/")),
+    ),
     row(
         RANKS,
         "a call of what nobody knows",
@@ -754,7 +937,13 @@ TABLE = (
         lambda p: b.calling(p, module="train.model", name="Net"),
         ("CK602", RANK.removeprefix(f"{ITER}/")),
     ),
-    row(TORCH, "a call of what is not known to be harmless", "", b.calling, ("CK601", "model_zip.pt")),
+    row(
+        TORCH,
+        "a call of what is not known to be harmless",
+        "",
+        b.calling,
+        ("CK601", "model_zip.pt"),
+    ),
     row(OLD, "a call in the common state", f"{ITER}/common.pt", b.calling, ("CK601", "common.pt")),
     row(HEAD, "a call in the metadata", f"{ITER}/.metadata", b.calling, ("CK601", ".metadata")),
     row(DCP, "a call in the metadata", ".metadata", b.calling, ("CK601", ".metadata")),
@@ -799,7 +988,11 @@ def _dotted(path: Path) -> None:
 
 _CONFIG = "config.json"
 _HEAD = "lm_head.weight"
-_MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+}
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -813,12 +1006,48 @@ def _mistral_without_a_tensor(path: Path) -> None:
 
 
 MODELS = (
-    row(ONE, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=5), ("CK533", _CONFIG)),
-    row(SHARDS, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=4), ("CK533", _CONFIG)),
-    row(BINS, "fewer layers are stated", "", lambda p: config_changed(p, num_hidden_layers=2), ("CK533", _CONFIG)),
-    row(ONE, "another vocabulary is stated", "", lambda p: config_changed(p, vocab_size=131), ("CK532", _CONFIG)),
-    row(ONE, "wider heads are stated", "", lambda p: config_changed(p, head_dim=16), ("CK532", _CONFIG)),
-    row(ONE, "biases are stated", "", lambda p: config_changed(p, attention_bias=True), ("CK530", _CONFIG)),
+    row(
+        ONE,
+        "more layers are stated",
+        "",
+        lambda p: config_changed(p, num_hidden_layers=5),
+        ("CK533", _CONFIG),
+    ),
+    row(
+        SHARDS,
+        "more layers are stated",
+        "",
+        lambda p: config_changed(p, num_hidden_layers=4),
+        ("CK533", _CONFIG),
+    ),
+    row(
+        BINS,
+        "fewer layers are stated",
+        "",
+        lambda p: config_changed(p, num_hidden_layers=2),
+        ("CK533", _CONFIG),
+    ),
+    row(
+        ONE,
+        "another vocabulary is stated",
+        "",
+        lambda p: config_changed(p, vocab_size=131),
+        ("CK532", _CONFIG),
+    ),
+    row(
+        ONE,
+        "wider heads are stated",
+        "",
+        lambda p: config_changed(p, head_dim=16),
+        ("CK532", _CONFIG),
+    ),
+    row(
+        ONE,
+        "biases are stated",
+        "",
+        lambda p: config_changed(p, attention_bias=True),
+        ("CK530", _CONFIG),
+    ),
     row(
         ONE,
         "a tensor is lost",
@@ -826,7 +1055,13 @@ MODELS = (
         lambda p: tensors_changed(p, lambda t: t.pop("model.layers.1.self_attn.q_proj.weight")),
         ("CK530", _CONFIG),
     ),
-    row(ONE, "all names have a prefix", "", lambda p: tensors_changed(p, prefixed), ("CK530", _CONFIG)),
+    row(
+        ONE,
+        "all names have a prefix",
+        "",
+        lambda p: tensors_changed(p, prefixed),
+        ("CK530", _CONFIG),
+    ),
     row(
         ONE,
         "a tensor too many",
@@ -834,9 +1069,23 @@ MODELS = (
         lambda p: tensors_changed(p, lambda t: t.update(v_head=torch.ones(3))),
         ("CK531", _CONFIG),
     ),
-    row(ONE, "experts are stated", "", lambda p: config_changed(p, **_MIXTRAL), *_of(530, 531, 534)),
-    row(ONE, "the output layer is lost", "", lambda p: tensors_changed(p, lambda t: t.pop(_HEAD)), ("CK535", _CONFIG)),
-    row(TIED, "ties are taken back", "", lambda p: config_changed(p, tie_word_embeddings=False), ("CK535", _CONFIG)),
+    row(
+        ONE, "experts are stated", "", lambda p: config_changed(p, **_MIXTRAL), *_of(530, 531, 534)
+    ),
+    row(
+        ONE,
+        "the output layer is lost",
+        "",
+        lambda p: tensors_changed(p, lambda t: t.pop(_HEAD)),
+        ("CK535", _CONFIG),
+    ),
+    row(
+        TIED,
+        "ties are taken back",
+        "",
+        lambda p: config_changed(p, tie_word_embeddings=False),
+        ("CK535", _CONFIG),
+    ),
     row(
         TIED,
         "another output layer than the tied one",
@@ -848,15 +1097,43 @@ MODELS = (
         TIED,
         "other numbers in the tied output layer",
         "",
-        lambda p: tensors_changed(p, lambda t: t.update({_HEAD: t["model.embed_tokens.weight"] + 1})),
+        lambda p: tensors_changed(
+            p, lambda t: t.update({_HEAD: t["model.embed_tokens.weight"] + 1})
+        ),
         ("CK539", "model.safetensors"),
         level=Level.DEEP,
     ),
-    row(ONE, "scales are stated", "", lambda p: config_changed(p, quantization_config=_FP8), ("CK536", _CONFIG)),
-    row(ONE, "a layer of a family without a table lost a tensor", "", _mistral_without_a_tensor, ("CK540", _CONFIG)),
-    row(ONE, "weights of integers", "", lambda p: tensors_changed(p, _integers), ("CK537", _CONFIG)),
-    row(ONE, "no hidden size is stated", "", lambda p: config_changed(p, hidden_size=None), ("CK538", _CONFIG)),
-    row(ONE, "a negative size is stated", "", lambda p: config_changed(p, num_attention_heads=-4), ("CK538", _CONFIG)),
+    row(
+        ONE,
+        "scales are stated",
+        "",
+        lambda p: config_changed(p, quantization_config=_FP8),
+        ("CK536", _CONFIG),
+    ),
+    row(
+        ONE,
+        "a layer of a family without a table lost a tensor",
+        "",
+        _mistral_without_a_tensor,
+        ("CK540", _CONFIG),
+    ),
+    row(
+        ONE, "weights of integers", "", lambda p: tensors_changed(p, _integers), ("CK537", _CONFIG)
+    ),
+    row(
+        ONE,
+        "no hidden size is stated",
+        "",
+        lambda p: config_changed(p, hidden_size=None),
+        ("CK538", _CONFIG),
+    ),
+    row(
+        ONE,
+        "a negative size is stated",
+        "",
+        lambda p: config_changed(p, num_attention_heads=-4),
+        ("CK538", _CONFIG),
+    ),
 )
 """Models of transformers whose tensors and configuration do not fit (``core.checks.metadata.hf_model``)."""
 
@@ -871,7 +1148,12 @@ def _wide_strides(data: bytes) -> bytes:
 def _absurd_count(path: Path) -> None:
     """The number in front of the first storage's bytes, which the pickle states as well."""
     count = (130 * 32).to_bytes(8, "little")
-    _bytes(path, lambda data: data.__setitem__(slice(at := data.index(count), at + 8), (1 << 60).to_bytes(8, "little")))
+    _bytes(
+        path,
+        lambda data: data.__setitem__(
+            slice(at := data.index(count), at + 8), (1 << 60).to_bytes(8, "little")
+        ),
+    )
 
 
 def _shortened_item(path: Path) -> None:

@@ -137,7 +137,9 @@ def run_steps(steps: Sequence[Step], folder: Path) -> Iterator[tuple[Step, int, 
     """
     bin_dir = folder / ".bin"
     bin_dir.mkdir()
-    (bin_dir / "ckpt").write_text(f'#!/bin/bash\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_cli "$@"\n')
+    (bin_dir / "ckpt").write_text(
+        f'#!/bin/bash\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_cli "$@"\n'
+    )
     (bin_dir / "ckpt").chmod(0o755)
     code = 0
     for step in steps:
@@ -162,7 +164,11 @@ def _run_here(arguments: list[str], folder: Path) -> tuple[int, str]:
     from ckpt_cli.app import main
 
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
         code = main(arguments)
     stream.flush()
     return code, stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
@@ -170,7 +176,9 @@ def _run_here(arguments: list[str], folder: Path) -> tuple[int, str]:
 
 def is_shown(shown: Sequence[str], output: Sequence[str]) -> bool:
     """Return whether what a page shows is the output, times and ``…`` apart."""
-    pattern = "".join(r"(?:.*\n)*?" if line.strip() == GAP else _line_pattern(line) for line in shown)
+    pattern = "".join(
+        r"(?:.*\n)*?" if line.strip() == GAP else _line_pattern(line) for line in shown
+    )
     return re.fullmatch(pattern, "".join(f"{line.rstrip()}\n" for line in output)) is not None
 
 
@@ -187,9 +195,13 @@ def problems_of(text: str, golden: Path, folder: Path) -> list[str]:
     shows_code = {step.line for step, after in pairwise(steps) if after.command == "echo $?"}
     for step, code, output in run_steps(steps, folder):
         if code != 0 and step.line not in shows_code:
-            problems.append(f"line {step.line + 1}: $ {step.command}: exit code {code}\n" + "\n".join(output))
+            problems.append(
+                f"line {step.line + 1}: $ {step.command}: exit code {code}\n" + "\n".join(output)
+            )
         elif step.shown and not is_shown(step.shown, output):
-            problems.append(f"line {step.line + 1}: $ {step.command}: other output:\n" + "\n".join(output))
+            problems.append(
+                f"line {step.line + 1}: $ {step.command}: other output:\n" + "\n".join(output)
+            )
     return problems
 
 
@@ -205,10 +217,14 @@ def with_real_output(text: str, golden: Path, folder: Path) -> str:
         if step.shown and not is_shown(step.shown, output):
             gaps = [i for i, line in enumerate(step.shown) if line.strip() == GAP]
             if gaps and gaps != [len(step.shown) - 1]:
-                sys.stderr.write("\n    ".join([f"line {step.line + 1}: other output:", *output, ""]))
+                sys.stderr.write(
+                    "\n    ".join([f"line {step.line + 1}: other output:", *output, ""])
+                )
             else:
                 new = [*output[: gaps[0]], GAP] if gaps else output
-                lines[step.line + 1 : step.line + 1 + len(step.shown)] = [line.rstrip() for line in new]
+                lines[step.line + 1 : step.line + 1 + len(step.shown)] = [
+                    line.rstrip() for line in new
+                ]
     return "\n".join(lines) + "\n"
 
 
@@ -218,7 +234,9 @@ def _main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         golden = Path(temporary, "golden")
         with tarfile.open(ROOT / "tests/golden/golden.tar.xz") as archive:
-            archive.extractall(golden, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            archive.extractall(
+                golden, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+            )
         if arguments[0] != "--write":
             target = Path(arguments[0])
             if target.exists():

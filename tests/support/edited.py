@@ -29,9 +29,13 @@ def copied(golden: Path, name: str, tmp_path: Path) -> Path:
     return next(iter(sorted(target.glob("iter_*"))), target)
 
 
-def found_in(path: Path, level: Level = Level.METADATA, *, least: Severity = Severity.WARNING) -> list[Finding]:
+def found_in(
+    path: Path, level: Level = Level.METADATA, *, least: Severity = Severity.WARNING
+) -> list[Finding]:
     """The findings that are at least as severe, each of which says where it is and what to do."""
-    findings = [finding for finding in validate(path, level=level).findings if finding.severity >= least]
+    findings = [
+        finding for finding in validate(path, level=level).findings if finding.severity >= least
+    ]
     for finding in findings:
         assert finding.hint
         assert finding.file or finding.key or finding.rank
@@ -72,7 +76,9 @@ def edit_pickle(folder: Path, change: Callable[[Any], None]) -> None:
     path.write_bytes(pickle.dumps(found))
 
 
-def edit_rank(folder: Path, change: Callable[[dict[str, Any]], None], *, file: str = MODEL_FILE) -> None:
+def edit_rank(
+    folder: Path, change: Callable[[dict[str, Any]], None], *, file: str = MODEL_FILE
+) -> None:
     """Changes a rank's file. Its arguments become a namespace of plain values, which all ranks' must be."""
     loaded = load_rank_file(folder / file)
     if "args" in loaded:

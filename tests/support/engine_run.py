@@ -44,7 +44,12 @@ def source_catalog() -> Catalog:
             Fragment(
                 key,
                 Box((0, half * rank), (ROWS, half)),
-                StoredArray(f"{key}@{rank}", "bfloat16", (ROWS, half), Extent(f"rank{rank}", number * ROWS * half * 2)),
+                StoredArray(
+                    f"{key}@{rank}",
+                    "bfloat16",
+                    (ROWS, half),
+                    Extent(f"rank{rank}", number * ROWS * half * 2),
+                ),
                 (0, 0),
             )
             for rank in range(2)
@@ -71,7 +76,11 @@ def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
             placed.append(PlacedArray(end, arrays[name]))
             end += arrays[name].n_bytes + 8
         path = "out.bin" if is_file else f"deep/part{first}"
-        images.append(FileImage(path, end, placed, lambda crc_of, name=names[first]: [(4, b"%08x" % crc_of(name))]))
+        images.append(
+            FileImage(
+                path, end, placed, lambda crc_of, name=names[first]: [(4, b"%08x" % crc_of(name))]
+            )
+        )
     if not is_file:
         images.append(literal_file("index", b"here", is_metadata=True))
     return target_catalog_like(fragments_of), images
@@ -109,7 +118,9 @@ def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, objec
         is_file=is_file,
         resume=bool(options.get("resume")),
         force=bool(options.get("force")),
-        identity=identity_of(plan, store, options=str(options.get("other", "")), item_bytes=item_bytes),
+        identity=identity_of(
+            plan, store, options=str(options.get("other", "")), item_bytes=item_bytes
+        ),
         needed_bytes=plan.file_bytes,
         keep=[source_dir],
         batch_bytes=200_000,
@@ -118,7 +129,9 @@ def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, objec
             sys.stdout.write("held\n")
             sys.stdout.flush()
             time.sleep(options["hold"])
-        copying = CopyOptions(item_bytes=item_bytes, buffer_bytes=96 << 10, progress=progress, journal=stage.journal)
+        copying = CopyOptions(
+            item_bytes=item_bytes, buffer_bytes=96 << 10, progress=progress, journal=stage.journal
+        )
         result = execute(plan, store, stage.store, copying)
         files = finish_files(plan, result, stage.store)
         name = manifest_name(dst.name if is_file else None)

@@ -11,7 +11,17 @@ from core.catalog.stored import Coords
 
 FacetT = TypeVar("FacetT")
 _FACTS = (
-    *("iteration", "args", "common", "optimizer", "aliases", "unsupported", "carried", "documents", "zeros"),
+    *(
+        "iteration",
+        "args",
+        "common",
+        "optimizer",
+        "aliases",
+        "unsupported",
+        "carried",
+        "documents",
+        "zeros",
+    ),
     *("notes", "dropped", "write", "facets"),
 )
 """The fields of a catalog that are not its tensors, its objects and where they lie."""

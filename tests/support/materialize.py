@@ -37,10 +37,14 @@ def array_bytes(catalog: Catalog, store: ReadStore, array: StoredArray) -> Bytes
         return np.zeros((*shape, size), np.uint8)
     strides = extent.strides
     if strides is None:
-        return np.frombuffer(store.read(extent.file, extent.offset, array.n_bytes), np.uint8).reshape(*shape, size)
+        return np.frombuffer(
+            store.read(extent.file, extent.offset, array.n_bytes), np.uint8
+        ).reshape(*shape, size)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     flat = np.frombuffer(store.read(extent.file, extent.offset, span * size), np.uint8)
-    return np.lib.stride_tricks.as_strided(flat, (*shape, size), (*(step * size for step in strides), 1)).copy()
+    return np.lib.stride_tricks.as_strided(
+        flat, (*shape, size), (*(step * size for step in strides), 1)
+    ).copy()
 
 
 def tensor_bytes(catalog: Catalog, store: ReadStore, key: str) -> Bytes:
@@ -49,10 +53,14 @@ def tensor_bytes(catalog: Catalog, store: ReadStore, key: str) -> Bytes:
     whole = np.zeros((*meta.shape, itemsize(meta.dtype)), np.uint8)
     known = np.zeros(meta.shape, bool)
     for fragment in catalog.fragments(key):
-        region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+        region = tuple(
+            slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
+        )
         piece: Bytes = np.zeros((*fragment.box.shape, whole.shape[-1]), np.uint8)
         if fragment.array is not None:
-            piece = _region(array_bytes(catalog, store, fragment.array), fragment.at, fragment.box.shape)
+            piece = _region(
+                array_bytes(catalog, store, fragment.array), fragment.at, fragment.box.shape
+            )
         if known[region].all():
             assert (whole[region] == piece).all(), f"replicas of {key} differ"
         whole[region] = piece
@@ -96,12 +104,16 @@ def materialized(
         for placed in image.arrays:
             data = content[placed.array.name]
             end = placed.offset + len(data)
-            assert end <= image.size and not taken[placed.offset : end].any(), f"{placed.array.name} overlaps"
+            assert end <= image.size and not taken[placed.offset : end].any(), (
+                f"{placed.array.name} overlaps"
+            )
             taken[placed.offset : end] = True
             made[placed.offset : end] = data
         for offset, data in image.literals(lambda name: zlib.crc32(content[name])):
             end = offset + len(data)
-            assert end <= image.size and not taken[offset:end].any(), f"{image.path}: literal at {offset} overlaps"
+            assert end <= image.size and not taken[offset:end].any(), (
+                f"{image.path}: literal at {offset} overlaps"
+            )
             taken[offset:end] = True
             made[offset:end] = data
         files[image.path] = bytes(made)

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 
-def moved(catalog: Catalog, store: ReadStore, *, threads: int = 2, compares: bool = True) -> dict[str, bytes]:
+def moved(
+    catalog: Catalog, store: ReadStore, *, threads: int = 2, compares: bool = True
+) -> dict[str, bytes]:
     """The dense bytes of every tensor."""
     target = partitioned(replace(catalog, hidden={}), format="raw", by="whole")
     images = [
-        FileImage(key, meta.n_bytes, (PlacedArray(0, target.whole_array(key)),)) for key, meta in target.tensors.items()
+        FileImage(key, meta.n_bytes, (PlacedArray(0, target.whole_array(key)),))
+        for key, meta in target.tensors.items()
     ]
     out = MemoryStore()
     execute(make_plan(catalog, target, images, threads=threads, compares=compares), store, out)

@@ -32,7 +32,9 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-PICKLE = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, loads=pickle.loads, __name__="stand_in_pickle")
+PICKLE = SimpleNamespace(
+    Unpickler=_Unpickler, load=pickle.load, loads=pickle.loads, __name__="stand_in_pickle"
+)
 
 
 def load_rank_file(path: Path) -> dict[str, Any]:
@@ -63,7 +65,10 @@ def assert_same_weights(found_root: Path, wanted_root: Path) -> None:
     found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
     assert list(found) == list(wanted)
     for name in wanted:
-        ours, theirs = load_rank_file(found[name] / MODEL_FILE), load_rank_file(wanted[name] / MODEL_FILE)
+        ours, theirs = (
+            load_rank_file(found[name] / MODEL_FILE),
+            load_rank_file(wanted[name] / MODEL_FILE),
+        )
         chunks = [key for key in theirs if key.startswith("model")]
         assert [key for key in ours if key.startswith("model")] == chunks
         for chunk in chunks:

@@ -42,7 +42,10 @@ FOUND_BUT_CONVERTED = {
 }
 REFUSED_BUT_SOUND = {
     **dict.fromkeys(
-        (*(f"{where}: a surrogate" for where in _IN_ANY_PICKLE), "metadata: a key with a surrogate"),
+        (
+            *(f"{where}: a surrogate" for where in _IN_ANY_PICKLE),
+            "metadata: a key with a surrogate",
+        ),
         "torch reads the name; no text of ours can hold it",
     ),
     **dict.fromkeys(
@@ -58,4 +61,6 @@ def check_agreement(name: str, *, is_refused: bool, is_found: bool) -> None:
     for verdicts, table in tables.items():
         is_listed = any(fnmatchcase(name, pattern) for pattern in table)
         differs = (is_refused, is_found) == verdicts
-        assert differs == is_listed, f"{name}: refused {is_refused}, found {is_found}, listed {is_listed}"
+        assert differs == is_listed, (
+            f"{name}: refused {is_refused}, found {is_found}, listed {is_listed}"
+        )

@@ -83,7 +83,9 @@ class PipeTeam:
             raise WorkerError("a worker is gone") from err
 
 
-def run_team(n: int, function: Callable[..., Any], *args: Any, allow_failure: bool = False) -> list[Any]:
+def run_team(
+    n: int, function: Callable[..., Any], *args: Any, allow_failure: bool = False
+) -> list[Any]:
     """What ``function(team, *args)`` returns on each of ``n`` ranks.
 
     Args:
@@ -123,13 +125,17 @@ def run_team(n: int, function: Callable[..., Any], *args: Any, allow_failure: bo
             processes[rank].kill()
     for process in processes:
         process.join(TIMEOUT_S)
-    failed = [f"rank {rank}: {text}" for rank, (kind, _, text) in enumerate(found) if kind != "returned"]
+    failed = [
+        f"rank {rank}: {text}" for rank, (kind, _, text) in enumerate(found) if kind != "returned"
+    ]
     if failed and not allow_failure:
         raise AssertionError("\n".join(failed))
     return [value for _, value, _ in found]
 
 
-def _rank(team: PipeTeam, result: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _rank(
+    team: PipeTeam, result: Connection, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
     try:
         result.send(("returned", function(team, *args), ""))
     except BaseException as err:

@@ -37,7 +37,11 @@ def differences(source: Any, result: Any) -> list[Difference]:
     """Return what differs between two trees: types, keys and their order, values bit for bit, aliases."""
     comparison = _Comparison(result)
     found = list(comparison.root(source, result))
-    return [*found, *_sharing(comparison.tensors, "alias", _first_byte), *_sharing(comparison.containers, "shared", id)]
+    return [
+        *found,
+        *_sharing(comparison.tensors, "alias", _first_byte),
+        *_sharing(comparison.containers, "shared", id),
+    ]
 
 
 _GENERAL = {
@@ -63,7 +67,11 @@ def is_told(difference: Difference, texts: Iterable[str]) -> bool:
     They name its path or one above it, or they are about all entries of its kind, or about more than they name.
     """
     parts = difference.path.split(".")
-    names = ["the root", "value"] if not difference.path else [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    names = (
+        ["the root", "value"]
+        if not difference.path
+        else [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    )
     general = _GENERAL.get(difference.kind)
     subject = _SUBJECTS.get(difference.kind, f"{difference.text.split(' ')[0]} becomes")
     return any(
@@ -122,7 +130,9 @@ class _Comparison:
         elif not _equal(one, other):
             yield Difference(name, "value", f"{one!r:.60} is {other!r:.60}")
 
-    def _mappings(self, one: Mapping[Any, Any], other: Mapping[Any, Any], path: Path) -> Iterator[Difference]:
+    def _mappings(
+        self, one: Mapping[Any, Any], other: Mapping[Any, Any], path: Path
+    ) -> Iterator[Difference]:
         own = {_typed(key): key for key in other}
         order = []
         for key, item in one.items():
@@ -130,18 +140,24 @@ class _Comparison:
             if match is _ABSENT and not isinstance(key, str):
                 match = own.pop(_typed(str(key)), _ABSENT)
                 if match is not _ABSENT:
-                    yield Difference(".".join(map(str, (*path, key))), "key", f"{type(key).__name__} is str")
+                    yield Difference(
+                        ".".join(map(str, (*path, key))), "key", f"{type(key).__name__} is str"
+                    )
             if match is _ABSENT:
                 yield from self._elsewhere(item, (*path, key))
             else:
                 order.append(match)
                 yield from self._pair(item, other[match], (*path, key))
         if path:
-            yield from (Difference(".".join(map(str, (*path, key))), "added") for key in own.values())
+            yield from (
+                Difference(".".join(map(str, (*path, key))), "added") for key in own.values()
+            )
         if [key for key in other if any(key is match for match in order)] != order:
             yield Difference(".".join(map(str, path)), "order")
 
-    def _attributes(self, one: Mapping[Any, Any], others: Mapping[str, Any], path: Path) -> Iterator[Difference]:
+    def _attributes(
+        self, one: Mapping[Any, Any], others: Mapping[str, Any], path: Path
+    ) -> Iterator[Difference]:
         """Those of a mapping, which may hold tensors."""
         for attribute, value in getattr(one, "__dict__", {}).items():
             at = (*path, attribute)
@@ -154,7 +170,9 @@ class _Comparison:
         for index, item in enumerate(one):
             at = (*path, index)
             is_placeholder = index < len(other) and other[index] is None
-            if index >= len(other) or (is_placeholder and isinstance(item, (torch.Tensor, Mapping, list, tuple))):
+            if index >= len(other) or (
+                is_placeholder and isinstance(item, (torch.Tensor, Mapping, list, tuple))
+            ):
                 yield from self._elsewhere(item, at)
             else:
                 yield from self._pair(item, other[index], at)
@@ -172,7 +190,9 @@ class _Comparison:
             yield from self._attributes(item, {}, path)
             for key, below in item.items():
                 yield from self._elsewhere(below, (*path, key))
-        elif isinstance(item, (list, tuple)) and any(isinstance(part, (torch.Tensor, Mapping)) for part in item):
+        elif isinstance(item, (list, tuple)) and any(
+            isinstance(part, (torch.Tensor, Mapping)) for part in item
+        ):
             for index, below in enumerate(item):
                 yield from self._elsewhere(below, (*path, index))
         else:
@@ -203,9 +223,16 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
-        if not isinstance(other, np.ndarray) or (one.dtype, one.shape) != (other.dtype, other.shape):
+        if not isinstance(other, np.ndarray) or (one.dtype, one.shape) != (
+            other.dtype,
+            other.shape,
+        ):
             return False
-        return one.tolist() == other.tolist() if one.dtype.hasobject else one.tobytes() == other.tobytes()
+        return (
+            one.tolist() == other.tolist()
+            if one.dtype.hasobject
+            else one.tobytes() == other.tobytes()
+        )
     if isinstance(one, float) and one != one:
         return isinstance(other, float) and other != other
     if type(one) is type(other) and not isinstance(one, type) and getattr(one, "__dict__", None):
@@ -217,7 +244,10 @@ def _sharing(pairs: list[tuple[str, Any, Any]], kind: str, identity: Any) -> Ite
     """What is one on one side, and two on the other."""
     first_of: tuple[dict[Any, str], dict[Any, str]] = ({}, {})
     for name, *sides in pairs:
-        groups = [first.setdefault(identity(side), name) for first, side in zip(first_of, sides, strict=True)]
+        groups = [
+            first.setdefault(identity(side), name)
+            for first, side in zip(first_of, sides, strict=True)
+        ]
         if groups[0] != groups[1]:
             yield Difference(name, kind, f"with {groups[0]} is with {groups[1]}")
 

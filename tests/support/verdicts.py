@@ -15,7 +15,10 @@ HOSTILE = "a\x1b[2J\n::error::x##[debug]]>&<\"'\u202e\udc80%0A,:[l](http://e){0}
 
 
 def finding(
-    code: str = "CK100", severity: Severity = Severity.ERROR, message: str = "the file ends early", **parts: object
+    code: str = "CK100",
+    severity: Severity = Severity.ERROR,
+    message: str = "the file ends early",
+    **parts: object,
 ) -> Finding:
     return Finding(code=code, severity=severity, message=message, **parts)  # type: ignore[arg-type]
 

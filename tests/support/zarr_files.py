@@ -25,7 +25,9 @@ from core.plan.plan import make_plan
 from core.stage.files import StageStore
 
 
-def element_bytes(key: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def element_bytes(
+    key: str, dtype: str, shape: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Dense elements as bytes (the shape, then one axis of itemsize): a function of key and index."""
     size = DTYPES[dtype].itemsize
     n = int(np.prod(shape, dtype=np.int64)) * size
@@ -49,12 +51,16 @@ def source_of(
         data = element_bytes(key, dtype, shape)
         step = chunks.get(key, shape)
         fragments[key] = []
-        for offset in np.ndindex(*(-(-n // max(s, 1)) or 1 for n, s in zip(shape, step, strict=True))):
+        for offset in np.ndindex(
+            *(-(-n // max(s, 1)) or 1 for n, s in zip(shape, step, strict=True))
+        ):
             start = tuple(o * s for o, s in zip(offset, step, strict=True))
             end = tuple(min(o + s, n) for o, s, n in zip(start, step, shape, strict=True))
             box = Box(start, tuple(e - o for o, e in zip(start, end, strict=True)))
             name = f"{key}@{start}"
-            files[name] = data[tuple(slice(o, e) for o, e in zip(start, end, strict=True))].tobytes()
+            files[name] = data[
+                tuple(slice(o, e) for o, e in zip(start, end, strict=True))
+            ].tobytes()
             array = StoredArray(name, dtype, box.shape, Extent(name, 0))
             fragments[key].append(Fragment(key, box, array, (0,) * len(shape)))
     catalog = Catalog(
@@ -68,7 +74,9 @@ def source_of(
     return catalog, MemoryStore(files)
 
 
-def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **options: Any) -> Path:
+def written(
+    catalog: Catalog, store: ReadStore, format: Format, folder: Path, **options: Any
+) -> Path:
     """Return the checkpoint that the engine makes of a source.
 
     Args:
@@ -78,7 +86,9 @@ def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **
     return filled(source, store, replace(target, write=WriteOptions(**options)), format, folder)
 
 
-def filled(source: Catalog, store: ReadStore, target: TargetCatalog, format: Format, folder: Path) -> Path:
+def filled(
+    source: Catalog, store: ReadStore, target: TargetCatalog, format: Format, folder: Path
+) -> Path:
     """The checkpoint of a target catalog."""
     assert format.lay_out is not None
     plan = make_plan(source, target, tuple(format.lay_out(target)))

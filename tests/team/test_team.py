@@ -28,7 +28,11 @@ def _meet(team: Team) -> object:
 
 
 def test_ranks_are_told_and_collected():
-    assert run_team(3, _meet) == [({"from": 0}, [0, 10, 20]), ({"from": 0}, None), ({"from": 0}, None)]
+    assert run_team(3, _meet) == [
+        ({"from": 0}, [0, 10, 20]),
+        ({"from": 0}, None),
+        ({"from": 0}, None),
+    ]
 
 
 def _fail(team: Team, guilty: int) -> object:
@@ -47,7 +51,12 @@ def _fail(team: Team, guilty: int) -> object:
 def test_all_ranks_raise_what_one_raised(guilty: int):
     for error in run_team(3, _fail, guilty, allow_failure=True):
         assert isinstance(error, CorruptError)
-        assert (error.message, error.file, error.key, failed_rank_of(error)) == ("bytes are wrong", "f", "w", guilty)
+        assert (error.message, error.file, error.key, failed_rank_of(error)) == (
+            "bytes are wrong",
+            "f",
+            "w",
+            guilty,
+        )
         assert is_final(error)
 
 

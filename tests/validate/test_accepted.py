@@ -28,11 +28,15 @@ def made(code: str, severity: Severity = Severity.ERROR, **place: str) -> Findin
         ("CK1:a:b", [("CK1", "a:b")]),
     ],
 )
-def test_patterns_are_codes_what_codes_begin_with_and_places(text: str, patterns: list[tuple[str, str | None]]) -> None:
+def test_patterns_are_codes_what_codes_begin_with_and_places(
+    text: str, patterns: list[tuple[str, str | None]]
+) -> None:
     assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*one) for one in patterns)
 
 
-@pytest.mark.parametrize("text", ["", "101", "CK1011", "E501", "CK101:", "CK101,", "CK9", "CK102", "*.bias"])
+@pytest.mark.parametrize(
+    "text", ["", "101", "CK1011", "E501", "CK101:", "CK101,", "CK9", "CK102", "*.bias"]
+)
 def test_a_pattern_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_patterns([text], known=KNOWN)
@@ -57,7 +61,9 @@ def test_findings_are_told_apart_and_the_worst_is_first() -> None:
         made("CK101", file="new"),
     ]
     ignored = parse_patterns(["CK701:*.bias"], known=KNOWN)
-    acceptance = Acceptance(ignored=ignored, known=frozenset({made("CK101", file="known").fingerprint}))
+    acceptance = Acceptance(
+        ignored=ignored, known=frozenset({made("CK101", file="known").fingerprint})
+    )
     found = acceptance.judge(findings)
     assert [one.key or one.file for one in found.counted] == ["new", "w", "n"]
     assert [one.key for one in found.ignored] == ["a.bias"]
@@ -86,7 +92,9 @@ def test_a_baseline_holds_what_was_found_whatever_the_words(tmp_path: Path) -> N
     assert json.loads(path.read_text())["schema"] == "ckpt.baseline/1"
     known = read_baseline(path)
     assert known == {one.fingerprint for one in findings}
-    again = Finding(code="CK201", severity=Severity.WARNING, message="other words", key="k", rank="r", found="9")
+    again = Finding(
+        code="CK201", severity=Severity.WARNING, message="other words", key="k", rank="r", found="9"
+    )
     assert Acceptance(known=known).judge([again]).known == [again]
     assert Acceptance(known=known).judge([made("CK201", key="k")]).counted
 

@@ -51,7 +51,9 @@ def test_the_newest_is_taken_if_it_is_whole(root: Path) -> None:
         shutil.rmtree,
     ],
 )
-def test_damaged_ones_are_skipped_with_the_reason(root: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_ones_are_skipped_with_the_reason(
+    root: Path, damage: Callable[[Path], None]
+) -> None:
     damage(root / "iter_0000030")
     found = newest(root)
     assert found.iteration == 20
@@ -66,7 +68,9 @@ def test_none_is_whole(root: Path) -> None:
         (path / ".metadata").write_bytes(b"")
     found = newest(root)
     assert found.path is None
-    assert [one.path for one in found.skipped] == [str(path) for path in reversed(iteration_paths(root))]
+    assert [one.path for one in found.skipped] == [
+        str(path) for path in reversed(iteration_paths(root))
+    ]
 
 
 def test_what_is_newer_than_the_tracker_was_not_finished(root: Path) -> None:
@@ -98,7 +102,10 @@ def test_stages_are_named_and_skipped(root: Path) -> None:
         (root / name).mkdir()
     found = newest(root)
     assert found.iteration == 30
-    assert [Path(one.path).name for one in found.skipped] == [".iter_0000040.ckpt-tmp", "40.orbax-checkpoint-tmp-1"]
+    assert [Path(one.path).name for one in found.skipped] == [
+        ".iter_0000040.ckpt-tmp",
+        "40.orbax-checkpoint-tmp-1",
+    ]
 
 
 def test_numbers_are_compared_and_not_names(root: Path) -> None:

@@ -22,7 +22,13 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.problems import collect_problems, finding_of
 from core.checks.subject import Subject
-from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, UnsafeError
+from core.errors import (
+    CheckpointingException,
+    MissingShardError,
+    Report,
+    TruncatedError,
+    UnsafeError,
+)
 from core.formats.dcp.columns import DcpItem, DcpMetadata
 from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.format import METADATA, check_files, metadata_files, salvaged, stated_metadata
@@ -69,7 +75,11 @@ def check_data_files(subject: Subject) -> Iterator[Finding]:
     unsafe = [err for err in problems if isinstance(err, UnsafeError)]
     if unsafe:
         yield finding_of(
-            unsafe[0], default=DCP_METADATA, file=METADATA, expected="names inside the checkpoint", found=len(unsafe)
+            unsafe[0],
+            default=DCP_METADATA,
+            file=METADATA,
+            expected="names inside the checkpoint",
+            found=len(unsafe),
         )
     # If an item's file name could not be read, a file that seems unreferenced may be the one.
     if not any(err.rule == "dcp.items" for err in problems):
@@ -86,7 +96,11 @@ def _read_metadata(subject: Subject, report: Report) -> DcpMetadata:
         CheckpointingException: the file is missing, or nothing of it can be read.
     """
     failure = subject.failure if subject.catalog is None else None
-    if failure is not None and failure.file in metadata_files(subject.store) and not _is_of_an_entry(failure):
+    if (
+        failure is not None
+        and failure.file in metadata_files(subject.store)
+        and not _is_of_an_entry(failure)
+    ):
         raise failure  # a second attempt would fail the same way
     try:
         return stated_metadata(subject.store)
@@ -108,7 +122,9 @@ def _missing_files(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]
         yield finding_of(
             err,
             default=DCP_METADATA,
-            expected=f"at least {err.span[1]} bytes" if isinstance(err, TruncatedError) and err.span else "the file",
+            expected=f"at least {err.span[1]} bytes"
+            if isinstance(err, TruncatedError) and err.span
+            else "the file",
             found="no such file" if size is None else f"{size} bytes",
         )
 
@@ -132,7 +148,9 @@ def check_items(subject: Subject) -> Iterator[Finding]:
         metadata = _read_metadata(subject, lambda problem: None)
     except CheckpointingException:
         return  # reported by ``check_data_files``
-    with suppress(CheckpointingException):  # a missing file, or one that kept the checkpoint from being opened
+    with suppress(
+        CheckpointingException
+    ):  # a missing file, or one that kept the checkpoint from being opened
         metadata = with_raw_files(subject.store, metadata)
     for key, item in _zip_items(metadata):
         if item.offset + item.n_bytes <= subject.files.get(item.file, -1):
@@ -147,7 +165,10 @@ def _zip_items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
     """
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
-            if row not in metadata.descriptors and metadata.file_index[row] not in metadata.raw_files:
+            if (
+                row not in metadata.descriptors
+                and metadata.file_index[row] not in metadata.raw_files
+            ):
                 yield tensor.key, item
     for key, item in metadata.objects.items():
         if key not in metadata.object_descriptors:
@@ -160,7 +181,9 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
     archives: list[Archive] = []
 
     def read_item(report: Report) -> None:
-        archive, is_complete = open_archive(store, item.file, report, start=item.offset, n_bytes=item.n_bytes)
+        archive, is_complete = open_archive(
+            store, item.file, report, start=item.offset, n_bytes=item.n_bytes
+        )
         if is_complete:
             check_kind(archive)
         check_records(store, archive, report, reads=True)
@@ -171,7 +194,9 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
         yield finding_of(
             err,
             default=DCP_ITEM,
-            code=DCP_ITEM if err.rule in (None, "zip.directory") else None,  # no zip begins or ends at these bytes
+            code=DCP_ITEM
+            if err.rule in (None, "zip.directory")
+            else None,  # no zip begins or ends at these bytes
             file=item.file,
             key=key,
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
@@ -195,7 +220,8 @@ def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
     # Sort all items by file and position, then compare neighbours; the last field only breaks ties.
     n_tensor_items = len(items)
     items += [
-        (item.file, item.offset, item.n_bytes, n_tensor_items + n) for n, item in enumerate(metadata.objects.values())
+        (item.file, item.offset, item.n_bytes, n_tensor_items + n)
+        for n, item in enumerate(metadata.objects.values())
     ]
     items.sort()
     for before, after in pairwise(items):
@@ -209,4 +235,7 @@ def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
             )
 
 
-CHECKS = (Check(check_data_files, formats=_FORMATS), Check(check_items, Level.HEADERS, formats=_FORMATS))
+CHECKS = (
+    Check(check_data_files, formats=_FORMATS),
+    Check(check_items, Level.HEADERS, formats=_FORMATS),
+)

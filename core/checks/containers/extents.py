@@ -51,7 +51,9 @@ def _check_size(subject: Subject, file: str, end: int, key: str) -> Iterator[Fin
     if (size is not None and size >= end) or subject.is_covered_by_finding(file):
         return
     yield (MISSING if size is None else TRUNCATED).finding(
-        "the file of a tensor is missing" if size is None else "a tensor extends beyond the end of the file",
+        "the file of a tensor is missing"
+        if size is None
+        else "a tensor extends beyond the end of the file",
         file=file,
         key=key,
         span=None if size is None else (size, end),

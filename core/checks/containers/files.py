@@ -39,7 +39,9 @@ _LEFT_OVER = re.compile(
 )
 """By suffix; rsync's ``.NAME.XXXXXX``; NFS files that were removed while open."""
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
-_WEIGHTS = re.compile(r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
+_WEIGHTS = re.compile(
+    r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$"
+)
 """Files that are never text; other names may hold anything."""
 _PAGE_BYTES = 1 << 20
 """Upper limit for the size of a server's error page."""
@@ -53,7 +55,9 @@ def check_regular_files(subject: Subject) -> Iterator[Finding]:
             continue
         is_harmless = kind == REPEATED_LINK or (kind == BROKEN_LINK and not DATA.search(name))
         severity = Severity.NOTE if is_harmless else None
-        yield IRREGULAR.finding(f"it is {kind}", file=name, expected="a regular file", found=kind, severity=severity)
+        yield IRREGULAR.finding(
+            f"it is {kind}", file=name, expected="a regular file", found=kind, severity=severity
+        )
 
 
 def check_empty_files(subject: Subject) -> Iterator[Finding]:
@@ -62,7 +66,9 @@ def check_empty_files(subject: Subject) -> Iterator[Finding]:
         # Megatron's zarr backend leaves empty lock files below folders NAME.sync.
         is_in_lock = any(part.endswith(".sync") for part in name.split("/"))
         if size == 0 and DATA.search(name) and not _MAY_BE_EMPTY.search(name) and not is_in_lock:
-            yield EMPTY.finding("the file is empty", file=name, expected="at least 1 byte", found="0 bytes")
+            yield EMPTY.finding(
+                "the file is empty", file=name, expected="at least 1 byte", found="0 bytes"
+            )
 
 
 def check_file_kinds(subject: Subject) -> Iterator[Finding]:
@@ -111,4 +117,9 @@ def _leftover(message: str, name: str) -> Finding:
     return LEFT_OVER.finding(message, file=name, expected="nothing", found="a leftover")
 
 
-CHECKS = (Check(check_regular_files), Check(check_empty_files), Check(check_file_kinds), Check(find_leftovers))
+CHECKS = (
+    Check(check_regular_files),
+    Check(check_empty_files),
+    Check(check_file_kinds),
+    Check(find_leftovers),
+)

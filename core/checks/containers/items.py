@@ -122,7 +122,9 @@ def check_storages(subject: Subject) -> Iterator[Finding]:
 
 def _unknown_storages(value: object, *, key: str, file: str | None) -> Iterator[Finding]:
     """Report the unknown storage types in an object."""
-    names = sorted({kind.name for node in walk(value) if (kind := unknown_storage(node)) is not None})
+    names = sorted(
+        {kind.name for node in walk(value) if (kind := unknown_storage(node)) is not None}
+    )
     if names:
         yield NOT_HANDLED.finding(
             "the storage of a tensor has an unknown element type",

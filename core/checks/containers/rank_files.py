@@ -97,7 +97,9 @@ def _read_args(subject: Subject, folders: list[str]) -> object:
     return None
 
 
-def _check_rank_dirs(folders: set[str], allowed: list[set[str]], topology: Topology) -> Iterator[Finding]:
+def _check_rank_dirs(
+    folders: set[str], allowed: list[set[str]], topology: Topology
+) -> Iterator[Finding]:
     """Compare the rank directories with the most similar of the sets that the sizes allow."""
     expected = max(allowed, key=lambda names: (len(names & folders), -len(names)))
     for name in sorted(expected - folders):
@@ -143,12 +145,17 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
     for files, kind in ((optim, "optimizer"), (models, "model")):
         if files:
             yield from _missing_ranks(
-                files, kind, n_ranks=n_ranks if kind == "optimizer" or n_ranks is None else len(optim)
+                files,
+                kind,
+                n_ranks=n_ranks if kind == "optimizer" or n_ranks is None else len(optim),
             )
     if optim and not models and not any(map(_MODEL.match, subject.files)):
         name = "mp_rank_00_model_states.pt"
         yield MISSING.finding(
-            "the model file, which names the parameters, is missing", file=name, expected=name, found="no such file"
+            "the model file, which names the parameters, is missing",
+            file=name,
+            expected=name,
+            found="no such file",
         )
 
 
@@ -168,7 +175,9 @@ def _count_ranks(subject: Subject, files: list[str]) -> int | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _missing_ranks(files: Mapping[int, str], kind: str, *, n_ranks: int | None) -> Iterator[Finding]:
+def _missing_ranks(
+    files: Mapping[int, str], kind: str, *, n_ranks: int | None
+) -> Iterator[Finding]:
     """Report the ranks without a file of one kind."""
     total = min(max(n_ranks or 0, max(files) + 1), _MOST_RANKS)
     like = next(iter(files.values()))
@@ -190,15 +199,21 @@ def check_universal_files(subject: Subject) -> Iterator[Finding]:
         yield from _missing_ranks(models, "model", n_ranks=None)
     elif not any(map(_MODEL.match, subject.files)):
         yield _missing_file(
-            "mp_rank_00_model_states.pt", "the file with the model's state is missing", found="no model file"
+            "mp_rank_00_model_states.pt",
+            "the file with the model's state is missing",
+            found="no model file",
         )
     if "zero/optimizer_state.pt" not in subject.files:
         yield _missing_file(
-            "zero/optimizer_state.pt", "the file with the optimizer's groups is missing", found="no such file"
+            "zero/optimizer_state.pt",
+            "the file with the optimizer's groups is missing",
+            found="no such file",
         )
     # Compare the files in each parameter's directory with those that it should have.
     contents: dict[str, set[str]] = {
-        name: set() for name in subject.tree.folders if name.startswith("zero/") and name.count("/") == 1
+        name: set()
+        for name in subject.tree.folders
+        if name.startswith("zero/") and name.count("/") == 1
     }
     for path in subject.files:
         folder, _, name = path.rpartition("/")
@@ -208,13 +223,18 @@ def check_universal_files(subject: Subject) -> Iterator[Finding]:
         key = folder.removeprefix("zero/")
         present = ", ".join(sorted(contents[folder])) or "nothing"
         yield _missing_file(
-            f"{folder}/{name}", "a file is missing from the parameter's directory", found=present, key=key
+            f"{folder}/{name}",
+            "a file is missing from the parameter's directory",
+            found=present,
+            key=key,
         )
 
 
 def _missing_file(file: str, message: str, *, found: str, key: str | None = None) -> Finding:
     """Return the finding for a missing file of a universal checkpoint."""
-    return MISSING.finding(message, file=file, key=key, expected=file.rpartition("/")[2], found=found)
+    return MISSING.finding(
+        message, file=file, key=key, expected=file.rpartition("/")[2], found=found
+    )
 
 
 CHECKS = (

@@ -45,7 +45,9 @@ def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
     """
     opened: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
-        if size == 0 or not (_ALWAYS.search(name) or _PERHAPS.search(name) or name == subject.store.entry):
+        if size == 0 or not (
+            _ALWAYS.search(name) or _PERHAPS.search(name) or name == subject.store.entry
+        ):
             continue
         group = (_NUMBERS.sub("0", name), size)
         if subject.level == Level.METADATA and group in opened:
@@ -97,10 +99,14 @@ def _check_file(subject: Subject, name: str) -> Iterator[Finding]:
         )
         yield from findings_of(problems, default=MALFORMED, file=name)
     if not problems and (subject.catalog is None or kind == "legacy"):
-        yield from findings_of(collect_problems(lambda report: parse(store, name)), default=MALFORMED, file=name)
+        yield from findings_of(
+            collect_problems(lambda report: parse(store, name)), default=MALFORMED, file=name
+        )
     if archives and not problems and subject.level >= Level.HEADERS:
         names = subject.tensor_names
-        yield from check_descriptors(store, archives[0], keys_of=lambda record: names.at(name, *record.span))
+        yield from check_descriptors(
+            store, archives[0], keys_of=lambda record: names.at(name, *record.span)
+        )
 
 
 def _check_zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
@@ -151,7 +157,10 @@ def check_descriptors(
 ) -> Iterator[Finding]:
     """Check that the data descriptor behind each record matches the directory (CK126)."""
     end = archive.directory
-    spans = [(record.span[1], min(DESCRIPTOR64.size, end - record.span[1])) for record in archive.records.values()]
+    spans = [
+        (record.span[1], min(DESCRIPTOR64.size, end - record.span[1]))
+        for record in archive.records.values()
+    ]
     descriptors = store.read_spans(archive.file, spans)
     for (name, record), data in zip(archive.records.items(), descriptors, strict=True):
         different = _differing_descriptor(data, record)

@@ -17,7 +17,13 @@ from itertools import islice
 from math import prod
 
 from core.checks.check import Check
-from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO, ZARR_UNSTORED
+from core.checks.file_codes import (
+    OBJECT_SHARD,
+    ZARR_METADATA,
+    ZARR_SEPARATOR,
+    ZARR_TWO,
+    ZARR_UNSTORED,
+)
 from core.checks.finding import Finding
 from core.checks.level import Level
 from core.checks.problems import collect_problems, finding_of
@@ -47,12 +53,16 @@ ParseArray = Callable[[ReadStore, str, str], ZarrArray | None]
 
 def _parse_v2(store: ReadStore, file: str, key: str) -> ZarrArray | None:
     """Parse the metadata of a zarr 2 array."""
-    return parse_zarray(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file, key=key)
+    return parse_zarray(
+        read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file, key=key
+    )
 
 
 def _parse_v3(store: ReadStore, file: str, key: str) -> ZarrArray | None:
     """Parse the metadata of a zarr 3 array; None for a group."""
-    kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file)
+    kind, metadata = node_of(
+        read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file
+    )
     return parse_array(metadata, file=file, key=key) if kind == "array" else None
 
 
@@ -126,7 +136,9 @@ def _folders(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Fold
             yield finding
 
 
-def _bare_folder(subject: Subject, folder: str, listing: Mapping[str, int], marker: str) -> Iterator[Finding]:
+def _bare_folder(
+    subject: Subject, folder: str, listing: Mapping[str, int], marker: str
+) -> Iterator[Finding]:
     """Report a directory without metadata that looks like an array's."""
     chunk = next(filter(is_like_a_chunk, listing), None)
     prefix = f"{folder}/" if folder else ""
@@ -140,9 +152,15 @@ def _bare_folder(subject: Subject, folder: str, listing: Mapping[str, int], mark
             expected=marker,
             found="chunks without metadata",
         )
-    elif folder and not any(path.startswith(prefix) for path in (*subject.files, *subject.tree.folders)):
+    elif folder and not any(
+        path.startswith(prefix) for path in (*subject.files, *subject.tree.folders)
+    ):
         yield ZARR_METADATA.finding(
-            "the directory of a tensor is empty", file=folder, key=folder, expected=marker, found="no file"
+            "the directory of a tensor is empty",
+            file=folder,
+            key=folder,
+            expected=marker,
+            found="no file",
         )
 
 
@@ -184,11 +202,15 @@ def _check_chunks(
         )
         return
     for err in problems:
-        yield finding_of(err, default=ZARR_METADATA, expected=_chunks_text(array), found=_size_text(subject, err))
+        yield finding_of(
+            err, default=ZARR_METADATA, expected=_chunks_text(array), found=_size_text(subject, err)
+        )
     # Chunks of a sharded array have chunks inside.
     if array.sharding is not None and not problems:
         for err in collect_problems(
-            lambda report: fragments_of_chunks(store, folder.key, array, chunks[0], file=folder.file, report=report)
+            lambda report: fragments_of_chunks(
+                store, folder.key, array, chunks[0], file=folder.file, report=report
+            )
         ):
             yield finding_of(err, default=ZARR_METADATA)
 
@@ -251,7 +273,9 @@ def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
 
 def check_object_shards(subject: Subject) -> Iterator[Finding]:
     """Check that a ShardedObject with some shards has all of its grid (CK162)."""
-    for grid in shard_grids(path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")):
+    for grid in shard_grids(
+        path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")
+    ):
         for key in islice(grid.absent_keys(), _MOST_NAMED):
             yield OBJECT_SHARD.finding(
                 "this shard of the object is missing; others exist",

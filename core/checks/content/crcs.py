@@ -47,7 +47,9 @@ def check_crcs(subject: Subject) -> Iterator[Finding]:
         stated = wrong.stated
         span = (stated.start, stated.stop)
         is_reported = any(
-            finding.severity == Severity.ERROR and finding.file == wrong.file and finding.span == span
+            finding.severity == Severity.ERROR
+            and finding.file == wrong.file
+            and finding.span == span
             for finding in subject.findings
         )
         if is_reported:
@@ -133,4 +135,8 @@ def _recorded_files(subject: Subject) -> set[str]:
     return listed | sha256_names(subject)
 
 
-CHECKS = (Check(check_crcs, Level.DEEP), Check(report_unreadable, Level.DEEP), Check(report_uncovered, Level.DEEP))
+CHECKS = (
+    Check(check_crcs, Level.DEEP),
+    Check(report_unreadable, Level.DEEP),
+    Check(report_uncovered, Level.DEEP),
+)

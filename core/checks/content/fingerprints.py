@@ -28,7 +28,9 @@ from core.team.protocol import Figures, is_lead
 _DEFAULT_THREADS = 2
 _OTHER = "see what differs: ckpt diff A B"
 
-UNREAD = Code("CK820", Severity.ERROR, "a tensor has no fingerprint", "fix the other findings about it first")
+UNREAD = Code(
+    "CK820", Severity.ERROR, "a tensor has no fingerprint", "fix the other findings about it first"
+)
 MISSING = Code("CK821", Severity.ERROR, "a tensor of the other checkpoint is missing", _OTHER)
 EXTRA = Code("CK822", Severity.WARNING, "a tensor that is not in the other checkpoint", _OTHER)
 OTHER_KIND = Code("CK823", Severity.ERROR, "a tensor differs in dtype or shape", _OTHER)
@@ -64,7 +66,10 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
         return ()
     try:
         form = require_agreement(
-            team, lambda: _canonical_form(subject), lambda canonical: canonical is None, subject=str(subject.path)
+            team,
+            lambda: _canonical_form(subject),
+            lambda canonical: canonical is None,
+            subject=str(subject.path),
         )
         scanned = _scanned_fingerprints(subject)
     except WorkerError:
@@ -76,7 +81,11 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     # Only the lead runs the check; the others can free the memory of the scan.
     if not is_lead(team):
         _release_observers(subject)
-    keys = [key for key in form.catalog.tensors if key in subject.against.fingerprints and key not in scanned]
+    keys = [
+        key
+        for key in form.catalog.tensors
+        if key in subject.against.fingerprints and key not in scanned
+    ]
     result = readable_fingerprints(
         form.catalog,
         subject.store,
@@ -119,7 +128,9 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
     yield from problems
     for key in common:
         if key in fingerprints:
-            yield from _compare_fingerprints(key, expected[key], fingerprints[key], subject.against.label)
+            yield from _compare_fingerprints(
+                key, expected[key], fingerprints[key], subject.against.label
+            )
 
 
 def _canonical_form(subject: Subject) -> Canonical | None:
@@ -127,7 +138,11 @@ def _canonical_form(subject: Subject) -> Canonical | None:
 
     At the lowest level the subject's covers only a sample.
     """
-    if subject.level == Level.METADATA and subject.format is not None and subject.format.sample is not None:
+    if (
+        subject.level == Level.METADATA
+        and subject.format is not None
+        and subject.format.sample is not None
+    ):
         return canonical_of(subject.format.read(subject.store), subject.store, rules=subject.rules)
     return subject.canonical
 
@@ -139,13 +154,19 @@ def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
     for key, other in expected.items():
         if key not in tensors:
             yield MISSING.finding(
-                f"the tensor is only in {subject.against.label}", key=key, expected=_type_text(other), found="nothing"
+                f"the tensor is only in {subject.against.label}",
+                key=key,
+                expected=_type_text(other),
+                found="nothing",
             )
     for key, meta in tensors.items():
         if key not in expected:
             kind = _type_text(Fingerprint(meta.dtype, meta.shape, ""))
             yield EXTRA.finding(
-                f"the tensor is not in {subject.against.label}", key=key, expected="nothing", found=kind
+                f"the tensor is not in {subject.against.label}",
+                key=key,
+                expected="nothing",
+                found=kind,
             )
 
 
@@ -164,7 +185,9 @@ def _collect_fingerprints(
         try:
             fingerprints |= _read_missing(subject, form, [key])
         except CheckpointingException as err:
-            problems.append(UNREAD.finding(err.message, file=err.file, key=key, rank=err.rank, span=err.span))
+            problems.append(
+                UNREAD.finding(err.message, file=err.file, key=key, rank=err.rank, span=err.span)
+            )
     return fingerprints, problems
 
 
@@ -207,11 +230,16 @@ def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[st
     return fingerprints
 
 
-def _compare_fingerprints(key: str, expected: Fingerprint, actual: Fingerprint, label: str) -> Iterator[Finding]:
+def _compare_fingerprints(
+    key: str, expected: Fingerprint, actual: Fingerprint, label: str
+) -> Iterator[Finding]:
     """Report a tensor whose dtype, shape or fingerprint differs."""
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
         yield OTHER_KIND.finding(
-            f"dtype or shape differs from {label}", key=key, expected=_type_text(expected), found=_type_text(actual)
+            f"dtype or shape differs from {label}",
+            key=key,
+            expected=_type_text(expected),
+            found=_type_text(actual),
         )
     elif expected.text != actual.text:
         yield DIFFERENT.finding(

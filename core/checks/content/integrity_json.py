@@ -82,7 +82,11 @@ def watch(subject: Subject) -> Watch:
 def sha256_names(subject: Subject) -> frozenset[str]:
     """Return the existing files whose SHA-256 is listed."""
     listed = _read_listed(subject)
-    return frozenset(name for name in listed if name in subject.files) if isinstance(listed, Mapping) else frozenset()
+    return (
+        frozenset(name for name in listed if name in subject.files)
+        if isinstance(listed, Mapping)
+        else frozenset()
+    )
 
 
 def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | None:
@@ -98,7 +102,9 @@ def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException
         files, algorithm = content.get("files"), content.get("algorithm", _ALGORITHM)
         if algorithm != _ALGORITHM:
             raise CorruptError(f"algorithm {algorithm!r} is not {_ALGORITHM}", file=INTEGRITY)
-        if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+        if not isinstance(files, dict) or not all(
+            isinstance(value, str) for value in files.values()
+        ):
             raise CorruptError("no file names with checksums", file=INTEGRITY)
     except CheckpointingException as err:
         return err

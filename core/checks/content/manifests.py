@@ -23,7 +23,9 @@ from core.scan.sums import Sum
 
 _AGAIN = "copy the checkpoint again, or write a new manifest if it was changed on purpose: ckpt manifest --force"
 
-BROKEN = Code("CK801", Severity.ERROR, "the manifest cannot be read", "write a new one: ckpt manifest --force")
+BROKEN = Code(
+    "CK801", Severity.ERROR, "the manifest cannot be read", "write a new one: ckpt manifest --force"
+)
 MISSING = Code("CK802", Severity.ERROR, "a file listed in the manifest is missing", _AGAIN)
 SIZE = Code("CK803", Severity.ERROR, "file size does not match the manifest", _AGAIN)
 EXTRA = Code(
@@ -32,8 +34,12 @@ EXTRA = Code(
     "a file not listed in the manifest",
     "remove it, or write a new manifest if it belongs to the checkpoint",
 )
-CONTENT = Code("CK805", Severity.ERROR, "file content does not match the manifest", _AGAIN, Level.DEEP)
-ARRAY = Code("CK806", Severity.ERROR, "array content does not match the manifest", _AGAIN, Level.DEEP)
+CONTENT = Code(
+    "CK805", Severity.ERROR, "file content does not match the manifest", _AGAIN, Level.DEEP
+)
+ARRAY = Code(
+    "CK806", Severity.ERROR, "array content does not match the manifest", _AGAIN, Level.DEEP
+)
 
 CODES = (BROKEN, MISSING, SIZE, EXTRA, CONTENT, ARRAY)
 
@@ -108,7 +114,10 @@ def check_contents(subject: Subject) -> Iterator[Finding]:
         difference = _first_difference(file.crc, file.digest if digests else None, actual)
         if difference is not None and not wrong:
             yield CONTENT.finding(
-                "the file was changed or damaged", file=file.path, expected=difference[0], found=difference[1]
+                "the file was changed or damaged",
+                file=file.path,
+                expected=difference[0],
+                found=difference[1],
             )
 
 
@@ -146,7 +155,11 @@ def _scanned_arrays(subject: Subject) -> SumsByRange:
 
 
 def _wrong_arrays(
-    subject: Subject, arrays: list[ManifestArray] | tuple[ManifestArray, ...], sums: SumsByRange, *, digests: bool
+    subject: Subject,
+    arrays: list[ManifestArray] | tuple[ManifestArray, ...],
+    sums: SumsByRange,
+    *,
+    digests: bool,
 ) -> Iterator[Finding]:
     """Report the arrays of one file whose checksums differ from the manifest (CK806)."""
     for array in arrays:
@@ -157,8 +170,14 @@ def _wrong_arrays(
             continue
         for extent in array.shape:
             n_bytes *= extent
-        actual = sums.get((array.file, array.offset, n_bytes)) or _sum_of_range(subject, array, n_bytes)
-        difference = None if actual is None else _first_difference(array.crc, array.digest if digests else None, actual)
+        actual = sums.get((array.file, array.offset, n_bytes)) or _sum_of_range(
+            subject, array, n_bytes
+        )
+        difference = (
+            None
+            if actual is None
+            else _first_difference(array.crc, array.digest if digests else None, actual)
+        )
         if difference is not None:
             yield ARRAY.finding(
                 "the array was changed or damaged",

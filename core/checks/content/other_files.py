@@ -31,7 +31,9 @@ def report_uninspected(subject: Subject) -> Iterator[Finding]:
     for (file, key), content in subject.other_pickles.items():
         for reason in content.unread[:1]:
             n_more = len(content.unread) - 1
-            message = f"not inspected: {reason[:200]}" + (f"; nor were {n_more} other parts" if n_more else "")
+            message = f"not inspected: {reason[:200]}" + (
+                f"; nor were {n_more} other parts" if n_more else ""
+            )
             yield NOT_INSPECTED.finding(message, file=file, key=key)
 
 

@@ -39,7 +39,12 @@ class Difference:
 
 
 def first_difference(
-    store: ReadStore, catalog: Catalog, first: Fragment, other: Fragment, *, device: Device | None = None
+    store: ReadStore,
+    catalog: Catalog,
+    first: Fragment,
+    other: Fragment,
+    *,
+    device: Device | None = None,
 ) -> Difference | None:
     """Compare two fragments with the same box; return None if they are equal bit for bit.
 
@@ -55,7 +60,10 @@ def first_difference(
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
     compare_device = choose_device(device, [COMPARE], threads=1)
-    sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (first, other)]
+    sources = [
+        SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind)
+        for piece in (first, other)
+    ]
     n_different = 0
     index: Shape | None = None
     elements = ("", "")
@@ -64,7 +72,9 @@ def first_difference(
         contents = [source.read(decoded, band) for source in sources]
         if contents[0] == contents[1]:
             continue
-        differs = count_differing(compare_device, memoryview(contents[0]), memoryview(contents[1]), size)
+        differs = count_differing(
+            compare_device, memoryview(contents[0]), memoryview(contents[1]), size
+        )
         n_different += differs.n
         if index is None:
             # Keep where the first difference is, and both elements.

@@ -59,12 +59,26 @@ class _Replicas:
         """All fragments lie at the same place of equally shaped arrays, so equal arrays mean equal
         replicas.
         """
-        return len({(piece.at, piece.array.shape) for piece in self.fragments if piece.array is not None}) == 1
+        return (
+            len(
+                {
+                    (piece.at, piece.array.shape)
+                    for piece in self.fragments
+                    if piece.array is not None
+                }
+            )
+            == 1
+        )
 
 
 def watch(subject: Subject) -> Watch:
     """Request the digests of arrays that have replicas."""
-    names = (piece.array.name for replicas in _all_replicas(subject) for piece in replicas.fragments if piece.array)
+    names = (
+        piece.array.name
+        for replicas in _all_replicas(subject)
+        for piece in replicas.fragments
+        if piece.array
+    )
     return Watch(digests_of=frozenset(names))
 
 
@@ -124,7 +138,9 @@ def _compare_replicas(
         if number == first or (digests and digests.get(number) == digests.get(first)):
             continue
         try:
-            difference = first_difference(subject.store, catalog, primary, piece, device=subject.device)
+            difference = first_difference(
+                subject.store, catalog, primary, piece, device=subject.device
+            )
         except CheckpointingException as err:
             if not subject.is_covered_by_finding(err.file or _file(piece)):
                 yield UNCOMPARED.finding(

@@ -78,8 +78,12 @@ CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
 _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
 """(code, field of ``Facts``, description)."""
 
-_STATE = re.compile(r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)")
-_BEGINS_AS_ZEROS = re.compile(r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias")
+_STATE = re.compile(
+    r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)"
+)
+_BEGINS_AS_ZEROS = re.compile(
+    r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias"
+)
 _MASK = re.compile(r"mask|causal|attn\.bias|attention\.bias|alibi")
 _CALLBACK = re.compile(r"(^|\.)callbacks\.")
 
@@ -113,7 +117,9 @@ def check_values(subject: Subject) -> Iterator[Finding]:
     zero_states: list[str] = []
     for tensor in _tensors(subject, observer.facts):
         yield from _check_numbers(subject, tensor)
-        value = None if tensor.is_padding or not _is_matrix(tensor.meta.shape) else _only_value(tensor)
+        value = (
+            None if tensor.is_padding or not _is_matrix(tensor.meta.shape) else _only_value(tensor)
+        )
         if value is None:
             continue
         # Zero may have a sign bit.
@@ -123,7 +129,9 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         elif is_zero:
             zero_states.append(tensor.meta.key)
     if zero_states:
-        yield ZERO_STATES.finding(f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states)
+        yield ZERO_STATES.finding(
+            f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states
+        )
 
 
 def _constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[Finding]:
@@ -135,7 +143,9 @@ def _constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[
     key, n_elements = tensor.meta.key, tensor.meta.n_elements
     file = _file(tensor.parts[0][0].array)
     if not is_zero:
-        yield CONSTANT.finding(f"all {n_elements} elements have the bits {value:#x}", key=key, file=file)
+        yield CONSTANT.finding(
+            f"all {n_elements} elements have the bits {value:#x}", key=key, file=file
+        )
     elif not _BEGINS_AS_ZEROS.search(key):
         yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
 
@@ -160,7 +170,9 @@ def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor
         yield tensor
 
 
-def _tensors_of(catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]) -> Iterator[_Tensor]:
+def _tensors_of(
+    catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]
+) -> Iterator[_Tensor]:
     """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
     for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
         if meta.dtype not in KINDS:
@@ -266,4 +278,8 @@ def _file(array: StoredArray | None) -> str | None:
 def _rank(array: StoredArray | None) -> str | None:
     """Return the rank directory of an array of a rank file."""
     file = _file(array)
-    return file.rpartition("/")[0] or None if file is not None and array is not None and array.coords else None
+    return (
+        file.rpartition("/")[0] or None
+        if file is not None and array is not None and array.coords
+        else None
+    )

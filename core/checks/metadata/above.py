@@ -45,7 +45,10 @@ def files_above(subject: Subject) -> Iterator[Finding]:
         path=store.root,
         root=store.root,
         store=store,
-        format=next((format for format in (safetensors.FORMAT, bin_shards.FORMAT) if format.sniff(store)), None),
+        format=next(
+            (format for format in (safetensors.FORMAT, bin_shards.FORMAT) if format.sniff(store)),
+            None,
+        ),
         level=subject.level,
         rules=subject.rules,
         threads=subject.threads,
@@ -63,7 +66,11 @@ def files_above(subject: Subject) -> Iterator[Finding]:
         store.close()
     # Findings name files relative to the checkpoint.
     for finding in above.findings:
-        file = None if finding.file is None else os.path.relpath(store.root / finding.file, subject.path)
+        file = (
+            None
+            if finding.file is None
+            else os.path.relpath(store.root / finding.file, subject.path)
+        )
         yield replace(finding, file=file)
 
 

@@ -28,9 +28,14 @@ from core.megatron.model.args import topology_of
 from core.opening.open import ITERATION_DIR
 from core.pickle.inert import as_mapping
 
-_MIXED = "the rank directories come from different steps, or one is damaged: use an older checkpoint"
+_MIXED = (
+    "the rank directories come from different steps, or one is damaged: use an older checkpoint"
+)
 NO_ARGS = Code(
-    "CK501", Severity.WARNING, "no training arguments", "its layout is unknown: keep the arguments of the run at hand"
+    "CK501",
+    Severity.WARNING,
+    "no training arguments",
+    "its layout is unknown: keep the arguments of the run at hand",
 )
 NUMBER = Code(
     "CK502",
@@ -39,8 +44,12 @@ NUMBER = Code(
     "rename the directory, or find the right one",
 )
 RANKS = Code("CK503", Severity.ERROR, "ranks disagree on the state of the run", _MIXED)
-VERSION_ODD = Code("CK504", Severity.WARNING, "unknown checkpoint_version", "use software that knows this version")
-RANDOM = Code("CK505", Severity.WARNING, "random states are incomplete", "start Megatron with --no-load-rng")
+VERSION_ODD = Code(
+    "CK504", Severity.WARNING, "unknown checkpoint_version", "use software that knows this version"
+)
+RANDOM = Code(
+    "CK505", Severity.WARNING, "random states are incomplete", "start Megatron with --no-load-rng"
+)
 BACKEND = Code(
     "CK506",
     Severity.ERROR,
@@ -135,7 +144,11 @@ def _most_frequent(values: list[object]) -> object:
 
 def _value_text(value: object) -> str:
     """Return a value as short text; of containers, only the type."""
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
+    return (
+        repr(value)
+        if isinstance(value, (int, float, str, type(None)))
+        else f"a {type(value).__name__}"
+    )
 
 
 def check_version(subject: Subject) -> Iterator[Finding]:
@@ -179,7 +192,11 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
 
 def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     """Check that the grid of random states is complete, and of the size of the arguments."""
-    shards = [shard for key in catalog.objects if key.startswith(f"{RNG}/") and (shard := sharded_object(key))]
+    shards = [
+        shard
+        for key in catalog.objects
+        if key.startswith(f"{RNG}/") and (shard := sharded_object(key))
+    ]
     if not shards:
         return
     # Take the grid size that most shards state; others belong to another run.
@@ -188,7 +205,10 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     if len(present) < len(shards):
         other = next(other for _, _, other in shards if other != shape)
         yield RANDOM.finding(
-            "random states come from runs of two sizes", key=RNG, expected=f"a grid {shape}", found=f"also {other}"
+            "random states come from runs of two sizes",
+            key=RNG,
+            expected=f"a grid {shape}",
+            found=f"also {other}",
         )
     yield from _missing_random_states(shape, present)
     # Megatron asks for a grid of the parallel sizes in the arguments.
@@ -205,7 +225,9 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
         )
 
 
-def _missing_random_states(shape: tuple[int, ...], present: Set[tuple[int, ...]]) -> Iterator[Finding]:
+def _missing_random_states(
+    shape: tuple[int, ...], present: Set[tuple[int, ...]]
+) -> Iterator[Finding]:
     """Report the ranks of a grid without random states; nothing for absurdly large grids."""
     if prod(shape) > _MOST_RANKS:
         return
@@ -277,6 +299,10 @@ def _unknown_backend(config: Mapping[str, object]) -> Finding:
 
 
 CHECKS = (
-    *(Check(check_arguments), Check(check_iteration), Check(check_agreement, formats=("megatron",))),
+    *(
+        Check(check_arguments),
+        Check(check_iteration),
+        Check(check_agreement, formats=("megatron",)),
+    ),
     *(Check(check_version), Check(check_random_states), Check(check_backend)),
 )

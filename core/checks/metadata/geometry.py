@@ -26,13 +26,23 @@ _AGAIN = "use another checkpoint: this one was not written properly, or was edit
 GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
 OVERLAP = Code("CK202", Severity.ERROR, "chunks of a tensor overlap", _AGAIN)
 BOUNDS = Code("CK203", Severity.ERROR, "a chunk lies outside its tensor", _AGAIN)
-TWICE = Code("CK204", Severity.WARNING, "a chunk is listed twice", "save the model again; readers may use either copy")
+TWICE = Code(
+    "CK204",
+    Severity.WARNING,
+    "a chunk is listed twice",
+    "save the model again; readers may use either copy",
+)
 NO_ITEM = Code("CK205", Severity.ERROR, "a chunk or an object is not stored in any file", _AGAIN)
 ENTRY = Code("CK206", Severity.ERROR, "invalid metadata entry", _AGAIN)
 
 CODES = (GAP, OVERLAP, BOUNDS, TWICE, NO_ITEM, ENTRY)
 
-_BY_RULE = {"dcp.out_of_bounds": BOUNDS, "dcp.no_item": NO_ITEM, "dcp.entries": ENTRY, "dcp.items": ENTRY}
+_BY_RULE = {
+    "dcp.out_of_bounds": BOUNDS,
+    "dcp.no_item": NO_ITEM,
+    "dcp.entries": ENTRY,
+    "dcp.items": ENTRY,
+}
 _LISTS_CHUNKS = ("dcp", "torch_dist")
 """Formats whose metadata lists each chunk once; in others, equal boxes are replicas."""
 
@@ -41,7 +51,9 @@ def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
     """Report the entries that had to be left out of the metadata."""
     for err in subject.salvaged.problems:
         code = _BY_RULE.get(err.rule or "")
-        if code is not None and not isinstance(err, UnsafeError):  # names that lead outside are reported by file
+        if code is not None and not isinstance(
+            err, UnsafeError
+        ):  # names that lead outside are reported by file
             yield code.finding(err.message, file=err.file, key=err.key, span=err.span)
 
 
@@ -66,7 +78,9 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
         yield from _check_chunks(meta, fragments, lists_chunks=lists_chunks)
 
 
-def _check_chunks(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool) -> Iterator[Finding]:
+def _check_chunks(
+    meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool
+) -> Iterator[Finding]:
     """Check the chunks of one tensor."""
     region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
@@ -89,7 +103,9 @@ def _check_chunks(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chun
         yield from _gap_and_overlap(meta, fragments, boxes)
 
 
-def _repeated_chunks(meta: TensorMeta, fragments: Sequence[Fragment], counts: Counter[Box]) -> Iterator[Finding]:
+def _repeated_chunks(
+    meta: TensorMeta, fragments: Sequence[Fragment], counts: Counter[Box]
+) -> Iterator[Finding]:
     """Report chunks that are listed more than once."""
     for box, n in counts.items():
         if n > 1:
@@ -102,7 +118,9 @@ def _repeated_chunks(meta: TensorMeta, fragments: Sequence[Fragment], counts: Co
             )
 
 
-def _gap_and_overlap(meta: TensorMeta, fragments: Sequence[Fragment], boxes: Sequence[Box]) -> Iterator[Finding]:
+def _gap_and_overlap(
+    meta: TensorMeta, fragments: Sequence[Fragment], boxes: Sequence[Box]
+) -> Iterator[Finding]:
     """Report the first overlap and the first gap of chunks that do not tile their tensor."""
     region = full_box(meta.shape)
     pair = first_overlap(boxes)
@@ -120,7 +138,9 @@ def _gap_and_overlap(meta: TensorMeta, fragments: Sequence[Fragment], boxes: Seq
     hole = first_hole(region, boxes)
     if hole is not None:
         n_covered = sum(box.n_elements for box in boxes)
-        missing = f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
+        missing = (
+            f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
+        )
         yield GAP.finding(
             f"{missing} not covered by any chunk, the first at {hole.offset}",
             key=meta.key,

@@ -30,7 +30,9 @@ from core.hf.proof.problem import Kind, Problem
 from core.hf.proof.proof import fitting_prefix
 
 _OTHER_CONFIG = "find the config.json of these weights, or an older copy of both"
-MISSING = Code("CK530", Severity.ERROR, "a tensor required by config.json is missing", _OTHER_CONFIG)
+MISSING = Code(
+    "CK530", Severity.ERROR, "a tensor required by config.json is missing", _OTHER_CONFIG
+)
 UNEXPECTED = Code(
     "CK531",
     Severity.WARNING,
@@ -38,8 +40,12 @@ UNEXPECTED = Code(
     "transformers ignores it: check whether it is needed",
 )
 SHAPE = Code("CK532", Severity.ERROR, "a shape does not match config.json", _OTHER_CONFIG)
-N_LAYERS = Code("CK533", Severity.ERROR, "the number of layers does not match config.json", _OTHER_CONFIG)
-N_EXPERTS = Code("CK534", Severity.ERROR, "the number of experts does not match config.json", _OTHER_CONFIG)
+N_LAYERS = Code(
+    "CK533", Severity.ERROR, "the number of layers does not match config.json", _OTHER_CONFIG
+)
+N_EXPERTS = Code(
+    "CK534", Severity.ERROR, "the number of experts does not match config.json", _OTHER_CONFIG
+)
 TIES = Code(
     "CK535",
     Severity.ERROR,
@@ -52,7 +58,12 @@ QUANTIZATION = Code(
     "quantized weights do not match config.json",
     "find the config.json of these weights: transformers would load other tensors or other values",
 )
-DTYPE = Code("CK537", Severity.ERROR, "unsupported element type of a weight", "use another copy of the weights")
+DTYPE = Code(
+    "CK537",
+    Severity.ERROR,
+    "unsupported element type of a weight",
+    "use another copy of the weights",
+)
 SENSE = Code("CK538", Severity.ERROR, "a size in config.json is missing or invalid", _OTHER_CONFIG)
 UNTIED = Code(
     "CK539",
@@ -68,7 +79,19 @@ SISTERS = Code(
     "copy the checkpoint again, or use an older one",
 )
 
-CODES = (MISSING, UNEXPECTED, SHAPE, N_LAYERS, N_EXPERTS, TIES, QUANTIZATION, DTYPE, SENSE, UNTIED, SISTERS)
+CODES = (
+    MISSING,
+    UNEXPECTED,
+    SHAPE,
+    N_LAYERS,
+    N_EXPERTS,
+    TIES,
+    QUANTIZATION,
+    DTYPE,
+    SENSE,
+    UNTIED,
+    SISTERS,
+)
 _CODE_OF: Mapping[Kind, Code] = {
     "missing": MISSING,
     "unexpected": UNEXPECTED,
@@ -81,7 +104,9 @@ _CODE_OF: Mapping[Kind, Code] = {
     "dtype": DTYPE,
     "config": SENSE,
 }
-_LOADED = re.compile(r"(shard-\d+-)?(pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)")
+_LOADED = re.compile(
+    r"(shard-\d+-)?(pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)"
+)
 """Names of weight files that transformers loads or torch's Hugging Face storage writes."""
 _ALONE = ("model.safetensors", "pytorch_model.bin")
 _MOST_NAMED = 100
@@ -177,7 +202,11 @@ def _configuration(subject: Subject) -> Mapping[str, object] | None:
 def _weight_files(subject: Subject) -> set[str]:
     """Return the names of the files that hold the tensors."""
     assert subject.catalog is not None
-    arrays = (fragment.array for key in subject.catalog.tensors for fragment in subject.catalog.fragments(key))
+    arrays = (
+        fragment.array
+        for key in subject.catalog.tensors
+        for fragment in subject.catalog.fragments(key)
+    )
     return {array.extent.file for array in arrays if array is not None}
 
 
@@ -193,4 +222,7 @@ def _finding(problem: Problem, *, hint: str | None) -> Finding:
     )
 
 
-CHECKS = (Check(check_model, formats=_FORMATS), Check(check_tied_tensors, Level.DEEP, formats=_FORMATS))
+CHECKS = (
+    Check(check_model, formats=_FORMATS),
+    Check(check_tied_tensors, Level.DEEP, formats=_FORMATS),
+)

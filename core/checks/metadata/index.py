@@ -28,17 +28,33 @@ from core.formats.torch.tree import parse
 
 _MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
 BROKEN = Code("CK520", Severity.ERROR, "an index is malformed", "copy the index again")
-NOT_HELD = Code("CK521", Severity.ERROR, "a tensor is not in the shard that the index names", _MIXED)
+NOT_HELD = Code(
+    "CK521", Severity.ERROR, "a tensor is not in the shard that the index names", _MIXED
+)
 NOT_LISTED = Code("CK522", Severity.ERROR, "a tensor is not listed in the index", _MIXED)
-TOTAL = Code("CK523", Severity.WARNING, "the total size in the index does not match", "write the index again")
+TOTAL = Code(
+    "CK523", Severity.WARNING, "the total size in the index does not match", "write the index again"
+)
 TWICE = Code("CK524", Severity.ERROR, "a tensor is stored in two shards", _MIXED)
-SHADOWED = Code("CK525", Severity.WARNING, "a single file is loaded instead of the shards", "remove one of the two")
-SMALL = Code("CK526", Severity.ERROR, "a configuration file is not valid JSON", "copy the file again")
+SHADOWED = Code(
+    "CK525",
+    Severity.WARNING,
+    "a single file is loaded instead of the shards",
+    "remove one of the two",
+)
+SMALL = Code(
+    "CK526", Severity.ERROR, "a configuration file is not valid JSON", "copy the file again"
+)
 
 NO_INDEX = Code(
-    "CK528", Severity.WARNING, "shards without an index", "copy the index as well; transformers needs it to load shards"
+    "CK528",
+    Severity.WARNING,
+    "shards without an index",
+    "copy the index as well; transformers needs it to load shards",
 )
-NO_CONFIG = Code("CK527", Severity.NOTE, "weights without a configuration", "copy config.json as well")
+NO_CONFIG = Code(
+    "CK527", Severity.NOTE, "weights without a configuration", "copy config.json as well"
+)
 
 CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL, NO_CONFIG, NO_INDEX)
 _FORMATS = ("safetensors", "torch_bin")
@@ -57,7 +73,11 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
 
     Codes: CK101, CK106, CK163, CK520–CK528.
     """
-    names = [name for name in subject.files if "/" not in name and _INDEX.match(name) and subject.files[name]]
+    names = [
+        name
+        for name in subject.files
+        if "/" not in name and _INDEX.match(name) and subject.files[name]
+    ]
     for name in names:
         try:
             index = read_index(subject.store, name)
@@ -103,12 +123,18 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
             yield from _compare_shard(index, name, keys, stored)
             for key in sorted(stored & shard_of.keys())[:_MOST_NAMED]:
                 yield TWICE.finding(
-                    f"the tensor is also in {shard_of[key]}", file=name, key=key, expected="one file", found="two"
+                    f"the tensor is also in {shard_of[key]}",
+                    file=name,
+                    key=key,
+                    expected="one file",
+                    found="two",
                 )
             shard_of.update((key, name) for key in stored)
 
 
-def _compare_shard(index: WeightIndex, name: str, listed: set[str], stored: set[str]) -> Iterator[Finding]:
+def _compare_shard(
+    index: WeightIndex, name: str, listed: set[str], stored: set[str]
+) -> Iterator[Finding]:
     """Compare the tensors that the index places in a shard with those that are stored in it."""
     for key in sorted(listed - stored)[:_MOST_NAMED]:
         yield NOT_HELD.finding(
@@ -121,7 +147,9 @@ def _compare_shard(index: WeightIndex, name: str, listed: set[str], stored: set[
     for key in sorted(stored - listed)[:_MOST_NAMED]:
         other = index.file_of.get(key)
         yield NOT_LISTED.finding(
-            f"{index.file} does not list the tensor" if other is None else f"{index.file} places it in {other}",
+            f"{index.file} does not list the tensor"
+            if other is None
+            else f"{index.file} places it in {other}",
             file=name,
             key=key,
             expected=other or "an entry",
@@ -181,7 +209,10 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
         shard = _SHARD.match(name)
         if shard is not None and (shard[1], shard[4]) == (stem, suffix) and name not in used:
             yield EXTRA.finding(
-                f"{index.file} does not refer to the shard", file=name, expected="an entry", found="no entry"
+                f"{index.file} does not refer to the shard",
+                file=name,
+                expected="an entry",
+                found="no entry",
             )
 
 
@@ -209,7 +240,9 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
             )
         if 0 in numbers or subject.catalog is not None:
             continue
-        missing = (number for number in range(1, min(int(total), 1 << 20) + 1) if number not in numbers)
+        missing = (
+            number for number in range(1, min(int(total), 1 << 20) + 1) if number not in numbers
+        )
         for number in islice(missing, _MOST_NAMED):
             yield MISSING.finding(
                 f"only {len(numbers)} of {int(total)} shards exist",
@@ -247,7 +280,9 @@ def check_json_files(subject: Subject) -> Iterator[Finding]:
     Below the headers level, only ``config.json`` is checked.
     """
     for name, size in subject.files.items():
-        is_read = name == "config.json" or (subject.level >= Level.HEADERS and name.endswith(".json"))
+        is_read = name == "config.json" or (
+            subject.level >= Level.HEADERS and name.endswith(".json")
+        )
         if not is_read or "/" in name or not 0 < size <= _MAX_JSON_BYTES or _INDEX.match(name):
             continue
         try:
@@ -263,7 +298,11 @@ def check_json_files(subject: Subject) -> Iterator[Finding]:
 def check_configuration(subject: Subject) -> Iterator[Finding]:
     """Report weights without the configuration that libraries load a directory by (CK527)."""
     has_weights = any(_INDEX.match(name) or _SINGLE.match(name) for name in subject.files)
-    if subject.store.entry is None and has_weights and not any(name in subject.files for name in _CONFIGS):
+    if (
+        subject.store.entry is None
+        and has_weights
+        and not any(name in subject.files for name in _CONFIGS)
+    ):
         yield NO_CONFIG.finding(
             "the directory holds Hugging Face weights, but no configuration",
             file=_CONFIGS[0],

@@ -22,7 +22,9 @@ from core.megatron.reshard.problems import Understood
 _MIXED = "the rank directories come from different checkpoints, or one is damaged: use an older checkpoint"
 _LOST = "use an older checkpoint: this one is incomplete"
 ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree on the training arguments", _MIXED)
-NOT_SAVED = Code("CK302", Severity.ERROR, "shards that no rank saved", "save again with a newer Megatron-LM")
+NOT_SAVED = Code(
+    "CK302", Severity.ERROR, "shards that no rank saved", "save again with a newer Megatron-LM"
+)
 NAMES = Code("CK303", Severity.ERROR, "ranks of a pipeline stage hold different tensors", _MIXED)
 LAYERS = Code("CK304", Severity.ERROR, "missing or surplus layers", _LOST)
 DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of a tensor", _MIXED)
@@ -38,11 +40,18 @@ SHAPE = Code(
     "use the arguments of this checkpoint, not of another",
 )
 UNKNOWN = Code(
-    "CK315", Severity.NOTE, "a tensor with an unknown layout", "to reshard it, describe its layout with --rules FILE"
+    "CK315",
+    Severity.NOTE,
+    "a tensor with an unknown layout",
+    "to reshard it, describe its layout with --rules FILE",
 )
-VOCABULARY = Code("CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting")
+VOCABULARY = Code(
+    "CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting"
+)
 ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
-NOT_HANDLED = Code("CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout")
+NOT_HANDLED = Code(
+    "CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout"
+)
 
 CODES = (
     *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY),
@@ -79,17 +88,28 @@ def report_argument_differences(subject: Subject) -> Iterator[Finding]:
 def check_model_layout(subject: Subject) -> Iterator[Finding]:
     """Report everything that ``core.megatron.reshard.problems`` finds in the model."""
     is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
-    has_full_model = subject.format is not None and (subject.format.is_mcore or subject.format.partition == "ranks")
+    has_full_model = subject.format is not None and (
+        subject.format.is_mcore or subject.format.partition == "ranks"
+    )
     reported: set[tuple[object, ...]] = set()
     for err in subject.model.problems:
         code = _BY_RULE.get(err.rule or "", ENTRY)
         if is_incomplete and code in _FOLLOWS:
             continue
         # Many ranks report the same problem; formats other than Megatron's own may hold part of a model on purpose.
-        identity = (code.code, err.key, err.rank, err.message if code is not NAMES else _listed_in(err))
+        identity = (
+            code.code,
+            err.key,
+            err.rank,
+            err.message if code is not NAMES else _listed_in(err),
+        )
         if identity not in reported:
             reported.add(identity)
-            yield _finding(code, err, severity=None if has_full_model or code not in _FOLLOWS else Severity.NOTE)
+            yield _finding(
+                code,
+                err,
+                severity=None if has_full_model or code not in _FOLLOWS else Severity.NOTE,
+            )
 
 
 def _listed_in(err: CheckpointingException) -> str:
@@ -97,14 +117,18 @@ def _listed_in(err: CheckpointingException) -> str:
     return err.message.partition(" is in ")[0]
 
 
-def _finding(code: Code, err: CheckpointingException, *, severity: Severity | None = None) -> Finding:
+def _finding(
+    code: Code, err: CheckpointingException, *, severity: Severity | None = None
+) -> Finding:
     """Return an error as a finding."""
     if isinstance(err, UnknownTensorError):
         code = UNKNOWN
     elif isinstance(err, UnsupportedError):
         code = NOT_HANDLED
     hint = None if isinstance(err, UnknownTensorError) else err.hint
-    return code.finding(err.message, file=err.file, key=err.key, rank=err.rank, hint=hint, severity=severity)
+    return code.finding(
+        err.message, file=err.file, key=err.key, rank=err.rank, hint=hint, severity=severity
+    )
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:
@@ -151,4 +175,8 @@ def _vocabulary(subject: Subject, model: Understood) -> Iterator[tuple[str, int]
             yield name, shape[0]
 
 
-CHECKS = (Check(report_argument_differences, formats=("megatron",)), Check(check_model_layout), Check(check_vocabulary))
+CHECKS = (
+    Check(report_argument_differences, formats=("megatron",)),
+    Check(check_model_layout),
+    Check(check_vocabulary),
+)

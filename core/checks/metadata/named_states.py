@@ -35,13 +35,18 @@ from core.megatron.optimizer.groups import HALF
 from core.megatron.optimizer.sharded.read import in_true_shapes
 
 NO_PARAMETER = Code(
-    "CK409", Severity.ERROR, "optimizer states of a missing parameter", "use an older checkpoint: a tensor was lost"
+    "CK409",
+    Severity.ERROR,
+    "optimizer states of a missing parameter",
+    "use an older checkpoint: a tensor was lost",
 )
 
 CODES = (NO_PARAMETER,)
 
 _NAMES = "|".join(sorted(MOMENTS | MASTERS, key=len, reverse=True))
-_MEGATRONS = re.compile(rf"(?P<at>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>{_NAMES})\.(?P<param>.+)", re.DOTALL)
+_MEGATRONS = re.compile(
+    rf"(?P<at>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>{_NAMES})\.(?P<param>.+)", re.DOTALL
+)
 _TORCHS = re.compile(rf"(?P<at>(?:.*\.)?state\.)(?P<param>.+)\.(?P<state>{_NAMES})", re.DOTALL)
 
 
@@ -105,7 +110,10 @@ def _states_by_parameter(catalog: Catalog) -> dict[str, dict[str, str]]:
     """Return parameter name → state name → tensor name, for all named optimizer states."""
     keys_of: dict[str, dict[str, str]] = {}
     for key in catalog.tensors:
-        if is_optimizer_key(key) and (match := _MEGATRONS.fullmatch(key) or _TORCHS.fullmatch(key)) is not None:
+        if (
+            is_optimizer_key(key)
+            and (match := _MEGATRONS.fullmatch(key) or _TORCHS.fullmatch(key)) is not None
+        ):
             keys_of.setdefault(match["param"], {})[match["state"]] = key
     return keys_of
 
@@ -173,7 +181,10 @@ def _missing_states(
 
 
 def _check_shapes(
-    catalog: Catalog, keys: Mapping[str, str], meta: TensorMeta | None, shapes: Mapping[str, TensorMeta]
+    catalog: Catalog,
+    keys: Mapping[str, str],
+    meta: TensorMeta | None,
+    shapes: Mapping[str, TensorMeta],
 ) -> Iterator[Finding]:
     """Compare the shapes of a parameter's states with its own, or else with the first state."""
     expected = meta or shapes[next(iter(keys.values()))]

@@ -33,8 +33,12 @@ from core.megatron.reshard.rank_optimizer import read_states
 from core.megatron.reshard.reshard import unshard
 
 _WITHOUT = "use an older checkpoint, or start with a fresh optimizer (convert with --no-optim)"
-_MIXED = "the rank directories come from different steps, or one is damaged: use an older checkpoint"
-NUMBERS = Code("CK401", Severity.ERROR, "parameter numbers do not match the optimizer states", _WITHOUT)
+_MIXED = (
+    "the rank directories come from different steps, or one is damaged: use an older checkpoint"
+)
+NUMBERS = Code(
+    "CK401", Severity.ERROR, "parameter numbers do not match the optimizer states", _WITHOUT
+)
 GROUPS = Code("CK402", Severity.ERROR, "optimizer groups do not match the parameters", _WITHOUT)
 SHAPE = Code("CK403", Severity.ERROR, "the shape of a state does not match its parameter", _WITHOUT)
 STATES = Code("CK404", Severity.ERROR, "optimizer states of a parameter are missing", _WITHOUT)
@@ -50,7 +54,10 @@ MASTERS = Code(
 MISSING = Code("CK408", Severity.ERROR, "the optimizer is missing on some ranks", _WITHOUT)
 BUFFERS = Code("CK410", Severity.ERROR, "invalid optimizer buffers", _WITHOUT)
 NOT_HANDLED = Code(
-    "CK411", Severity.NOTE, "an unsupported optimizer", "convert with --no-optim, or without changing the layout"
+    "CK411",
+    Severity.NOTE,
+    "an unsupported optimizer",
+    "convert with --no-optim, or without changing the layout",
 )
 
 CODES = (NUMBERS, GROUPS, SHAPE, STATES, SETTINGS, STEP, MASTERS, MISSING, BUFFERS, NOT_HANDLED)
@@ -75,7 +82,13 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
     view = subject.model
     model, catalog = view.understood, view.catalog
     ranks = None if catalog is None else catalog.facet(RankFacts)
-    if model is None or catalog is None or not model.files or ranks is None or ranks.optimizer_kind is None:
+    if (
+        model is None
+        or catalog is None
+        or not model.files
+        or ranks is None
+        or ranks.optimizer_kind is None
+    ):
         return
     if not _can_judge_ranks(subject, model):
         return
@@ -100,12 +113,21 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
 def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
     """Return whether parameters and rank files are complete enough to check the optimizer."""
     view = subject.model
-    if any(err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ") for err in view.problems):
-        return False  # the parameters are wrong themselves, so the optimizer would seem not to match
+    if any(
+        err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ")
+        for err in view.problems
+    ):
+        return (
+            False  # the parameters are wrong themselves, so the optimizer would seem not to match
+        )
     if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
         return False
     # With expert parallelism, a sample of the ranks does not represent the whole optimizer.
-    return not view.is_sample or view.catalog is None or view.catalog.facet(Topology) == model.facts.topology
+    return (
+        not view.is_sample
+        or view.catalog is None
+        or view.catalog.facet(Topology) == model.facts.topology
+    )
 
 
 def _untrained(states: Sequence[ParamState], excluded: Container[str | None]) -> Iterator[Finding]:
@@ -140,7 +162,9 @@ def _read_states(
     problems: list[CheckpointingException] = []
     store = subject.store if proves else None
     try:
-        result = read_states(catalog, model.files, model.facts, subject.rules, store=store, report=problems.append)
+        result = read_states(
+            catalog, model.files, model.facts, subject.rules, store=store, report=problems.append
+        )
     except CheckpointingException as err:
         return [*problems, err], ()
     return problems, result.states
@@ -148,24 +172,45 @@ def _read_states(
 
 def _finding(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:
     """Yield an error as a finding, unless only data can tell and none were read."""
-    is_unknown = isinstance(err, UnsupportedError) and err.rule in (None, "optim.groups", "optim.buffers")
+    is_unknown = isinstance(err, UnsupportedError) and err.rule in (
+        None,
+        "optim.groups",
+        "optim.buffers",
+    )
     if is_unknown and not has_data:
         return
-    code = NOT_HANDLED if is_unknown and err.rule != "optim.groups" else _BY_RULE.get(err.rule or "", BUFFERS)
+    code = (
+        NOT_HANDLED
+        if is_unknown and err.rule != "optim.groups"
+        else _BY_RULE.get(err.rule or "", BUFFERS)
+    )
     yield code.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span)
 
 
-def _compare_masters(subject: Subject, catalog: Catalog, states: Sequence[ParamState]) -> Iterator[Finding]:
+def _compare_masters(
+    subject: Subject, catalog: Catalog, states: Sequence[ParamState]
+) -> Iterator[Finding]:
     """Compare a sample of the master weights in rank files with the weights (CK407)."""
     masters = [state for state in states if state.state == MASTER]
     for state in masters[:: len(masters) // _MOST + 1]:
         yield from _compare_master(
-            subject, catalog, state.array, state.param.array, key=state.param.name, rank=state.param.chunk.folder
+            subject,
+            catalog,
+            state.array,
+            state.param.array,
+            key=state.param.name,
+            rank=state.param.chunk.folder,
         )
 
 
 def _compare_master(
-    subject: Subject, catalog: Catalog, master: StoredArray, weight: StoredArray, *, key: str, rank: str | None = None
+    subject: Subject,
+    catalog: Catalog,
+    master: StoredArray,
+    weight: StoredArray,
+    *,
+    key: str,
+    rank: str | None = None,
 ) -> Iterator[Finding]:
     """Report a master weight that does not round to its weight."""
     try:

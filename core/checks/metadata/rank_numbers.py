@@ -101,7 +101,9 @@ def _lines(folders: Mapping[str, int]) -> Iterator[list[str]]:
         if not all(part.isdecimal() for part in parts):
             return
         for axis, part in enumerate(parts):
-            lines.setdefault((axis, *parts[:axis], None, *parts[axis + 1 :]), []).append((int(part), folder))
+            lines.setdefault((axis, *parts[:axis], None, *parts[axis + 1 :]), []).append(
+                (int(part), folder)
+            )
     for line in lines.values():
         yield [folder for _, folder in sorted(line)]
 

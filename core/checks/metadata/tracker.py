@@ -34,16 +34,23 @@ from core.formats.mcore.objects import COMMON_OBJECT
 from core.opening.open import ITERATION_DIR, RELEASE, TRACKER
 
 ABSENT = Code(
-    "CK510", Severity.ERROR, "the tracker names a missing checkpoint", "correct the tracker, or pass --iteration"
+    "CK510",
+    Severity.ERROR,
+    "the tracker names a missing checkpoint",
+    "correct the tracker, or pass --iteration",
 )
-MALFORMED = Code("CK511", Severity.ERROR, "the tracker is malformed", "write the number of the iteration into it")
+MALFORMED = Code(
+    "CK511", Severity.ERROR, "the tracker is malformed", "write the number of the iteration into it"
+)
 UNFINISHED_NAMED = Code(
     "CK512",
     Severity.ERROR,
     "the tracker names an unfinished checkpoint",
     "write the number of an older iteration into it",
 )
-NEWER = Code("CK513", Severity.NOTE, "an iteration newer than the tracker's", "pass --iteration to check it")
+NEWER = Code(
+    "CK513", Severity.NOTE, "an iteration newer than the tracker's", "pass --iteration to check it"
+)
 NO_TRACKER = Code(
     "CK514",
     Severity.WARNING,
@@ -51,7 +58,9 @@ NO_TRACKER = Code(
     "write the number of the newest complete iteration into a tracker",
 )
 UNFINISHED = Code("CK515", Severity.ERROR, "the save was not completed", "use an older checkpoint")
-UNREADABLE = Code("CK516", Severity.ERROR, "metadata.json cannot be read", "copy the checkpoint again")
+UNREADABLE = Code(
+    "CK516", Severity.ERROR, "metadata.json cannot be read", "copy the checkpoint again"
+)
 
 CODES = (ABSENT, MALFORMED, UNFINISHED_NAMED, NEWER, NO_TRACKER, UNFINISHED, UNREADABLE)
 
@@ -89,7 +98,10 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
         return
     if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
         yield MISSING.finding(
-            "the common state is missing", file=COMMON_FILE, expected=COMMON_FILE, found="no such file"
+            "the common state is missing",
+            file=COMMON_FILE,
+            expected=COMMON_FILE,
+            found="no such file",
         )
 
 
@@ -106,7 +118,9 @@ def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
     for name in metadata_files(subject.store):
         if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
             is_temporary = f"{name}.tmp" in files
-            yield _incomplete(name, "torch", found="unfinished, .metadata.tmp" if is_temporary else "no such file")
+            yield _incomplete(
+                name, "torch", found="unfinished, .metadata.tmp" if is_temporary else "no such file"
+            )
 
 
 def _is_megatron(subject: Subject) -> bool:
@@ -164,10 +178,14 @@ def _read_tracker(store: LocalStore, name: str) -> str:
 
 def _relative(subject: Subject, store: LocalStore, name: str) -> str:
     """Return the path of a file relative to the checkpoint."""
-    return os.path.relpath(store.root / name, subject.path if subject.path.is_dir() else subject.path.parent)
+    return os.path.relpath(
+        store.root / name, subject.path if subject.path.is_dir() else subject.path.parent
+    )
 
 
-def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
+def _check_megatron_tracker(
+    subject: Subject, store: LocalStore, folders: list[str]
+) -> Iterator[Finding]:
     """Check Megatron's tracker: its text, the checkpoint that it names, and newer iterations."""
     text, file = _read_tracker(store, TRACKER), _relative(subject, store, TRACKER)
     numbers = {int(match[1]): name for name in folders if (match := ITERATION_DIR.match(name))}
@@ -186,7 +204,9 @@ def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[s
         return
     # The checkpoint that it names must exist, and should be the newest.
     if name not in folders:
-        yield _missing_checkpoint(name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration")
+        yield _missing_checkpoint(
+            name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration"
+        )
         return
     yield from _check_named_checkpoint(subject, name, file)
     newest = max(numbers, default=0)
@@ -199,7 +219,9 @@ def _check_megatron_tracker(subject: Subject, store: LocalStore, folders: list[s
         )
 
 
-def _check_deepspeed_tracker(subject: Subject, store: LocalStore, tracker: str) -> Iterator[Finding]:
+def _check_deepspeed_tracker(
+    subject: Subject, store: LocalStore, tracker: str
+) -> Iterator[Finding]:
     """Check one of DeepSpeed's trackers: its text and the checkpoint that it names."""
     name, file = _read_tracker(store, tracker), _relative(subject, store, tracker)
     if not name or "/" in name or "\0" in name or name in (".", ".."):
@@ -217,19 +239,25 @@ def _check_deepspeed_tracker(subject: Subject, store: LocalStore, tracker: str) 
 
 def _missing_checkpoint(name: str, file: str, *, found: str) -> Finding:
     """Return the finding for a tracker that names a missing checkpoint."""
-    return ABSENT.finding(f"the tracker names {name}, which does not exist", file=file, expected=name, found=found)
+    return ABSENT.finding(
+        f"the tracker names {name}, which does not exist", file=file, expected=name, found=found
+    )
 
 
 def _check_named_checkpoint(subject: Subject, name: str, file: str) -> Iterator[Finding]:
     """Report a tracker that names the examined checkpoint although it is incomplete (CK512)."""
     if subject.path.name != name:
         return
-    if subject.format is None or any(finding.code == UNFINISHED.code for finding in subject.findings):
+    if subject.format is None or any(
+        finding.code == UNFINISHED.code for finding in subject.findings
+    ):
         yield UNFINISHED_NAMED.finding(
             f"the tracker names {name}, which is not a complete checkpoint",
             file=file,
             expected="a complete checkpoint",
-            found="an incomplete one" if subject.format is not None else "no checkpoint in a known format",
+            found="an incomplete one"
+            if subject.format is not None
+            else "no checkpoint in a known format",
         )
 
 

@@ -40,14 +40,27 @@ UNKNOWN = Code(
     "a pickle needs code of an unknown module",
     "load it only if you know and trust that module",
 )
-PROGRAM = Code("CK603", Severity.WARNING, "an executable among the weights", "remove it unless you put it there")
-LEADS_OUT = Code(
-    "CK604", Severity.NOTE, "a link leads out of the checkpoint", "when copying, copy the target file as well"
+PROGRAM = Code(
+    "CK603",
+    Severity.WARNING,
+    "an executable among the weights",
+    "remove it unless you put it there",
 )
-ODD_NAME = Code("CK605", Severity.WARNING, "a file name with unprintable characters", "rename it, or remove it")
+LEADS_OUT = Code(
+    "CK604",
+    Severity.NOTE,
+    "a link leads out of the checkpoint",
+    "when copying, copy the target file as well",
+)
+ODD_NAME = Code(
+    "CK605", Severity.WARNING, "a file name with unprintable characters", "rename it, or remove it"
+)
 
 HOLLOW = Code(
-    "CK606", Severity.WARNING, "a large file is almost entirely holes", "copy it again: the copy may be incomplete"
+    "CK606",
+    Severity.WARNING,
+    "a large file is almost entirely holes",
+    "copy it again: the copy may be incomplete",
 )
 
 CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME, HOLLOW)
@@ -58,7 +71,9 @@ _MOST_SHOWN = 50
 """Maximum number of names, and of places of each dangerous name, that get findings of their own."""
 _BARE_PICKLE = re.compile(r"(^|/)(\.metadata(\.tmp)?|[^/]*\.(pkl|pickle))$")
 _METADATA = ".metadata"
-_PROGRAM = re.compile(r"\.(so(\.\d+)*|dll|exe|dylib|pyd|sh|bash|bat|cmd|ps1|jar|pyc|vbs|scr|msi|com)$", re.IGNORECASE)
+_PROGRAM = re.compile(
+    r"\.(so(\.\d+)*|dll|exe|dylib|pyd|sh|bash|bat|cmd|ps1|jar|pyc|vbs|scr|msi|com)$", re.IGNORECASE
+)
 _BLOBS = re.compile(r"(^|/)blobs/[0-9a-f]{40,64}$")
 """Paths in Hugging Face's hub cache that its directories link to."""
 
@@ -71,7 +86,9 @@ def check_pickles(subject: Subject) -> Iterator[Finding]:
     dangerous: dict[Global, dict[Place, Use]] = {}
     foreign: dict[Global, list[Place]] = {}
     for place, uses in _uses_by_place(subject):
-        for use in sorted(uses, key=lambda use: _HOW[use.how]):  # the worst use of a name comes last and is reported
+        for use in sorted(
+            uses, key=lambda use: _HOW[use.how]
+        ):  # the worst use of a name comes last and is reported
             if judge(use) == "dangerous":
                 dangerous.setdefault(use.name, {})[place] = use
             elif is_foreign(use) and place not in foreign.setdefault(use.name, []):
@@ -91,7 +108,9 @@ def _foreign_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
     names = sorted(foreign, key=str)
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
         (file, key), *more_places = foreign[name]
-        message = f"{str(name)[:200]} is needed" + (f", and at {len(more_places)} other places" if more_places else "")
+        message = f"{str(name)[:200]} is needed" + (
+            f", and at {len(more_places)} other places" if more_places else ""
+        )
         if number == _MOST_SHOWN < len(names):
             message += f"; so are {len(names) - number} other names of unknown modules"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
@@ -141,7 +160,9 @@ def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
     yield place, with_nested(subject.uses) - reported
 
 
-def _uses_in_objects(subject: Subject, catalog: Catalog, reported: Set[Use]) -> list[tuple[Place, set[Use]]]:
+def _uses_in_objects(
+    subject: Subject, catalog: Catalog, reported: Set[Use]
+) -> list[tuple[Place, set[Use]]]:
     """Return the uses of names in the objects of the metadata that have not been reported."""
     common = catalog.common
     objects = {item.key: item.value for item in catalog.objects.values()}
@@ -149,7 +170,8 @@ def _uses_in_objects(subject: Subject, catalog: Catalog, reported: Set[Use]) -> 
     if not uses_in([*objects.values(), common]) - reported:
         return []
     by_place: list[tuple[Place, set[Use]]] = [
-        ((_file_of_array(subject, key), key), uses_in(value) - reported) for key, value in objects.items()
+        ((_file_of_array(subject, key), key), uses_in(value) - reported)
+        for key, value in objects.items()
     ]
     return [*by_place, ((subject.store.label, None), uses_in(common) - reported)]
 
@@ -183,7 +205,9 @@ def _object_streams(subject: Subject) -> Iterator[tuple[str, int, int, str | Non
     catalog = subject.catalog
     if catalog is None:
         return
-    items = [(item.key, item.raw_key) for item in catalog.objects.values() if item.raw_key is not None]
+    items = [
+        (item.key, item.raw_key) for item in catalog.objects.values() if item.raw_key is not None
+    ]
     for key, raw_key in items if subject.level > Level.METADATA else items[:_MOST_OBJECTS]:
         try:
             stream = catalog.fragments(raw_key)[0].array
@@ -197,10 +221,13 @@ def check_file_names(subject: Subject) -> Iterator[Finding]:
     """Report executables (CK603) and names that could mislead on a terminal (CK605)."""
     for name in (*subject.files, *subject.tree.irregular):
         if _PROGRAM.search(name):
-            yield PROGRAM.finding("the file is executable code, which no checkpoint needs", file=name)
+            yield PROGRAM.finding(
+                "the file is executable code, which no checkpoint needs", file=name
+            )
         if not name.isprintable():
             yield ODD_NAME.finding(
-                "the name has control characters, direction marks or bytes that are not text", file=name
+                "the name has control characters, direction marks or bytes that are not text",
+                file=name,
             )
 
 
@@ -228,4 +255,9 @@ def check_links(subject: Subject) -> Iterator[Finding]:
             yield LEADS_OUT.finding("the file is a link", file=name, found=target)
 
 
-CHECKS = (Check(check_pickles), Check(check_file_names), Check(report_sparse_files), Check(check_links))
+CHECKS = (
+    Check(check_pickles),
+    Check(check_file_names),
+    Check(report_sparse_files),
+    Check(check_links),
+)

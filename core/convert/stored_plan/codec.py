@@ -32,12 +32,25 @@ CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(Box, Fragment, StoredArray, Extent, SourceTensor, Weight, Record, ChunkCoding),
-        *(Quantized, Scales, Dequantized, EncodedChunk, FillValue, RecordEncoding, StreamItem, InlineValue, Widened),
+        *(
+            Quantized,
+            Scales,
+            Dequantized,
+            EncodedChunk,
+            FillValue,
+            RecordEncoding,
+            StreamItem,
+            InlineValue,
+            Widened,
+        ),
     )
 }
 """Classes that an encoding may consist of; a test finds missing ones."""
 
-BINDERS: dict[str, Callable[..., StoredArray]] = {"nothing": bind_nothing, "torch item": item_location}
+BINDERS: dict[str, Callable[..., StoredArray]] = {
+    "nothing": bind_nothing,
+    "torch item": item_location,
+}
 """Functions that bind arrays (``Catalog.bind``), by name."""
 
 
@@ -70,7 +83,10 @@ def plain(value: object, unknown: Callable[[object], object] = refused) -> objec
         return {"bytes": base64.b64encode(value).decode("ascii")}
     name = type(value).__name__
     if CLASSES.get(name) is type(value) and is_dataclass(value):
-        return {"is": name, "of": [plain(getattr(value, field), unknown) for field in _fields(type(value))]}
+        return {
+            "is": name,
+            "of": [plain(getattr(value, field), unknown) for field in _fields(type(value))],
+        }
     binder = binder_name(value)
     return unknown(value) if binder is None else {"binder": binder}
 
@@ -135,14 +151,22 @@ class Encoder:
                 if earlier is None:
                     arrays.append(self._array(meta, array, encodings, encoding_numbers))
                 box = fragment.box
-                if box.shape == meta.shape == array.shape and not any(fragment.at) and not any(box.offset):
+                if (
+                    box.shape == meta.shape == array.shape
+                    and not any(fragment.at)
+                    and not any(box.offset)
+                ):
                     rows.append(number)
                     continue
             rows.append((number, fragment.box.offset, fragment.box.shape, fragment.at))
         return [arrays, encodings, rows]
 
     def _array(
-        self, meta: TensorMeta, array: AnyArray, encodings: list[object], encoding_numbers: dict[int, int]
+        self,
+        meta: TensorMeta,
+        array: AnyArray,
+        encodings: list[object],
+        encoding_numbers: dict[int, int],
     ) -> list[object]:
         """Encode an array; a value equal to the tensor's own is written as 0.
 
@@ -168,7 +192,14 @@ class Encoder:
                 encodings.append(plain(encoding, self._unknown))
         file = self.files.setdefault(extent.file, len(self.files))
         row += (file, extent.offset)
-        more = (extent.strides, extent.item_bytes, number, extent.crc, extent.part_of, extent.is_swapped)
+        more = (
+            extent.strides,
+            extent.item_bytes,
+            number,
+            extent.crc,
+            extent.part_of,
+            extent.is_swapped,
+        )
         return row if more == _PLAIN else [*row, *more]
 
 
@@ -230,11 +261,15 @@ def _planned(meta: TensorMeta, row: Sequence[Any]) -> PlannedArray:
     )
 
 
-def _fragments(meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object]) -> tuple[Fragment[ArrayT], ...]:
+def _fragments(
+    meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object]
+) -> tuple[Fragment[ArrayT], ...]:
     fragments = []
     for row in rows:
         if isinstance(row, int):
-            fragments.append(Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
+            fragments.append(
+                Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape))
+            )
         else:
             number, offset, shape, at = _row(row)
             piece = arrays[number] if number >= 0 else None

@@ -84,7 +84,11 @@ class Division:
 
 
 def divide_by_hosts(
-    works: Sequence[KeyWork], files: Sequence[Sequence[int]], hosts: Sequence[str], *, item_bytes: int = ITEM_BYTES
+    works: Sequence[KeyWork],
+    files: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    *,
+    item_bytes: int = ITEM_BYTES,
 ) -> Division:
     """Divide all tensors so that only workers of one host write into a file.
 
@@ -98,7 +102,9 @@ def divide_by_hosts(
     loads = [0] * len(hosts)
     shared: dict[int, list[tuple[int, WorkPart]]] = {}
     names = sorted(set(hosts))
-    workers = {name: [worker for worker, host in enumerate(hosts) if host == name] for name in names}
+    workers = {
+        name: [worker for worker, host in enumerate(hosts) if host == name] for name in names
+    }
 
     # Give each group of tensors, largest first, to the host with the least load per worker.
     heap = [(0.0, index) for index in range(len(names))]
@@ -111,7 +117,9 @@ def divide_by_hosts(
 
     # Divide what each host has over its own workers.
     for name, tensors in zip(names, map(sorted, tensors_of_host), strict=True):
-        division = divide_work([works[n] for n in tensors], len(workers[name]), item_bytes=item_bytes)
+        division = divide_work(
+            [works[n] for n in tensors], len(workers[name]), item_bytes=item_bytes
+        )
         for position, number in enumerate(tensors):
             owner = division.owners[position]
             owners[number] = workers[name][owner] if owner >= 0 else -1
@@ -145,7 +153,9 @@ def _connected_by_files(files: Sequence[Sequence[int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def divide_work(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_BYTES) -> Division:
+def divide_work(
+    works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_BYTES
+) -> Division:
     """Divide all tensors over workers of one host.
 
     Args:
@@ -159,7 +169,11 @@ def divide_work(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = I
 
     # Cut the large tensors: those that are copied, then those whose bytes must be computed.
     shared: dict[int, list[tuple[int, WorkPart]]] = {}
-    large = [n for n, work in enumerate(works) if work.is_cuttable and work.n_bytes > max_bytes and n_workers > 1]
+    large = [
+        n
+        for n, work in enumerate(works)
+        if work.is_cuttable and work.n_bytes > max_bytes and n_workers > 1
+    ]
     for is_made in (False, True):
         row = [(n, works[n].n_bytes) for n in large if works[n].is_made == is_made]
         for number, worker, part in _cut_row(row, n_workers):

@@ -84,13 +84,20 @@ class _HashedSink:
             self._file.write(data)
 
 
-def identity_of(plan: Plan, source_store: ReadStore, *, options: str = "", item_bytes: int = ITEM_BYTES) -> str:
+def identity_of(
+    plan: Plan, source_store: ReadStore, *, options: str = "", item_bytes: int = ITEM_BYTES
+) -> str:
     """Return a hash of everything that decides which bytes a plan writes where."""
     return write_plan(plan, source_store, None, options=options, item_bytes=item_bytes).identity
 
 
 def write_plan(
-    plan: Plan, source_store: ReadStore, file: IO[bytes] | None, *, options: str = "", item_bytes: int = ITEM_BYTES
+    plan: Plan,
+    source_store: ReadStore,
+    file: IO[bytes] | None,
+    *,
+    options: str = "",
+    item_bytes: int = ITEM_BYTES,
 ) -> WrittenPlan:
     """Write the lines and columns of a plan.
 
@@ -134,7 +141,10 @@ def write_plan(
         "cache_bytes": plan.cache_bytes,
         "compares": plan.compares,
         "bind": binder_name(plan.source.bind, unknown),
-        "files": [[name, _stamp(source_store, name)] for name in _files(encoder, encoding_files, source_store)],
+        "files": [
+            [name, _stamp(source_store, name)]
+            for name in _files(encoder, encoding_files, source_store)
+        ],
         "paths": [[image.path, image.size] for image in plan.images],
     }
     columns_of_places = plan.places.as_columns()
@@ -167,7 +177,11 @@ def finish_plan(file: IO[bytes], written: WrittenPlan, division: Division) -> No
     ]
     column_places = written.trailer["columns"]
     assert isinstance(column_places, dict)
-    trailer = {**written.trailer, "columns": {**column_places, "owners": owners, "sizes": sizes}, "shared": shares}
+    trailer = {
+        **written.trailer,
+        "columns": {**column_places, "owners": owners, "sizes": sizes},
+        "shared": shares,
+    }
     end = begin + sink.n_bytes
     file.write(_encoded(trailer).encode() + end.to_bytes(_FOOTER_BYTES, "little"))
 
@@ -176,7 +190,9 @@ _Line = tuple[bytes, KeyWork, int, tuple[int, ...]]
 """The line of a tensor, its work for the division, bytes to write, numbers of the files."""
 
 
-def _line(plan: Plan, key: str, encoder: Encoder, encoding_files: set[str], plain_lines: _PlainLines) -> _Line:
+def _line(
+    plan: Plan, key: str, encoder: Encoder, encoding_files: set[str], plain_lines: _PlainLines
+) -> _Line:
     """Return the line of a tensor, and the facts about it that the division needs.
 
     Args:
@@ -190,7 +206,10 @@ def _line(plan: Plan, key: str, encoder: Encoder, encoding_files: set[str], plai
         plain_line = plain_lines.line(have, want, sources[0], targets[0])
         if plain_line is not None:
             return plain_line
-    numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
+    numbered = [
+        piece if piece.array is None else _numbered(piece, piece.array, plan.places)
+        for piece in targets
+    ]
     row = (
         key,
         (have.dtype, have.shape, have.flexible),
@@ -241,7 +260,9 @@ class _PlainLines:
         self._end = f"],[],[0]],[],{_encoded(plan.is_share)}]\n"
         self._texts_of_kind: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
 
-    def line(self, have: TensorMeta, want: TensorMeta, piece: Fragment, target_piece: TargetFragment) -> _Line | None:
+    def line(
+        self, have: TensorMeta, want: TensorMeta, piece: Fragment, target_piece: TargetFragment
+    ) -> _Line | None:
         """Return the line of a tensor that is one array on both sides, or None."""
         array, planned = piece.array, target_piece.array
         if array is None or planned is None:
@@ -251,7 +272,10 @@ class _PlainLines:
         extent, number = array.extent, self._places.number_of(planned.name)
         if number is None:
             return None
-        if any(part is not None for part in (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)):
+        if any(
+            part is not None
+            for part in (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)
+        ):
             return None
         image = self._images[number]
         sides = (have.dtype, have.shape, have.flexible, want.dtype, want.shape, want.flexible)
@@ -386,7 +410,9 @@ class StoredPlan:
         places = trailer["columns"]
         self.buffer_bytes: int = trailer["buffer_bytes"]
         self.cache_bytes: int = trailer["cache_bytes"]
-        self.stamps: dict[str, tuple[int, ...]] = {name: tuple(stamp) for name, stamp in trailer["files"]}
+        self.stamps: dict[str, tuple[int, ...]] = {
+            name: tuple(stamp) for name, stamp in trailer["files"]
+        }
         self._compares: bool = trailer["compares"]
         self._bind: Callable[[ReadStore, StoredArray], StoredArray] = BINDERS[trailer["bind"]]
         self._decoder = Decoder(list(self.stamps))
@@ -444,8 +470,13 @@ class StoredPlan:
 
     def _match(self, number: int) -> Match:
         begin, end = self._lines[number], self._lines[number + 1]
-        key, have, want, sources, targets, zeros, is_share = json.loads(self._read(begin, end - begin))
-        source, target = (TensorMeta(key, dtype, tuple(shape), flexible) for dtype, shape, flexible in (have, want))
+        key, have, want, sources, targets, zeros, is_share = json.loads(
+            self._read(begin, end - begin)
+        )
+        source, target = (
+            TensorMeta(key, dtype, tuple(shape), flexible)
+            for dtype, shape, flexible in (have, want)
+        )
         pieces = self._decoder.fragments(source, sources)
         aims = self._decoder.targets(target, targets)
         work = match(

@@ -124,7 +124,9 @@ def run_shared(
         except (WorkerError, KeyboardInterrupt):
             if lead is None or lead.committed is None:
                 raise
-            return lead.committed  # a worker that had nothing left to do is lost; an agent then ends the others
+            return (
+                lead.committed
+            )  # a worker that had nothing left to do is lost; an agent then ends the others
 
 
 def _fingerprints(job: Job, order: WorkOrder, team: Team) -> dict[str, Fingerprint]:
@@ -230,7 +232,11 @@ class _Lead:
             digest = self._stored(path, spooled, written, self._divided(written, stage))
         order = self._order(path, digest, threads=prepared.plan.threads)
         return replace(
-            order, journal_identity=stage.journal_identity, crc=job.crc, crc_digest=job.digest, fsync=job.fsync
+            order,
+            journal_identity=stage.journal_identity,
+            crc=job.crc,
+            crc_digest=job.digest,
+            fsync=job.fsync,
         )
 
     def _order(self, plan: Path, digest: str, *, threads: int) -> WorkOrder:
@@ -255,14 +261,18 @@ class _Lead:
         kind = file_system_of(stage.stage_dir)
         if len(set(hosts)) == 1 or is_coherent(kind):
             return divide_work(written.works, self._team.size, item_bytes=item_bytes)
-        division = divide_by_hosts(written.works, written.target_files, hosts, item_bytes=item_bytes)
+        division = divide_by_hosts(
+            written.works, written.target_files, hosts, item_bytes=item_bytes
+        )
         stage.notes.append(
             f"each file is written by one host, because hosts may overwrite each other's bytes on {kind}; the largest "
             f"share is {division.balance:.2f} × the mean"
         )
         return division
 
-    def _stored(self, path: Path, spooled: IO[bytes], written: WrittenPlan, division: Division) -> str:
+    def _stored(
+        self, path: Path, spooled: IO[bytes], written: WrittenPlan, division: Division
+    ) -> str:
         """Write the plan's file, and return its SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
@@ -282,7 +292,9 @@ class _Lead:
         for share in done:
             ledger.join(share.state)
         if not ledger.is_complete:
-            raise WorkerError("the workers' shares do not cover all the data: nothing was made visible")
+            raise WorkerError(
+                "the workers' shares do not cover all the data: nothing was made visible"
+            )
         self._figures = tuple(share.figures for share in done)
         self._result = CopyResult(
             places=plan.places,
@@ -318,9 +330,13 @@ class _Lead:
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
             written = write_plan(comparison, prepared.source.store, spooled)
             path = stage.stage_dir / "plan-to-verify"
-            division = divide_work(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
+            division = divide_work(
+                written.works, self._team.size, item_bytes=self._sizes.item_bytes
+            )
             digest = self._stored(path, spooled, written, division)
-        return replace(self._order(path, digest, threads=comparison.threads), target=store.root.absolute())
+        return replace(
+            self._order(path, digest, threads=comparison.threads), target=store.root.absolute()
+        )
 
     def finish_verifying(self, done: Sequence[ShareResult]) -> None:
         """Add up the bytes that were compared.

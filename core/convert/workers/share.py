@@ -115,7 +115,12 @@ class WorkerShare:
     """
 
     def __init__(
-        self, order: WorkOrder, team: Team, *, device: Device | None = None, patience_s: float = PATIENCE_SECONDS
+        self,
+        order: WorkOrder,
+        team: Team,
+        *,
+        device: Device | None = None,
+        patience_s: float = PATIENCE_SECONDS,
     ) -> None:
         self._device = device
         self._order = order
@@ -130,7 +135,12 @@ class WorkerShare:
             self._wait_for(self._order.source, "the source")
             if not is_lead(self._team):
                 stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
-            plan = StoredPlan(self._order.plan, self._order.digest, rank=self._team.rank, threads=self._order.threads)
+            plan = StoredPlan(
+                self._order.plan,
+                self._order.digest,
+                rank=self._team.rank,
+                threads=self._order.threads,
+            )
             self._plan = stack.enter_context(plan)
             self._source = LocalStore(self._order.source, stamps=self._plan.stamps)
             stack.callback(self._source.close)
@@ -139,7 +149,10 @@ class WorkerShare:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closing.close()
 
@@ -190,7 +203,9 @@ class WorkerShare:
         """
         return self._execute(target, crc=False, digest=False, journal=None)
 
-    def _execute(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> ShareResult:
+    def _execute(
+        self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None
+    ) -> ShareResult:
         team = self._team
         begun = time.monotonic()
         team.expect(self._plan.write_bytes)
@@ -207,7 +222,11 @@ class WorkerShare:
         result = execute(self._plan, self._source, store, options)
         self._source.verify_unchanged()
         figures = Figures(
-            team.rank, team.hosts[team.rank], result.read_bytes, result.written_bytes, time.monotonic() - begun
+            team.rank,
+            team.hosts[team.rank],
+            result.read_bytes,
+            result.written_bytes,
+            time.monotonic() - begun,
         )
         return ShareResult(result.ledger.state(), figures, result.resumed_bytes)
 
@@ -222,7 +241,9 @@ class WorkerShare:
             if time.monotonic() >= until:
                 raise self._not_visible(path, label)
             with suppress(OSError):
-                os.listdir(path.parent)  # a network file system may have cached that the path does not exist
+                os.listdir(
+                    path.parent
+                )  # a network file system may have cached that the path does not exist
             time.sleep(_PAUSE_SECONDS)
 
     def _check_source(self) -> None:
@@ -238,7 +259,9 @@ class WorkerShare:
             except CheckpointingException as err:
                 if self._team.hosts[self._team.rank] == self._team.hosts[0]:
                     raise  # the lead's own host: the source has changed since the plan was made
-                raise self._not_visible(self._order.source / name, f"the source's file ({err.message})") from err
+                raise self._not_visible(
+                    self._order.source / name, f"the source's file ({err.message})"
+                ) from err
 
     def _not_visible(self, path: Path, label: str) -> UsageError:
         """Return the error about a path that only other hosts have."""

@@ -87,13 +87,17 @@ class TemporalAsyncCaller(AsyncCaller):
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         check_request(async_req)
         if async_req.async_fn is not None:
-            self.failure = with_rank(catch_failure(partial(self._start, async_req.async_fn, async_req)))
+            self.failure = with_rank(
+                catch_failure(partial(self._start, async_req.async_fn, async_req))
+            )
 
     def _start(self, function: Callable[..., Any], request: AsyncRequest) -> None:
         call = partial(function, *preload_args(request), **request.async_fn_kwargs)
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_write_once, args=(sender, call, os.getpid(), is_main_thread()))
+        process = context.Process(
+            target=_write_once, args=(sender, call, os.getpid(), is_main_thread())
+        )
         with sender, pause_collection():
             process.start()
         self.process, self._is_over = process, False
@@ -138,7 +142,9 @@ class TemporalAsyncCaller(AsyncCaller):
         self._is_over, self._kept = True, None
 
 
-def _write_once(sender: Connection, call: Callable[[], object], parent_pid: int, dies_with_parent: bool) -> None:
+def _write_once(
+    sender: Connection, call: Callable[[], object], parent_pid: int, dies_with_parent: bool
+) -> None:
     """Run the call in the forked process and send its outcome."""
     become_writer(parent_pid, dies_with_parent=dies_with_parent)
     with sender:

@@ -17,7 +17,12 @@ from typing_extensions import override
 
 from core.dist_checkpointing._background.caller import AsyncCaller
 from core.dist_checkpointing._background.handover import Handover, pack_value, receive, send
-from core.dist_checkpointing._background.request import AsyncRequest, call_now, check_request, preload_args
+from core.dist_checkpointing._background.request import (
+    AsyncRequest,
+    call_now,
+    check_request,
+    preload_args,
+)
 from core.dist_checkpointing._background.writer_process import (
     POLL_INTERVAL_S,
     become_writer,
@@ -91,7 +96,9 @@ class PersistentAsyncCaller(AsyncCaller):
         if self._pipes is None:
             self._spawn()
         assert self._pipes is not None
-        loaded = request._replace(async_fn_args=preload_args(request), finalize_fns=[], preload_fn=None)
+        loaded = request._replace(
+            async_fn_args=preload_args(request), finalize_fns=[], preload_fn=None
+        )
         call.handover = pack_value(loaded)
         send(call.handover, self._pipes.preload_q, self.process.pid)
         self._pipes.queue.send(request.call_idx)
@@ -102,11 +109,21 @@ class PersistentAsyncCaller(AsyncCaller):
         preload_q, preload_q_end = context.Pipe()
         comp_q, comp_q_end = context.Pipe(duplex=False)
         with queue_end, preload_q_end, comp_q_end:
-            loop_args = (comm.rank(), queue_end, preload_q_end, comp_q_end, logger.getEffectiveLevel())
-            self.process = context.Process(target=_run_loop, args=(os.getpid(), is_main_thread(), *loop_args))
+            loop_args = (
+                comm.rank(),
+                queue_end,
+                preload_q_end,
+                comp_q_end,
+                logger.getEffectiveLevel(),
+            )
+            self.process = context.Process(
+                target=_run_loop, args=(os.getpid(), is_main_thread(), *loop_args)
+            )
             self.process.start()
         self._pipes = _Pipes(queue, preload_q, comp_q)
-        self._end = Finalize(self, self.process.kill, exitpriority=100)  # before multiprocessing waits for it at exit
+        self._end = Finalize(
+            self, self.process.kill, exitpriority=100
+        )  # before multiprocessing waits for it at exit
 
     @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -168,7 +185,11 @@ class PersistentAsyncCaller(AsyncCaller):
 
     @staticmethod
     def async_loop(
-        rank: int, queue: Connection, preload_q: Connection, comp_q: Connection, log_level: int = logging.INFO
+        rank: int,
+        queue: Connection,
+        preload_q: Connection,
+        comp_q: Connection,
+        log_level: int = logging.INFO,
     ) -> None:
         """Execute calls in the process until it is told to end, or the rank is gone.
 

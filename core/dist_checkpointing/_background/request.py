@@ -48,7 +48,9 @@ class AsyncRequest(NamedTuple):
             RuntimeError: the request is frozen, because it has been scheduled.
         """
         if self.is_frozen:
-            raise RuntimeError("a frozen AsyncRequest takes no more finalize functions: it has been scheduled")
+            raise RuntimeError(
+                "a frozen AsyncRequest takes no more finalize functions: it has been scheduled"
+            )
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
@@ -79,7 +81,9 @@ def check_request(request: AsyncRequest) -> None:
     """
     n_args = len(request.async_fn_args)
     if request.preload_fn is not None and n_args < 2:
-        raise ValueError(f"preload_fn replaces the second argument of async_fn, but there are {n_args} arguments")
+        raise ValueError(
+            f"preload_fn replaces the second argument of async_fn, but there are {n_args} arguments"
+        )
 
 
 def preload_args(request: AsyncRequest) -> tuple[Any, ...]:

@@ -56,11 +56,15 @@ class Block:
         if not self._is_pinned:
             self._is_pinned = True
             cudart = torch.cuda.cudart()
-            with suppress(RuntimeError):  # over the limit of locked memory: the copies only take longer
+            with suppress(
+                RuntimeError
+            ):  # over the limit of locked memory: the copies only take longer
                 torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
                 weakref.finalize(self, cudart.cudaHostUnregister, self.address)
 
-    def tensor(self, lease: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def tensor(
+        self, lease: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
         """Return a dense tensor over the memory.
 
         Args:
@@ -85,7 +89,9 @@ class StagingPool:
         self._n_kept = n_kept
         self._free: list[Block] = []  # the most recently used block comes last
         self._used: dict[int, Block] = {}
-        self._lock = threading.RLock()  # garbage collection inside of the lock may give a block back
+        self._lock = (
+            threading.RLock()
+        )  # garbage collection inside of the lock may give a block back
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return dense copies of tensors, in host memory; the originals may then be changed.
@@ -141,7 +147,11 @@ class StagingPool:
 
     def locate(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
         """Return the block that holds a dense tensor, and its offset in bytes, or None."""
-        if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+        if (
+            tensor.is_contiguous()
+            and tensor.device.type == "cpu"
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
             address = tensor.data_ptr()
             with self._lock:
                 for block in self._used.values():

@@ -134,5 +134,7 @@ def receive_failure(receiver: Connection) -> CheckpointingException | None:
     except (EOFError, OSError) as err:
         raise EOFError from err
     except Exception as err:
-        return writer_failure(f"failed with an error that could not be read here: {type(err).__name__}: {err}")
+        return writer_failure(
+            f"failed with an error that could not be read here: {type(err).__name__}: {err}"
+        )
     return with_rank(failure)

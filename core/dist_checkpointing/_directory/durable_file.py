@@ -12,7 +12,9 @@ from core.files.folders import sync_folder
 from core.files.store import check_name, translate_os_errors
 
 
-def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]) -> None:
+def write_file(
+    checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]
+) -> None:
     """Write or replace a file of a checkpoint atomically, and wait until it is on the disk.
 
     Args:
@@ -30,7 +32,9 @@ def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterab
     with translate_os_errors(str(root), doing="look at"):
         is_dir = root.is_dir()
     if not is_dir:
-        raise StorageError("the directory does not exist", file=str(root), hint="create it before saving into it")
+        raise StorageError(
+            "the directory does not exist", file=str(root), hint="create it before saving into it"
+        )
     # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)

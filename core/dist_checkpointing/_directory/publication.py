@@ -47,7 +47,9 @@ _DATA = "data"
 _OLD = "old"
 _ENTRIES = "entries.json"
 _NO_ENTRIES = ("", ".", "..", STAGE)
-_OWN_NAME = re.compile(rf"({re.escape(CONFIG_FNAME)}|\.metadata|common\.pt|{re.escape(manifest_name())}|.*\.distcp)$")
+_OWN_NAME = re.compile(
+    rf"({re.escape(CONFIG_FNAME)}|\.metadata|common\.pt|{re.escape(manifest_name())}|.*\.distcp)$"
+)
 _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
 
 
@@ -94,7 +96,9 @@ class Publication:
             raise
 
     def _begin(self) -> None:
-        with translate_os_errors(str(self.checkpoint_dir), doing="clear away an interrupted save in"):
+        with translate_os_errors(
+            str(self.checkpoint_dir), doing="clear away an interrupted save in"
+        ):
             _clear_away(self._stage_dir)
         if not self._overwrite:
             _check_empty(self.checkpoint_dir)
@@ -203,7 +207,11 @@ class Publication:
         old_dir = self._stage_dir / _OLD
         old_dir.mkdir()
         present = [name for name in os.listdir(self.checkpoint_dir) if name != STAGE]
-        replaced = [name for name in present if name in names or _is_of_checkpoint(self.checkpoint_dir / name)]
+        replaced = [
+            name
+            for name in present
+            if name in names or _is_of_checkpoint(self.checkpoint_dir / name)
+        ]
         replaced.sort(key=lambda name: (name != CONFIG_FNAME, name))
         return [(self.checkpoint_dir / name, old_dir / name) for name in replaced]
 
@@ -212,7 +220,8 @@ class Publication:
             rename_new(source, target)
         except FileExistsError as err:
             raise UsageError(
-                f"{target.name} appeared in the directory during the save", file=str(self.checkpoint_dir)
+                f"{target.name} appeared in the directory during the save",
+                file=str(self.checkpoint_dir),
             ) from err
 
 
@@ -232,12 +241,16 @@ def _lock_stage(stage_dir: Path) -> FolderLock:
 def _check_directory(checkpoint_dir: Path) -> None:
     if not os.path.lexists(checkpoint_dir):
         raise UsageError(
-            "the directory to save into does not exist", file=str(checkpoint_dir), hint="create it before the save"
+            "the directory to save into does not exist",
+            file=str(checkpoint_dir),
+            hint="create it before the save",
         )
     with translate_os_errors(str(checkpoint_dir), doing="look at"):
         is_dir = checkpoint_dir.is_dir()
     if not is_dir:
-        raise UsageError("a checkpoint is saved into a directory, but this is a file", file=str(checkpoint_dir))
+        raise UsageError(
+            "a checkpoint is saved into a directory, but this is a file", file=str(checkpoint_dir)
+        )
 
 
 def _check_empty(checkpoint_dir: Path) -> None:
@@ -269,12 +282,18 @@ def _clear_away(stage_dir: Path) -> None:
 def _names_to_move(stage_dir: Path) -> list[str]:
     """Return the names that a publication had begun to move; [] if it had not begun."""
     try:
-        names = parse_json_object((stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}").get("entries")
+        names = parse_json_object(
+            (stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}"
+        ).get("entries")
     except (OSError, CheckpointingException):  # missing, or truncated before any entry moved
         return []
     if not isinstance(names, list):
         return []
-    return [name for name in names if isinstance(name, str) and "/" not in name and name not in _NO_ENTRIES]
+    return [
+        name
+        for name in names
+        if isinstance(name, str) and "/" not in name and name not in _NO_ENTRIES
+    ]
 
 
 def _names_in(folder: Path) -> set[str]:

@@ -24,10 +24,14 @@ def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
     """
     path = str(checkpoint_dir)
     if not checkpoint_dir.exists():
-        return UsageError(f"the checkpoint directory {path} does not exist", hint="check the spelling of the path")
+        return UsageError(
+            f"the checkpoint directory {path} does not exist", hint="check the spelling of the path"
+        )
     if not checkpoint_dir.is_dir():
         hint = f"pass its directory, {checkpoint_dir.parent}, if that is a checkpoint"
-        return UsageError(f"{path} is a file, not the directory of a distributed checkpoint", hint=hint)
+        return UsageError(
+            f"{path} is a file, not the directory of a distributed checkpoint", hint=hint
+        )
     if (checkpoint_dir / STAGE).is_dir():
         return MissingShardError(
             f"the save into this directory is not finished: it has {STAGE}, but no {CONFIG_FNAME}",
@@ -36,7 +40,9 @@ def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
         )
     if (checkpoint_dir / COMMON_FILE).is_file():
         return MissingShardError(
-            f"{CONFIG_FNAME} is missing; it is written last, so the save did not finish", file=path, hint=_OLDER
+            f"{CONFIG_FNAME} is missing; it is written last, so the save did not finish",
+            file=path,
+            hint=_OLDER,
         )
     return _refusal_of_other_format(checkpoint_dir)
 
@@ -48,7 +54,8 @@ def _refusal_of_other_format(checkpoint_dir: Path) -> CheckpointingException:
         source = open_checkpoint(checkpoint_dir, samples=True)
     except CheckpointingException as err:
         return UnsupportedError(
-            f"{path} is not a distributed checkpoint: {CONFIG_FNAME} is missing; {err.message}", hint=err.hint
+            f"{path} is not a distributed checkpoint: {CONFIG_FNAME} is missing; {err.message}",
+            hint=err.hint,
         )
     source.store.close()
     if source.path.resolve() != checkpoint_dir.resolve():

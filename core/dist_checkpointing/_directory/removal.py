@@ -51,7 +51,12 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
     removed = keys_with_prefix((*metadata.tensors, *metadata.objects), key_prefix, folder)
     if not removed:
         return []
-    if metadata.descriptors or metadata.object_descriptors or metadata.raw_files or not has_one_metadata_file:
+    if (
+        metadata.descriptors
+        or metadata.object_descriptors
+        or metadata.raw_files
+        or not has_one_metadata_file
+    ):
         raise UnsupportedError(
             "entries cannot be removed if items are compressed or safetensors, or if every rank has a metadata file",
             hint="ckpt convert --to torch_dist --exclude leaves tensors out of a copy",
@@ -89,10 +94,14 @@ def _metadata_bytes(metadata: DcpMetadata, remaining: dict[str, TensorRow | Obje
     paths, mcore_data = metadata.planner_data, metadata.mcore_data
     attributes: dict[str, object] = {}
     if isinstance(mcore_data, dict):
-        attributes["mcore_data"] = {key: value for key, value in mcore_data.items() if key in remaining}
+        attributes["mcore_data"] = {
+            key: value for key, value in mcore_data.items() if key in remaining
+        }
     return write_metadata(
         remaining.values(),
-        planner_data=None if paths is None else {key: path for key, path in paths.items() if key in remaining},
+        planner_data=None
+        if paths is None
+        else {key: path for key, path in paths.items() if key in remaining},
         version=metadata.version or "1.0.0",
         attributes=attributes,
     )
@@ -105,7 +114,10 @@ def check_prefix(key_prefix: str) -> None:
         UsageError: the prefix is empty, so it would remove everything.
     """
     if not key_prefix:
-        raise UsageError("an empty prefix would remove the whole checkpoint", hint="to do that, delete its directory")
+        raise UsageError(
+            "an empty prefix would remove the whole checkpoint",
+            hint="to do that, delete its directory",
+        )
 
 
 def keys_with_prefix(keys: Iterable[str], key_prefix: str, checkpoint_dir: Path) -> list[str]:

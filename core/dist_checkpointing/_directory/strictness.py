@@ -61,7 +61,12 @@ class StrictHandling(Enum):
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 
-_ALL = (StrictHandling.IGNORE_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL, StrictHandling.LOG_ALL)
+_ALL = (
+    StrictHandling.IGNORE_ALL,
+    StrictHandling.RAISE_ALL,
+    StrictHandling.RETURN_ALL,
+    StrictHandling.LOG_ALL,
+)
 RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
 LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
 
@@ -80,7 +85,9 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     return StrictHandling(strict)
 
 
-def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
+) -> ShardedStateDict:
     """Return the state dict without the ShardedBase leaves of the given keys.
 
     Raises:
@@ -112,7 +119,9 @@ def missing_and_unexpected_keys(
     unexpected = {requested.key for requested in local_metadata} - stored
     if global_metadata is None:
         return set(), unexpected
-    return stored - {requested.key for of_rank in global_metadata for requested in of_rank}, unexpected
+    return stored - {
+        requested.key for of_rank in global_metadata for requested in of_rank
+    }, unexpected
 
 
 def maybe_report_missing_and_unexpected_keys(
@@ -125,7 +134,9 @@ def maybe_report_missing_and_unexpected_keys(
     """
     parts = []
     if missing_keys:
-        parts.append(f"Missing keys (in the checkpoint, and no rank requests them): {_format_keys(missing_keys)}")
+        parts.append(
+            f"Missing keys (in the checkpoint, and no rank requests them): {_format_keys(missing_keys)}"
+        )
     if unexpected_keys:
         parts.append(
             f"Unexpected keys (requested by this rank, and not in the checkpoint): {_format_keys(unexpected_keys)}"
@@ -142,4 +153,6 @@ def maybe_report_missing_and_unexpected_keys(
 
 def _format_keys(keys: Iterable[str]) -> str:
     names = sorted(keys)
-    return ", ".join(names[:_MAX_NAMED]) + (f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (
+        f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    )

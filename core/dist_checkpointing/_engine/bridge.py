@@ -43,7 +43,9 @@ def chunk_of(tensor: ShardedTensor) -> Chunk:
         UnsupportedError: checkpoints do not support the dtype of the tensor.
     """
     name = dtype_name(tensor.dtype, key=tensor.key)
-    box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
+    box = Box(
+        tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    )
     flat = tensor.flattened_range
     return Chunk(
         tensor.key,
@@ -70,7 +72,9 @@ def live_tensor(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
     if data.is_contiguous():
         return LiveTensor(chunk, memory_of(data))
     assert chunk.flat is None, "the caller makes flat ranges dense and keeps the copy"
-    return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
+    return LiveTensor(
+        chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride())
+    )
 
 
 def check_data(chunk: Chunk, data: torch.Tensor) -> None:
@@ -120,7 +124,9 @@ def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalSto
         yield in_true_shapes(catalog, catalog.tensors), store
 
 
-def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) -> dict[str, ShardedBase]:
+def sharded_metadata(
+    checkpoint_dir: str | Path, *, tensors_only: bool = False
+) -> dict[str, ShardedBase]:
     """Return the content of a checkpoint, without data and sharding.
 
     Args:
@@ -135,7 +141,8 @@ def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) 
     """
     with open_catalog(checkpoint_dir) as (catalog, _):
         metadata: dict[str, ShardedBase] = {
-            key: whole_tensor(meta.key, torch_dtype(meta.dtype), meta.shape) for key, meta in catalog.tensors.items()
+            key: whole_tensor(meta.key, torch_dtype(meta.dtype), meta.shape)
+            for key, meta in catalog.tensors.items()
         }
         if not tensors_only:
             for key in catalog.objects:
@@ -165,14 +172,20 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
     pairs = []
     for tensor in tensors:
         if tensor.data is None:
-            raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
+            raise UsageError(
+                "the tensor has no data to be filled", key=tensor.key, hint="call init_data first"
+            )
         pairs.append((chunk_of(tensor), tensor.data))
     with open_catalog(checkpoint_dir) as (catalog, store):
         fill_tensors(pairs, catalog, store)
 
 
 def fill_tensors(
-    pairs: Iterable[tuple[Chunk, torch.Tensor]], catalog: Catalog, store: LocalStore, *, checks_crc: bool = True
+    pairs: Iterable[tuple[Chunk, torch.Tensor]],
+    catalog: Catalog,
+    store: LocalStore,
+    *,
+    checks_crc: bool = True,
 ) -> None:
     """Read regions of an opened checkpoint into tensors.
 
@@ -191,7 +204,11 @@ def fill_tensors(
     indirect: list[tuple[Chunk, torch.Tensor]] = []
     for chunk, tensor in pairs:
         data = tensor.detach()
-        if data.device.type == "cpu" and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
+        if (
+            data.device.type == "cpu"
+            and data.is_contiguous()
+            and not (data.is_conj() or data.is_neg())
+        ):
             direct.append(live_tensor(chunk, data))
         else:
             indirect.append((chunk, data))
@@ -199,7 +216,9 @@ def fill_tensors(
     # Read the others into host memory, in batches, and copy them.
     for batch in batches(indirect, lambda pair: pair[0].n_bytes):
         hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
-        live_tensors = [live_tensor(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
+        live_tensors = [
+            live_tensor(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)
+        ]
         fill(live_tensors, catalog, store, checks_crc=checks_crc)
         for (_, data), host in zip(batch, hosts, strict=True):
             data.copy_(host)
@@ -221,12 +240,16 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
             key = requested.unique_key
             item = catalog.objects.get(key)
             if item is None:
-                shards = [name for name in catalog.objects if name.rpartition("/")[0] == requested.key]
+                shards = [
+                    name for name in catalog.objects if name.rpartition("/")[0] == requested.key
+                ]
                 raise MissingShardError(
                     "the object is not in the checkpoint",
                     key=key,
                     file=str(checkpoint_dir),
-                    hint=f"it has these shards of {requested.key}: {', '.join(shards[:8])}" if shards else None,
+                    hint=f"it has these shards of {requested.key}: {', '.join(shards[:8])}"
+                    if shards
+                    else None,
                 )
             values[key] = _read_object(catalog, store, item)
     return values
@@ -244,11 +267,15 @@ def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
     else:
         value = live_value(item.value, catalog, store, key=item.key)
     if not isinstance(value, list) or len(value) != 1:
-        raise UnsupportedError("not the object of a ShardedObject, which is a list of one value", key=item.key)
+        raise UnsupportedError(
+            "not the object of a ShardedObject, which is a list of one value", key=item.key
+        )
     return value[0]
 
 
-def live_value(inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None) -> object:
+def live_value(
+    inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None
+) -> object:
     """Rebuild the live value of an inert one of an opened checkpoint; tensors inside are read.
 
     Objects of unknown classes become stand-ins, see ``_values.objects``.

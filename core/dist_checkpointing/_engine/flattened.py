@@ -28,7 +28,9 @@ class FlatPiece:
     stop: int
 
 
-def narrowed_pieces(shape: Shape, dim: int, start: int, length: int, *, held: range) -> Iterator[FlatPiece]:
+def narrowed_pieces(
+    shape: Shape, dim: int, start: int, length: int, *, held: range
+) -> Iterator[FlatPiece]:
     """Yield the pieces of a slice that lie in the rows of the shard that a narrowing keeps.
 
     Those rows are one run of elements for every index before ``dim``, so along axis 0 there is at

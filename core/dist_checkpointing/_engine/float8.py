@@ -17,7 +17,8 @@ def is_float8tensor(tensor: Any) -> bool:
     its kinds).
     """
     return isinstance(tensor, torch.Tensor) and any(
-        kind.__name__ in _CLASSES and kind.__module__.split(".")[0] in _PACKAGES for kind in type(tensor).__mro__
+        kind.__name__ in _CLASSES and kind.__module__.split(".")[0] in _PACKAGES
+        for kind in type(tensor).__mro__
     )
 
 

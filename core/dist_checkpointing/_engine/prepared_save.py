@@ -55,7 +55,13 @@ class Agreement:
     layout: tuple[TargetCatalog, tuple[FileImage, ...]]
 
     def fits(
-        self, format: Format, options: WriteOptions, contribution: ProcessContribution, *, number: int, n_ranks: int
+        self,
+        format: Format,
+        options: WriteOptions,
+        contribution: ProcessContribution,
+        *,
+        number: int,
+        n_ranks: int,
     ) -> bool:
         """Return whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
         return (
@@ -82,7 +88,9 @@ class PreparedSave:
     @property
     def agreement(self) -> Agreement:
         """Return the agreement, to be passed as ``previous`` to the next save."""
-        return Agreement(self.work.format, self.work.options, self.work.contributions, self.work.laid_out())
+        return Agreement(
+            self.work.format, self.work.options, self.work.contributions, self.work.laid_out()
+        )
 
     def staged(self) -> PreparedSave:
         """Return the save with copies of the tensors in host memory.
@@ -93,7 +101,10 @@ class PreparedSave:
             OSError: there is not enough memory.
         """
         copies = POOL.copy_tensors([data for _, data in self.tensors])
-        return replace(self, tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)])
+        return replace(
+            self,
+            tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)],
+        )
 
     def write(self) -> int:
         """Write this rank's share into the directory.
@@ -105,7 +116,9 @@ class PreparedSave:
             CheckpointingException: a file cannot be written; incomplete files stay.
         """
         hosts = [(chunk, bridge.to_host(chunk, data)) for chunk, data in self.tensors]
-        return replace(self.work, tensors=[bridge.live_tensor(chunk, host) for chunk, host in hosts]).write()
+        return replace(
+            self.work, tensors=[bridge.live_tensor(chunk, host) for chunk, host in hosts]
+        ).write()
 
     def finish(self) -> None:
         """Write the metadata; called by one rank when all have written.
@@ -177,12 +190,17 @@ def prepare_save(
 
 
 def _still_fits(
-    previous: Agreement | None, format: Format, options: WriteOptions, contribution: ProcessContribution
+    previous: Agreement | None,
+    format: Format,
+    options: WriteOptions,
+    contribution: ProcessContribution,
 ) -> bool:
     """Return whether all ranks can use their earlier agreements; collective.
 
     Called also by a rank that has none.
     """
     number, n_ranks = comm.rank(), comm.world_size()
-    fits = previous is not None and previous.fits(format, options, contribution, number=number, n_ranks=n_ranks)
+    fits = previous is not None and previous.fits(
+        format, options, contribution, number=number, n_ranks=n_ranks
+    )
     return not comm.any_of_all(not fits)

@@ -19,7 +19,9 @@ def dtype_name(dtype: torch.dtype, *, key: str | None = None) -> str:
         UnsupportedError: checkpoints do not support the dtype.
     """
     if not is_stored(dtype):
-        raise UnsupportedError(f"tensors of dtype {dtype} cannot be stored", key=key, hint="cast the tensor first")
+        raise UnsupportedError(
+            f"tensors of dtype {dtype} cannot be stored", key=key, hint="cast the tensor first"
+        )
     return _plain_name(dtype)
 
 

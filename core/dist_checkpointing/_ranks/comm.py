@@ -63,7 +63,9 @@ def _translate_lost_contact() -> Iterator[None]:
         _has_exchanged.append(True)
     try:
         yield
-    except RuntimeError as err:  # torch has no class of its own for gloo's closed connections and timeouts
+    except (
+        RuntimeError
+    ) as err:  # torch has no class of its own for gloo's closed connections and timeouts
         raise WorkerError(
             f"lost contact with another rank: {str(err).splitlines()[0]}",
             hint="see that rank's own output; it may have run out of memory",
@@ -139,7 +141,9 @@ def _out_of_step_error(messages: list[_Message]) -> OutOfStepError:
     depth = min(message.depth for message in messages)
     for number, message in enumerate(messages):
         if message.failure is not None:
-            return OutOfStepError(f"rank {number} failed: {message.failure}", depth, rank=str(number))
+            return OutOfStepError(
+                f"rank {number} failed: {message.failure}", depth, rank=str(number)
+            )
     steps = "; ".join(
         f"rank {number}: {message.kind} at level {message.depth}"
         for number, message in enumerate(messages[:_MAX_NAMED])
@@ -299,14 +303,21 @@ def _raise_failures(error: Exception | None, failures: list[str | None]) -> None
         raise error
     failed = [number for number, failure in enumerate(failures) if failure is not None]
     if failed:
-        names = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
+        names = ", ".join(map(str, failed[:_MAX_NAMED])) + (
+            " …" if len(failed) > _MAX_NAMED else ""
+        )
         raise WorkerError(
-            f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed: {failures[failed[0]]}", rank=str(failed[0])
+            f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed: {failures[failed[0]]}",
+            rank=str(failed[0]),
         )
 
 
 def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, CheckpointingException)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def global_rank(number: int, group: Any = None) -> int:

@@ -13,7 +13,12 @@ from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from core.arrays.box import Box
 from core.arrays.coverage import first_hole, first_overlap
-from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from core.errors import UsageError
 
 S = TypeVar("S", bound=ShardedBase)
@@ -23,7 +28,9 @@ _MAX_SEARCHED = 2000
 """Maximum number of boxes for which an error locates a hole, which takes more than linear time."""
 
 _DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
-_MISSING_HINT = "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
+_MISSING_HINT = (
+    "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
+)
 
 
 class RankShard(NamedTuple, Generic[S]):
@@ -80,7 +87,9 @@ def check_irregular(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
                 _check_tiling(key, first, _main_chunks(shards))
 
 
-def _group_by_key(global_metadata: Sequence[Iterable[ShardedBase]]) -> dict[str, list[RankShard[ShardedBase]]]:
+def _group_by_key(
+    global_metadata: Sequence[Iterable[ShardedBase]],
+) -> dict[str, list[RankShard[ShardedBase]]]:
     groups: dict[str, list[RankShard[ShardedBase]]] = {}
     for rank, shards in enumerate(global_metadata):
         for shard in shards:
@@ -142,7 +151,9 @@ def _describe_chunk(chunk: _Chunk) -> str:
     return f"shard of shape {chunk[1]} at {chunk[0]}"
 
 
-def _main_chunks(shards: Iterable[RankShard[ShardedTensor]]) -> dict[_Chunk, list[RankShard[ShardedTensor]]]:
+def _main_chunks(
+    shards: Iterable[RankShard[ShardedTensor]],
+) -> dict[_Chunk, list[RankShard[ShardedTensor]]]:
     """Return the chunks of main replicas and their holders, without empty flattened shards."""
     chunks: dict[_Chunk, list[RankShard[ShardedTensor]]] = {}
     for rank_shard in shards:
@@ -173,7 +184,9 @@ def _check_chunk(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]
 
 
 def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
-    ranges = sorted((flat.start, flat.stop, rank) for rank, shard in holders if (flat := shard.flattened_range))
+    ranges = sorted(
+        (flat.start, flat.stop, rank) for rank, shard in holders if (flat := shard.flattened_range)
+    )
     # Follow the ranges from the beginning of the chunk until one overlaps or leaves a hole.
     reached, last = 0, -1
     for start, stop, rank in ranges:
@@ -228,7 +241,11 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
     cells = sorted(_cell_of(chunk, extents) for chunk in chunks)
     for cell in cells:
         if any(index >= n for index, n in zip(cell, grid, strict=True)):
-            raise UsageError(f"shard {cell} is outside the grid of {grid} shards", key=key, hint="check the offsets")
+            raise UsageError(
+                f"shard {cell} is outside the grid of {grid} shards",
+                key=key,
+                hint="check the offsets",
+            )
     if len(cells) < prod(grid):
         missing = _first_missing(cells, grid)
         raise UsageError(
@@ -241,12 +258,17 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
 
 def _cell_of(chunk: _Chunk, extents: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of a chunk in a grid of chunks with the given extents."""
-    return tuple(offset // extent if extent else offset for offset, extent in zip(chunk[0], extents, strict=True))
+    return tuple(
+        offset // extent if extent else offset
+        for offset, extent in zip(chunk[0], extents, strict=True)
+    )
 
 
 def _first_missing(cells: list[tuple[int, ...]], grid: tuple[int, ...]) -> tuple[int, ...]:
     """Return the first index of a grid, in C order, that is not among the sorted ``cells``."""
-    number = next(number for number, cell in enumerate([*cells, None]) if cell != _unravel(number, grid))
+    number = next(
+        number for number, cell in enumerate([*cells, None]) if cell != _unravel(number, grid)
+    )
     return _unravel(number, grid)
 
 
@@ -261,14 +283,20 @@ def _unravel(number: int, grid: tuple[int, ...]) -> tuple[int, ...]:
 
 def _describe_copies(shards: list[RankShard[ShardedTensor]], cell: tuple[int, ...]) -> str:
     """Describe the copies of a cell of the grid that are not main replicas."""
-    copies = [rank_shard for rank_shard in shards if rank_shard.shard.local_chunk_offset_in_global() == cell]
+    copies = [
+        rank_shard
+        for rank_shard in shards
+        if rank_shard.shard.local_chunk_offset_in_global() == cell
+    ]
     if not copies:
         return "no rank holds a copy of it"
     replica_ids = _format_some([copy.shard.replica_id for copy in copies])
     return f"ranks {_format_ranks(copies)} hold copies with replica ids {replica_ids}"
 
 
-def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[RankShard[ShardedTensor]]]) -> None:
+def _check_tiling(
+    key: str, first: ShardedTensor, chunks: dict[_Chunk, list[RankShard[ShardedTensor]]]
+) -> None:
     """Raise unless the chunks of a tensor tile it.
 
     Args:
@@ -281,7 +309,9 @@ def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[Rank
             chunk.
     """
     leading = (1,) * first.prepend_axis_num
-    rank_of = {Box(chunk[0], leading + chunk[1]): holders[0].rank for chunk, holders in chunks.items()}
+    rank_of = {
+        Box(chunk[0], leading + chunk[1]): holders[0].rank for chunk, holders in chunks.items()
+    }
     boxes = [box for box in rank_of if not box.is_empty]
     region = Box((0,) * len(first.global_shape), tuple(first.global_shape))
     for box in boxes:

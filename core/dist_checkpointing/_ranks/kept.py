@@ -7,7 +7,12 @@ from typing import Any, Generic, TypeVar
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import nested_values
-from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
+from core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_main_replica,
+)
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id
 
 T = TypeVar("T")
@@ -25,7 +30,9 @@ class CachedResult(Generic[T]):
         self.structure: object = None
         self.value: T | None = None
 
-    def get(self, sharded_state_dict: ShardedStateDict, compute: Callable[[], T], *, is_kept: bool) -> T:
+    def get(
+        self, sharded_state_dict: ShardedStateDict, compute: Callable[[], T], *, is_kept: bool
+    ) -> T:
         """Return the result, computed anew if necessary; collective.
 
         Args:
@@ -34,7 +41,11 @@ class CachedResult(Generic[T]):
             compute: compute the result; collective.
             is_kept: use and keep an earlier result, if all ranks do.
         """
-        structure = [_fingerprint(value) for value in nested_values(sharded_state_dict)] if is_kept else None
+        structure = (
+            [_fingerprint(value) for value in nested_values(sharded_state_dict)]
+            if is_kept
+            else None
+        )
         if not comm.any_of_all(not is_kept or structure != self.structure, self.group):
             return self.value  # type: ignore[return-value]
         value = compute()
@@ -46,5 +57,10 @@ class CachedResult(Generic[T]):
 def _fingerprint(value: object) -> object:
     """Return those properties of a leaf that a distribution may depend on."""
     if isinstance(value, ShardedTensor):
-        return (*_sharded_tensor_shard_id(value), value.local_shape, value.dtype, is_main_replica(value.replica_id))
+        return (
+            *_sharded_tensor_shard_id(value),
+            value.local_shape,
+            value.dtype,
+            is_main_replica(value.replica_id),
+        )
     return _sharded_object_id(value) if isinstance(value, ShardedObject) else None

@@ -41,10 +41,16 @@ def make_parcels(sizes: Mapping[_ShardId, int], main_rank: Mapping[_ShardId, int
     """
     parcels: list[Parcel] = []
     not_empty = [shard for shard, size in sizes.items() if size]
-    for shard in sorted(not_empty, key=lambda shard: (main_rank[shard], -sizes[shard], sort_key(shard))):
+    for shard in sorted(
+        not_empty, key=lambda shard: (main_rank[shard], -sizes[shard], sort_key(shard))
+    ):
         last = parcels[-1] if parcels else None
         start = _align(last.n_bytes) if last is not None else 0
-        if last is not None and last.main_rank == main_rank[shard] and start + sizes[shard] <= PARCEL_BYTES:
+        if (
+            last is not None
+            and last.main_rank == main_rank[shard]
+            and start + sizes[shard] <= PARCEL_BYTES
+        ):
             last.starts[shard] = start
             parcels[-1] = last._replace(n_bytes=start + sizes[shard])
         else:
@@ -57,7 +63,9 @@ def sort_key(shard: Any) -> Any:
 
     None, in place of a flattened range, comes before all ranges.
     """
-    return tuple(() if part is None else part for part in shard) if isinstance(shard, tuple) else shard
+    return (
+        tuple(() if part is None else part for part in shard) if isinstance(shard, tuple) else shard
+    )
 
 
 def row_bytes(row: Iterable[Parcel | None]) -> int:

@@ -46,7 +46,11 @@ def receive_buffer(tensor: ShardedTensor) -> torch.Tensor:
     if tensor.data is None:
         tensor.init_data("cpu")
     data: Any = tensor.data
-    return torch.empty(data.shape, dtype=tensor.dtype, device=data.device) if is_float8tensor(data) else data
+    return (
+        torch.empty(data.shape, dtype=tensor.dtype, device=data.device)
+        if is_float8tensor(data)
+        else data
+    )
 
 
 def exchange_device(group: Any) -> torch.device:
@@ -55,10 +59,16 @@ def exchange_device(group: Any) -> torch.device:
     It is the current device of an accelerator that has a backend of its own (NCCL), else the CPU.
     """
     backends = (
-        dict(part.split(":") for part in dist.get_backend_config(group).split(",")) if dist.is_initialized() else {}
+        dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        if dist.is_initialized()
+        else {}
     )
     for device, backend in backends.items():
-        if device != "cpu" and backend != backends.get("cpu") and torch.get_device_module(device).is_available():
+        if (
+            device != "cpu"
+            and backend != backends.get("cpu")
+            and torch.get_device_module(device).is_available()
+        ):
             return torch.device(device, torch.get_device_module(device).current_device())
     return torch.device("cpu")
 
@@ -74,7 +84,13 @@ def own_bytes(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
     Returns:
         None if the values are not on the device, in C order and in one piece.
     """
-    if tensor is None or tensor.device != device or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if (
+        tensor is None
+        or tensor.device != device
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
         return None
     # Contiguous says nothing about the strides of axes of extent 1, and view wants the last one to be 1.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -66,7 +66,9 @@ def distribute_shards_to_ranks(
     """
     for shard, ranks in shard_to_ranks.items():
         if not ranks or not all(0 <= rank < num_ranks for rank in ranks):
-            raise ValueError(f"shard {shard} needs holders among ranks 0–{num_ranks - 1}, but has {list(ranks)}")
+            raise ValueError(
+                f"shard {shard} needs holders among ranks 0–{num_ranks - 1}, but has {list(ranks)}"
+            )
     loads = [0] * num_ranks
     assignment: dict[T, int] = {}
     for shard in sorted(
@@ -127,7 +129,9 @@ def determine_main_replica_uniform_distribution(
     shards = set(holders) if ignore_groups else main_shards
     holders = {shard: ranks for shard, ranks in holders.items() if shard in shards}
     sizes = {shard: n_bytes(metadata[shard]) for shard in holders}
-    main_ranks = distribute_shards_to_ranks(holders, sizes, len(tensors_by_rank), shards - main_shards)
+    main_ranks = distribute_shards_to_ranks(
+        holders, sizes, len(tensors_by_rank), shards - main_shards
+    )
     return ShardDistribution(main_ranks, shards, metadata, holders)
 
 

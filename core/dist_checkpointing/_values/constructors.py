@@ -81,7 +81,9 @@ def require(is_valid: bool) -> None:
         raise TypeError("invalid arguments")
 
 
-def calling(function: Callable[..., Any], *kinds: tuple[type, ...], optional: int = 0) -> ValueConstructor:
+def calling(
+    function: Callable[..., Any], *kinds: tuple[type, ...], optional: int = 0
+) -> ValueConstructor:
     """Return a constructor that calls ``function`` with arguments of the given types.
 
     Args:
@@ -132,7 +134,12 @@ def _deque(*args: Any) -> Any:
 
 
 def _set_bytes_io(stream: Any, state: Any) -> None:
-    require(type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and type(state[1]) is int)
+    require(
+        type(state) is tuple
+        and len(state) == 3
+        and type(state[0]) is bytes
+        and type(state[1]) is int
+    )
     stream.write(state[0])
     stream.seek(state[1])
     if state[2]:
@@ -152,7 +159,8 @@ def _date(kind: Any) -> ValueConstructor:
 
     def make(args: Args, state: Any) -> object:
         require(
-            state is NO_STATE and all(type(arg) in (bytes, int, str, datetime.timezone, type(None)) for arg in args)
+            state is NO_STATE
+            and all(type(arg) in (bytes, int, str, datetime.timezone, type(None)) for arg in args)
         )
         return kind(*args)
 
@@ -166,13 +174,21 @@ def _timezone(args: Args, state: Any) -> object:
 
 
 def _decimal(args: Args, state: Any) -> object:
-    require(state is NO_STATE and len(args) == 1 and type(args[0]) is str and len(args[0]) <= _MAX_TEXT)
+    require(
+        state is NO_STATE and len(args) == 1 and type(args[0]) is str and len(args[0]) <= _MAX_TEXT
+    )
     return decimal.Decimal(args[0])
 
 
 def _fraction(args: Args, state: Any) -> object:
-    require(state is NO_STATE and (tuple(map(type, args)) == (int, int) or tuple(map(type, args)) == (str,)))
-    require(len(args) == 2 or re.fullmatch(rf"-?\d{{1,{_MAX_TEXT}}}(/\d{{1,{_MAX_TEXT}}})?", args[0]) is not None)
+    require(
+        state is NO_STATE
+        and (tuple(map(type, args)) == (int, int) or tuple(map(type, args)) == (str,))
+    )
+    require(
+        len(args) == 2
+        or re.fullmatch(rf"-?\d{{1,{_MAX_TEXT}}}(/\d{{1,{_MAX_TEXT}}})?", args[0]) is not None
+    )
     return fractions.Fraction(*args)
 
 
@@ -196,7 +212,20 @@ def _or(args: Args, state: Any) -> object:
 
 
 FACTORIES = frozenset(
-    {int, float, complex, bool, str, bytes, list, dict, set, tuple, frozenset, collections.OrderedDict}
+    {
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        list,
+        dict,
+        set,
+        tuple,
+        frozenset,
+        collections.OrderedDict,
+    }
 )
 """Classes that may be the factory of a defaultdict."""
 
@@ -224,8 +253,12 @@ CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
     ("collections", "defaultdict"): ContainerConstructor(_defaultdict, put=_set_item),
     ("collections", "Counter"): ContainerConstructor(_counter, put=_set_item),
     ("collections", "deque"): ContainerConstructor(_deque, add=collections.deque.append),
-    ("argparse", "Namespace"): ContainerConstructor(_make_empty(argparse.Namespace), restore=_set_attributes),
-    ("types", "SimpleNamespace"): ContainerConstructor(_make_empty(types.SimpleNamespace), restore=_set_attributes),
+    ("argparse", "Namespace"): ContainerConstructor(
+        _make_empty(argparse.Namespace), restore=_set_attributes
+    ),
+    ("types", "SimpleNamespace"): ContainerConstructor(
+        _make_empty(types.SimpleNamespace), restore=_set_attributes
+    ),
     ("_io", "BytesIO"): ContainerConstructor(_make_empty(io.BytesIO), restore=_set_bytes_io),
     ("io", "BytesIO"): ContainerConstructor(_make_empty(io.BytesIO), restore=_set_bytes_io),
     ("datetime", "date"): _date(datetime.date),
@@ -240,7 +273,9 @@ CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
     ("_operator", "or_"): ValueConstructor(_or),
 }
 CONSTRUCTORS |= {
-    (module, name): _path(kind) for module in ("pathlib", "pathlib._local") for name, kind in _PATHS.items()
+    (module, name): _path(kind)
+    for module in ("pathlib", "pathlib._local")
+    for name, kind in _PATHS.items()
 }
 
 CLASSES: dict[Name, object] = {

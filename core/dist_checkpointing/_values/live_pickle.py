@@ -59,7 +59,13 @@ class LivePickle:
             self.tree = safe_pickle.load(data, label="the value to be saved", hooks=self._hooks())
         except CheckpointingException:
             raise
-        except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError) as err:
+        except (
+            pickle.PicklingError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+            RecursionError,
+        ) as err:
             raise UnsupportedError(f"a value cannot be saved: {type(err).__name__}: {err}") from err
 
     def _hooks(self) -> dict[tuple[str, str], Hook]:
@@ -81,7 +87,11 @@ class LivePickle:
             self._array_at[memory] = array
             self.tensors[key] = tensor
         self.arrays[key] = array
-        return TensorLeaf(key, "parameter" if isinstance(pickled, torch.nn.Parameter) else None, pickled.requires_grad)
+        return TensorLeaf(
+            key,
+            "parameter" if isinstance(pickled, torch.nn.Parameter) else None,
+            pickled.requires_grad,
+        )
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +113,9 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     elif not is_stored(tensor.dtype):
         kind = f"tensor of dtype {tensor.dtype}"
     if kind is not None:
-        raise UnsupportedError(f"a {kind} cannot be saved", hint="make it a plain dense tensor first")
+        raise UnsupportedError(
+            f"a {kind} cannot be saved", hint="make it a plain dense tensor first"
+        )
     return tensor.detach().resolve_conj().resolve_neg()
 
 

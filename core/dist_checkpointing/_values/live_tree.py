@@ -24,7 +24,11 @@ from core.pickle.names import classify
 
 logger = logging.getLogger(__name__)
 
-_CONSTRUCTORS = {**constructors.CONSTRUCTORS, **numpy_values.CONSTRUCTORS, **torch_values.CONSTRUCTORS}
+_CONSTRUCTORS = {
+    **constructors.CONSTRUCTORS,
+    **numpy_values.CONSTRUCTORS,
+    **torch_values.CONSTRUCTORS,
+}
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_NAMED = 8
 _HINT = "before loading, register a class with torch.serialization.add_safe_globals, or import the module of an enum"
@@ -53,7 +57,10 @@ class LiveTree:
             text = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
             owner = f" of {self._key}" if self._key else ""
             logger.warning(
-                "stand-ins%s hold the places of objects whose class is not known here: %s; %s", owner, text, _HINT
+                "stand-ins%s hold the places of objects whose class is not known here: %s; %s",
+                owner,
+                text,
+                _HINT,
             )
 
     def value_of(self, root: object) -> Any:
@@ -190,7 +197,9 @@ class LiveTree:
             return (yield from self._make_stand_in(node, fn, args))
         return (yield from self._fill(node, self._memoize(node, container), constructor))
 
-    def _make_value(self, node: Inert, constructor: ValueConstructor, args: tuple[Any, ...]) -> _Steps:
+    def _make_value(
+        self, node: Inert, constructor: ValueConstructor, args: tuple[Any, ...]
+    ) -> _Steps:
         """Make a value of the tables; NotImplemented for unusual arguments."""
         if node.kwargs is not None or node.items or node.entries:
             return NotImplemented
@@ -290,8 +299,18 @@ def _run_checked(node: object, make: Callable[[], Any]) -> Any:
         return make()
     except CheckpointingException:
         raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError) as err:
-        raise CorruptError(f"a {_kind_of(node)} is malformed: {type(err).__name__}: {str(err)[:200]}") from err
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as err:
+        raise CorruptError(
+            f"a {_kind_of(node)} is malformed: {type(err).__name__}: {str(err)[:200]}"
+        ) from err
 
 
 def _kind_of(node: object) -> str:

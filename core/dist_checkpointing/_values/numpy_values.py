@@ -20,13 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from core.dist_checkpointing._values.constructors import Args, ContainerConstructor, Name, ValueConstructor, require
+from core.dist_checkpointing._values.constructors import (
+    Args,
+    ContainerConstructor,
+    Name,
+    ValueConstructor,
+    require,
+)
 from core.pickle.inert import NO_STATE
 
 _CODE = re.compile(r"[?bBiufcmMOSUV]\d{0,9}|longdouble|clongdouble")
 _ORDERS = ("<", ">", "|", "=")
 _NATIVE = "<" if sys.byteorder == "little" else ">"
-_UNITS = frozenset({"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"})
+_UNITS = frozenset(
+    {"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"}
+)
 
 
 def _dtype(args: Args, state: Any) -> Any:
@@ -54,13 +62,23 @@ def _dtype_with_state(dtype: Any, state: Any) -> Any:
 
 def _subarray_dtype(base: Any) -> Any:
     """Rebuild the dtype of subarrays from (dtype of the elements, shape)."""
-    require(type(base) is tuple and len(base) == 2 and isinstance(base[0], np.dtype) and not base[0].hasobject)
+    require(
+        type(base) is tuple
+        and len(base) == 2
+        and isinstance(base[0], np.dtype)
+        and not base[0].hasobject
+    )
     return np.dtype((base[0], _checked_shape(base[1])))
 
 
 def _dtype_with_unit(dtype: Any, metadata: Any) -> Any:
     """Apply the unit of a date type: (dictionary, (unit, numerator, denominator, event))."""
-    require(type(metadata) is tuple and len(metadata) == 2 and type(metadata[1]) is tuple and len(metadata[1]) >= 2)
+    require(
+        type(metadata) is tuple
+        and len(metadata) == 2
+        and type(metadata[1]) is tuple
+        and len(metadata[1]) >= 2
+    )
     unit, count = metadata[1][0], metadata[1][1]
     unit = unit.decode("ascii") if type(unit) is bytes else unit
     require(unit in _UNITS and type(count) is int and 0 < count < 1 << 31)
@@ -68,7 +86,12 @@ def _dtype_with_unit(dtype: Any, metadata: Any) -> Any:
 
 
 def _structured_dtype(names: Any, fields: Any, n_bytes: Any, *, is_aligned: bool) -> Any:
-    require(type(names) is tuple and type(fields) is dict and type(n_bytes) is int and 0 <= n_bytes < 1 << 31)
+    require(
+        type(names) is tuple
+        and type(fields) is dict
+        and type(n_bytes) is int
+        and 0 <= n_bytes < 1 << 31
+    )
     checked = [_checked_field(fields[name]) for name in names]
     spec = {
         "names": list(names),
@@ -87,7 +110,11 @@ def _checked_field(field: Any) -> tuple[Any, int]:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    require(type(shape) is tuple and len(shape) <= 32 and all(type(n) is int and 0 <= n < 1 << 62 for n in shape))
+    require(
+        type(shape) is tuple
+        and len(shape) <= 32
+        and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    )
     return tuple(shape)
 
 
@@ -120,12 +147,21 @@ def _array_from_data(data: Any, dtype: Any, shape: tuple[int, ...], order: str) 
             flat[index] = item
     else:
         require(isinstance(data, (bytes, bytearray)) and len(data) == count * dtype.itemsize)
-        flat = np.frombuffer(bytearray(data), dtype=dtype, count=count) if len(data) else np.empty(count, dtype)
+        flat = (
+            np.frombuffer(bytearray(data), dtype=dtype, count=count)
+            if len(data)
+            else np.empty(count, dtype)
+        )
     return flat.reshape(shape, order=order)
 
 
 def _scalar(args: Args, state: Any) -> object:
-    require(len(args) == 2 and isinstance(args[0], np.dtype) and not args[0].hasobject and type(args[1]) is bytes)
+    require(
+        len(args) == 2
+        and isinstance(args[0], np.dtype)
+        and not args[0].hasobject
+        and type(args[1]) is bytes
+    )
     require(len(args[1]) == args[0].itemsize and state is NO_STATE)
     return np.frombuffer(args[1], dtype=args[0], count=1)[0] if args[1] else args[0].type()
 
@@ -146,7 +182,9 @@ def _bit_generator(args: Args, state: Any) -> object:
 
 def _random_state(args: Args, state: Any) -> object:
     require(len(args) <= 2 and (not args or isinstance(args[0], (np.random.BitGenerator, str))))
-    random_state = np.random.RandomState(args[0] if args and not isinstance(args[0], str) else np.random.MT19937(0))
+    random_state = np.random.RandomState(
+        args[0] if args and not isinstance(args[0], str) else np.random.MT19937(0)
+    )
     if state is not NO_STATE:
         require(type(state) in (dict, tuple))
         random_state.set_state(state)
@@ -183,7 +221,11 @@ CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
     **_rows(("numpy.random._pickle",), "__bit_generator_ctor", _bit_generator),
     **_rows(("numpy.random._pickle",), "__randomstate_ctor", _random_state),
     **_rows(("numpy.random._pickle",), "__generator_ctor", _generator),
-    **_rows(("numpy.random.bit_generator", "numpy.random._bit_generator"), "__pyx_unpickle_SeedSequence", _seeds),
+    **_rows(
+        ("numpy.random.bit_generator", "numpy.random._bit_generator"),
+        "__pyx_unpickle_SeedSequence",
+        _seeds,
+    ),
 }
 
 CLASSES: dict[Name, object] = {
@@ -194,8 +236,13 @@ CLASSES: dict[Name, object] = {
         for kind in {*np.sctypeDict.values()}  # every scalar type
         if kind.__module__ == "numpy"
     },
-    **{(f"numpy.random._{name.lower()}", name): getattr(np.random, name) for name in _BIT_GENERATORS},
+    **{
+        (f"numpy.random._{name.lower()}", name): getattr(np.random, name)
+        for name in _BIT_GENERATORS
+    },
     ("numpy.random.bit_generator", "SeedSequence"): np.random.SeedSequence,
 }
 CLASSES[("numpy.random._pcg64", "PCG64DXSM")] = np.random.PCG64DXSM
-CLASSES |= {("numpy.dtypes", name): kind for name, kind in vars(np.dtypes).items() if isinstance(kind, type)}
+CLASSES |= {
+    ("numpy.dtypes", name): kind for name, kind in vars(np.dtypes).items() if isinstance(kind, type)
+}

@@ -65,10 +65,16 @@ class Stream:
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the stream, in order; dense CPU tensors are not copied."""
-        placed = [(position.offset, position.array.name) for position in self.plan.arrays if position.array.n_bytes]
+        placed = [
+            (position.offset, position.array.name)
+            for position in self.plan.arrays
+            if position.array.n_bytes
+        ]
         views = {name: _bytes_of(self.tensors[name]) for _, name in placed}
         crcs = {name: crc32(view) for name, view in views.items()}
-        parts: list[tuple[int, bytes | memoryview]] = [(offset, views[name]) for offset, name in placed]
+        parts: list[tuple[int, bytes | memoryview]] = [
+            (offset, views[name]) for offset, name in placed
+        ]
         parts += self.plan.literals(lambda name: crcs.get(name, 0))
         # Fill the gaps between the parts with zeros.
         end = 0
@@ -101,7 +107,9 @@ def stream_of(value: object) -> bytes:
     return b"".join(stream(value).pieces())
 
 
-def load_stream(source: ReadStore | bytes, array: StoredArray | None = None, *, key: str = "object") -> Any:
+def load_stream(
+    source: ReadStore | bytes, array: StoredArray | None = None, *, key: str = "object"
+) -> Any:
     """Load the live value of a stream of ``torch.save``, or of a bare pickle.
 
     Args:
@@ -120,7 +128,9 @@ def load_stream(source: ReadStore | bytes, array: StoredArray | None = None, *, 
         store = MemoryStore({key: bytes(source)})
         array = StoredArray(key, "uint8", (len(source),), Extent(key, 0))
     assert array is not None, "the position in a store is required"
-    inert, arrays = load_shared(store, array, key=key, hooks={("torch", "Size"): lambda *args: NotImplemented})
+    inert, arrays = load_shared(
+        store, array, key=key, hooks={("torch", "Size"): lambda *args: NotImplemented}
+    )
     return live_object(inert, StoredTensors(store, arrays).read, key=key)
 
 
@@ -131,10 +141,14 @@ def load_file(store: ReadStore, file: str) -> Any:
         MissingShardError: the file does not exist.
         CheckpointingException: as ``load_stream``.
     """
-    return load_stream(store, StoredArray(file, "uint8", (store.size(file),), Extent(file, 0)), key=file)
+    return load_stream(
+        store, StoredArray(file, "uint8", (store.size(file),), Extent(file, 0)), key=file
+    )
 
 
-def live_object(inert: object, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None) -> Any:
+def live_object(
+    inert: object, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None
+) -> Any:
     """Build the live value of an inert one.
 
     Args:

@@ -51,7 +51,9 @@ class StandIn:
         self.entries = entries or []
 
     def __repr__(self) -> str:
-        arguments = "" if self.how == NAME else f"({', '.join(f'{part!r:.40}' for part in self.args[:4])})"
+        arguments = (
+            "" if self.how == NAME else f"({', '.join(f'{part!r:.40}' for part in self.args[:4])})"
+        )
         return f"<stand-in for {self.module}.{self.name}{arguments}>"
 
     def __eq__(self, other: object) -> bool:
@@ -66,7 +68,16 @@ class StandIn:
     def _parts(self) -> tuple[object, ...]:
         """Return the arguments of ``rebuild_stand_in``."""
         state = () if self.state is NO_STATE else (self.state,)
-        return self.how, self.module, self.name, self.args, self.kwargs, state, self.items, self.entries
+        return (
+            self.how,
+            self.module,
+            self.name,
+            self.args,
+            self.kwargs,
+            state,
+            self.items,
+            self.entries,
+        )
 
 
 def rebuild_stand_in(
@@ -81,7 +92,9 @@ def rebuild_stand_in(
 ) -> StandIn:
     """Return the stand-in that was pickled between processes of one job."""
     value = state[0] if state else NO_STATE
-    return StandIn(how, module, name, args=args, kwargs=kwargs, state=value, items=items, entries=entries)
+    return StandIn(
+        how, module, name, args=args, kwargs=kwargs, state=value, items=items, entries=entries
+    )
 
 
 def rebuild_inert(*parts: Any) -> object:
@@ -95,5 +108,9 @@ def rebuild_inert(*parts: Any) -> object:
     if stand_in.how == NAME:
         return fn
     inert = Inert(stand_in.how, fn, stand_in.args, kwargs=stand_in.kwargs)
-    inert.items, inert.entries, inert.state = list(stand_in.items), list(stand_in.entries), stand_in.state
+    inert.items, inert.entries, inert.state = (
+        list(stand_in.items),
+        list(stand_in.entries),
+        stand_in.state,
+    )
     return inert

@@ -9,19 +9,30 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing._values.constructors import Args, ContainerConstructor, Name, ValueConstructor, require
+from core.dist_checkpointing._values.constructors import (
+    Args,
+    ContainerConstructor,
+    Name,
+    ValueConstructor,
+    require,
+)
 from core.pickle.inert import NO_STATE
 
 
 def _size(args: Args, state: Any) -> object:
     require(len(args) <= 1 and state is NO_STATE)
     extents = args[0] if args else ()
-    require(type(extents) in (tuple, list, torch.Size) and all(type(n) is int and 0 <= n < 1 << 63 for n in extents))
+    require(
+        type(extents) in (tuple, list, torch.Size)
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in extents)
+    )
     return torch.Size(extents)
 
 
 def _device(args: Args, state: Any) -> object:
-    require(1 <= len(args) <= 2 and type(args[0]) is str and all(type(arg) is int for arg in args[1:]))
+    require(
+        1 <= len(args) <= 2 and type(args[0]) is str and all(type(arg) is int for arg in args[1:])
+    )
     return torch.device(*args)
 
 

@@ -17,7 +17,13 @@ from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._ranks import comm
 from core.errors import UsageError
 
-__all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+]
 
 
 class _ActiveAsyncRequest(NamedTuple):
@@ -69,7 +75,9 @@ class AsyncCallsQueue:
         self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, without_args))
         return self.call_idx
 
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
         """Finalize the calls that have ended, oldest first, up to one that has not; collective.
 
         Args:
@@ -86,7 +94,9 @@ class AsyncCallsQueue:
                 from the queue, later ones stay.
         """
         finalized = []
-        while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(blocking, no_dist):
+        while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(
+            blocking, no_dist
+        ):
             finalized.append(self._finalize_next())
         return finalized
 
@@ -124,7 +134,9 @@ class AsyncCallsQueue:
         while self.async_calls and not abort:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except Exception as err:  # go on like the other ranks, whose calls may have failed elsewhere
+            except (
+                Exception
+            ) as err:  # go on like the other ranks, whose calls may have failed elsewhere
                 first = first or err
         while self.async_calls:
             active = self.async_calls.popleft()

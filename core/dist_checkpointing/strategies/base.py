@@ -104,11 +104,16 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
             f"the default strategy for {description} cannot be imported: {reasons}",
             hint="install " + ", ".join(f"`{provider.needs}`" for provider, _ in failures),
         ) from failures[0][1]
-    raise UnsupportedError(f"there is no default strategy for {description}", hint=_list_alternatives(action, backend))
+    raise UnsupportedError(
+        f"there is no default strategy for {description}", hint=_list_alternatives(action, backend)
+    )
 
 
 def register_default_strategy(
-    action: StrategyAction, backend: str, version: int, strategy: SaveStrategyBase | LoadStrategyBase
+    action: StrategyAction,
+    backend: str,
+    version: int,
+    strategy: SaveStrategyBase | LoadStrategyBase,
 ) -> None:
     """Register a strategy as the default one, in place of an earlier one.
 
@@ -294,7 +299,9 @@ class SaveCommonStrategy(SaveStrategyBase):
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Write the common state."""
 
-    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> None:
         """Write this rank's ShardedObjects that are main replicas."""
         _raise_not_provided(self, "save_sharded_objects")
 
@@ -311,7 +318,9 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
     """A strategy that can also save the sharded state in the background."""
 
     @abstractmethod
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
         """Copy the data to be saved, and return the rest of the work.
 
         Args:

@@ -23,7 +23,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from core.arrays.box import Box, boxes_of_flat_range
@@ -39,7 +43,9 @@ class _ShardPiece(NamedTuple):
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size(self.box.offset), sizes=torch.Size(self.box.shape))
+        return ChunkStorageMetadata(
+            offsets=torch.Size(self.box.offset), sizes=torch.Size(self.box.shape)
+        )
 
 
 def _pieces_of(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_ShardPiece]:
@@ -51,13 +57,22 @@ def _pieces_of(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_ShardPiece]:
     local = (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
     flat = sh_ten.flattened_range
     if tuple(data.shape) != sh_ten.data_shape:
-        raise UsageError(f"the data has shape {tuple(data.shape)}, but {sh_ten.data_shape} is declared", key=sh_ten.key)
+        raise UsageError(
+            f"the data has shape {tuple(data.shape)}, but {sh_ten.data_shape} is declared",
+            key=sh_ten.key,
+        )
     if flat is None:
-        return [_ShardPiece(Box(tuple(sh_ten.global_offset), local), data[(None,) * sh_ten.prepend_axis_num])]
+        return [
+            _ShardPiece(
+                Box(tuple(sh_ten.global_offset), local), data[(None,) * sh_ten.prepend_axis_num]
+            )
+        ]
     pieces, start = [], 0
     for box in boxes_of_flat_range(local, flat.start, flat.stop):
         stop = start + box.n_elements
-        pieces.append(_ShardPiece(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape)))
+        pieces.append(
+            _ShardPiece(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape))
+        )
         start = stop
     return pieces
 
@@ -101,7 +116,9 @@ class CheckpointableShardedTensor(torch.Tensor):
         if not isinstance(sh_ten, ShardedTensor):
             raise UsageError(f"a {type(sh_ten).__name__} is not a ShardedTensor")
         if sh_ten.data is None:
-            raise UsageError("the ShardedTensor has no data", key=sh_ten.key, hint="call init_data first")
+            raise UsageError(
+                "the ShardedTensor has no data", key=sh_ten.key, hint="call init_data first"
+            )
         return cls(sh_ten.data, sh_ten)
 
     def __create_write_items__(
@@ -114,7 +131,9 @@ class CheckpointableShardedTensor(torch.Tensor):
             sh_ten: this object.
             index: number of the shard within a LocalShardsContainer.
         """
-        return _write_items(fqn, sh_ten._pieces, size=torch.Size(sh_ten._sh_ten.global_shape), first=index)
+        return _write_items(
+            fqn, sh_ten._pieces, size=torch.Size(sh_ten._sh_ten.global_shape), first=index
+        )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the chunks that are to be loaded, in elements of the global tensor."""
@@ -163,7 +182,9 @@ class LocalShardsContainer(torch.Tensor):
                 raise UsageError(f"a {type(shard).__name__} is not a CheckpointableShardedTensor")
             if shard.size() != local_shards[0].size():
                 shapes = f"{tuple(local_shards[0].size())} and {tuple(shard.size())}"
-                raise UsageError(f"shards of global shape {shapes} are not of one tensor", key=shard._sh_ten.key)
+                raise UsageError(
+                    f"shards of global shape {shapes} are not of one tensor", key=shard._sh_ten.key
+                )
         first = local_shards[0]
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return]
             cls, first.size(), dtype=first.dtype, device=first.device
@@ -171,9 +192,13 @@ class LocalShardsContainer(torch.Tensor):
 
     def __init__(self, local_shards: list[torch.Tensor]) -> None:
         self._local_shards = local_shards
-        self._pieces: list[_ShardPiece] = [piece for shard in local_shards for piece in shard._pieces]
+        self._pieces: list[_ShardPiece] = [
+            piece for shard in local_shards for piece in shard._pieces
+        ]
 
-    def __create_write_items__(self, fqn: str, local_shards_cont: LocalShardsContainer) -> list[object]:
+    def __create_write_items__(
+        self, fqn: str, local_shards_cont: LocalShardsContainer
+    ) -> list[object]:
         """Return one item per chunk that is to be written; of identical chunks only the first.
 
         Args:
@@ -210,13 +235,19 @@ class LocalShardsContainer(torch.Tensor):
         return f"{type(self).__name__}({self._local_shards!r})"
 
 
-def _write_items(fqn: str, pieces: list[_ShardPiece], *, size: torch.Size, first: int | None) -> list[WriteItem]:
+def _write_items(
+    fqn: str, pieces: list[_ShardPiece], *, size: torch.Size, first: int | None
+) -> list[WriteItem]:
     return [
         WriteItem(
-            index=MetadataIndex(fqn, piece.chunk.offsets, None if first is None else first + number),
+            index=MetadataIndex(
+                fqn, piece.chunk.offsets, None if first is None else first + number
+            ),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=piece.chunk, properties=TensorProperties.create_from_tensor(piece.data), size=size
+                chunk=piece.chunk,
+                properties=TensorProperties.create_from_tensor(piece.data),
+                size=size,
             ),
         )
         for number, piece in enumerate(pieces)
@@ -232,7 +263,9 @@ def _find_data(pieces: list[_ShardPiece], index: MetadataIndex) -> torch.Tensor:
         ValueError: no piece has the offset, or none is given.
     """
     if index.offset is None:
-        raise ValueError(f"{index.fqn} has several chunks, so one cannot be found without its offset")
+        raise ValueError(
+            f"{index.fqn} has several chunks, so one cannot be found without its offset"
+        )
     offset = tuple(index.offset)
     hint = index.index
     if hint is not None and 0 <= hint < len(pieces) and pieces[hint].box.offset == offset:

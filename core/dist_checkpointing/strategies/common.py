@@ -30,7 +30,12 @@ from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._values.objects import load_file, stream
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
+from core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    StateDict,
+    is_main_replica,
+)
 from core.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -54,7 +59,9 @@ _SUFFIX = ".pt"
 
 def register_default_common_strategies() -> None:
     """Register the strategies of this module as the defaults of ``torch``, version 1."""
-    register_default_strategy(StrategyAction.LOAD_COMMON, _BACKEND, _VERSION, TorchCommonLoadStrategy())
+    register_default_strategy(
+        StrategyAction.LOAD_COMMON, _BACKEND, _VERSION, TorchCommonLoadStrategy()
+    )
     register_default_strategy(
         StrategyAction.SAVE_COMMON, _BACKEND, _VERSION, TorchCommonSaveStrategy(_BACKEND, _VERSION)
     )
@@ -86,7 +93,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         comm.together(write)
 
     @override
-    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> None:
         """Write a file for each ShardedObject that is a main replica; collective.
 
         Every rank writes its own objects.
@@ -134,7 +143,9 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         with closing(LocalStore(root)) as store:
             state = load_file(store, COMMON_STATE_FNAME)
         if not isinstance(state, dict):
-            raise CorruptError(f"the common state is a {type(state).__name__}, not a dict", file=COMMON_STATE_FNAME)
+            raise CorruptError(
+                f"the common state is a {type(state).__name__}, not a dict", file=COMMON_STATE_FNAME
+            )
         return state
 
     @override
@@ -228,7 +239,9 @@ def _file_of(store: LocalStore, item: ShardedObject) -> str:
         return older
     siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
     hint = f"shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
-    raise MissingShardError("the ShardedObject's file does not exist", file=name, key=item.unique_key, hint=hint)
+    raise MissingShardError(
+        "the ShardedObject's file does not exist", file=name, key=item.unique_key, hint=hint
+    )
 
 
 def _object_files(store: LocalStore, under: str = "") -> Iterator[tuple[str, list[str]]]:

@@ -35,7 +35,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import _wrap_exception
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, SerializationFormat, _StoragePrefix, _write_item
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    _StoragePrefix,
+    _write_item,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -82,12 +87,18 @@ class FileSystemWriterAsync(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         if use_msc:
-            raise UnsupportedError("the multi-storage client is not supported", hint="save to a file system")
+            raise UnsupportedError(
+                "the multi-storage client is not supported", hint="save to a file system"
+            )
         super().__init__(path, *args, **kwargs)
         if not self.single_file_per_rank:
-            raise UnsupportedError("one file per item is not supported", hint="pass single_file_per_rank=True")
+            raise UnsupportedError(
+                "one file per item is not supported", hint="pass single_file_per_rank=True"
+            )
         if separation_hint is not None and self.thread_count < 2:
-            raise UsageError("a separation hint needs at least two files", hint="pass thread_count=2")
+            raise UsageError(
+                "a separation hint needs at least two files", hint="pass thread_count=2"
+            )
         self.checkpoint_dir = path
         self.use_msc = use_msc
         self.separation_hint = separation_hint
@@ -136,7 +147,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         hint = self.separation_hint
         return hint if hint is not None and item.index.fqn.startswith(hint) else ""
 
-    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
         """Return ``async_fn``, ``preload_fn`` and ``async_fn_args`` of an AsyncRequest.
 
         Returns:
@@ -151,7 +164,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     @staticmethod
-    def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
+    def preload_tensors(
+        write_buckets: list[WriteBucket], non_blocking: bool = True
+    ) -> list[WriteBucket]:
         """Return the buckets with tensors in host memory.
 
         Args:
@@ -159,7 +174,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             non_blocking: start all copies before waiting for them.
         """
         moved: list[WriteBucket] = [
-            (path, name, (streams, [(item, tensor.to("cpu", non_blocking=non_blocking)) for item, tensor in tensors]))
+            (
+                path,
+                name,
+                (
+                    streams,
+                    [
+                        (item, tensor.to("cpu", non_blocking=non_blocking))
+                        for item, tensor in tensors
+                    ],
+                ),
+            )
             for path, name, (streams, tensors) in write_buckets
         ]
         if non_blocking and torch.cuda.is_initialized():
@@ -201,7 +226,9 @@ class FileSystemWriterAsync(FileSystemWriter):
                 )
         # Report the results of all files, or the first error.
         outcomes = dict(results.get() for _ in write_buckets)
-        failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
+        failure = next(
+            (outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None
+        )
         if failure is None:
             global_results_queue.put(outcomes)
             return
@@ -253,7 +280,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prepare_write_data(plan, planner)
         results: queue.Queue[dict[int, list[WriteResult]]] = queue.Queue()
         buckets = self.preload_tensors(self.write_buckets or [])
-        self.write_preloaded_data_multiproc([self.transforms], self.use_msc, comm.rank(), buckets, results)
+        self.write_preloaded_data_multiproc(
+            [self.transforms], self.use_msc, comm.rank(), buckets, results
+        )
         done: Future[list[WriteResult]] = Future()
         done.set_result([*chain.from_iterable(results.get().values())])
         return done
@@ -272,7 +301,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             results = self.results_queue.get_nowait()
         except queue.Empty:
-            return _wrap_exception(WorkerError("the writing process left no results", rank=str(comm.rank())))
+            return _wrap_exception(
+                WorkerError("the writing process left no results", rank=str(comm.rank()))
+            )
         if isinstance(results, Exception):
             return _wrap_exception(results)
         # A writer that was killed may have left the results of some files only.
@@ -309,7 +340,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
 
 
-def _write_file(transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: bool) -> list[WriteResult]:
+def _write_file(
+    transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: bool
+) -> list[WriteResult]:
     path, name, (streams, tensors) = bucket
     with Path(path).open("wb") as file:
         results = [
@@ -323,8 +356,14 @@ def _write_file(transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync
 
 def _resolve_data(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[Any]]:
     """Return (item, stream) for objects and (item, tensor) for tensors."""
-    streams = [(item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO]
-    tensors = [(item, _copy_view(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
+    streams = [
+        (item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO
+    ]
+    tensors = [
+        (item, _copy_view(planner.resolve_data(item)))
+        for item in items
+        if item.type != WriteItemType.BYTE_IO
+    ]
     return streams, tensors
 
 
@@ -353,4 +392,6 @@ def _bytes_of(item: WriteItem) -> int:
     """Return the size of a tensor's item, in bytes; 1 for an object, which has no stream yet."""
     if item.tensor_data is None:
         return 1
-    return int(item.tensor_data.chunk.sizes.numel()) * int(item.tensor_data.properties.dtype.itemsize)
+    return int(item.tensor_data.chunk.sizes.numel()) * int(
+        item.tensor_data.properties.dtype.itemsize
+    )

@@ -37,7 +37,11 @@ from typing_extensions import override
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.kept import CachedResult
 from core.dist_checkpointing._ranks.shard_bytes import n_elements
-from core.dist_checkpointing.dict_utils import dict_list_map_inplace, dict_list_map_outplace, nested_values
+from core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    nested_values,
+)
 from core.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
@@ -65,7 +69,10 @@ from core.dist_checkpointing.utils import (
     _ShardId,
     extract_sharded_base,
 )
-from core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from core.errors import MissingShardError, UsageError
 
 
@@ -84,13 +91,18 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """
 
     def __init__(
-        self, strategy: SaveShardedStrategy, parallelization_group: Any = None, do_cache_distribution: bool = False
+        self,
+        strategy: SaveShardedStrategy,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
-        self._cached: CachedResult[ShardDistribution | None] = CachedResult(self.parallelization_group)
+        self._cached: CachedResult[ShardDistribution | None] = CachedResult(
+            self.parallelization_group
+        )
         self._is_validated = False
 
     @property
@@ -99,7 +111,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return self._cached.value
 
     @override
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
         """Divide the work, then call the wrapped strategy's ``async_save``.
 
         Raises:
@@ -110,7 +124,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise UsageError(
-                f"{self.base_strategy} cannot save asynchronously", hint="call save in place of async_save"
+                f"{self.base_strategy} cannot save asynchronously",
+                hint="call save in place of async_save",
             )
         divided = _copy_leaves(sharded_state_dict)
         self.apply_saving_parallelization(divided)
@@ -149,12 +164,16 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
                 lambda: determine_main_replica_uniform_distribution(sharded_state_dict, group),
                 is_kept=self.do_cache_distribution,
             )
-            distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
+            distribute_main_replicas_with_precomputed_distribution(
+                sharded_state_dict, group, distribution
+            )
 
         comm.together(divide_work)
         # Check the shards of the whole world once per strategy: that exchanges all metadata.
         if not self._is_validated:
-            validate_sharding_integrity(determine_global_metadata(extract_sharded_base(sharded_state_dict)[0])[1])
+            validate_sharding_integrity(
+                determine_global_metadata(extract_sharded_base(sharded_state_dict)[0])[1]
+            )
             self._is_validated = True
 
     @property
@@ -194,8 +213,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
         self.exchange_algo = exchange_algo
-        self._cached: CachedResult[tuple[ShardDistribution | None, dict[_ShardId, int]]] = CachedResult(
-            self.parallelization_group
+        self._cached: CachedResult[tuple[ShardDistribution | None, dict[_ShardId, int]]] = (
+            CachedResult(self.parallelization_group)
         )
         self._objects_ranks: dict[_ShardId, int] = {}
 
@@ -235,11 +254,15 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         tree = comm.together(lambda: _check_data_sizes(_copy_leaves(sharded_state_dict)))
         distribution = comm.together(lambda: self.apply_loading_parallelization(tree))
         if distribution is None:
-            return comm.together(lambda: self.base_strategy.load(sharded_state_dict, checkpoint_dir))
+            return comm.together(
+                lambda: self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+            )
         # Load this rank's part and exchange it.
         own, deferred, own_objects = self._split_work(tree)
         tensors, objects = comm.together(lambda: self._load_own(own, own_objects, checkpoint_dir))
-        tensors = exchange_by_distribution(tensors, deferred, distribution, group, self.exchange_algo)
+        tensors = exchange_by_distribution(
+            tensors, deferred, distribution, group, self.exchange_algo
+        )
         objects = exchange_objects(objects, group)
         self.fill_in_deferred_sharded_tensors(tree, tensors)
         self.fill_in_deferred_sharded_objects(tree, objects)
@@ -247,14 +270,18 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def _split_work(
         self, sharded_state_dict: ShardedStateDict
-    ) -> tuple[dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedObject]]:
+    ) -> tuple[
+        dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedTensor], dict[_ShardId, ShardedObject]
+    ]:
         """Return the tensors that this rank loads, those that other ranks load, and its objects."""
         own: dict[_ShardId, ShardedTensor] = {}
         deferred: dict[_ShardId, ShardedTensor] = {}
         objects: dict[_ShardId, ShardedObject] = {}
         for leaf in nested_values(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):
-                (own if is_main_replica(leaf.replica_id) else deferred)[_sharded_tensor_shard_id(leaf)] = leaf
+                (own if is_main_replica(leaf.replica_id) else deferred)[
+                    _sharded_tensor_shard_id(leaf)
+                ] = leaf
             elif isinstance(leaf, ShardedObject):
                 shard = _sharded_object_id(leaf)
                 if self._objects_ranks[shard] == comm.rank(self.parallelization_group):
@@ -281,8 +308,12 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         loaded: dict[Any, Any] = self.base_strategy.load(requested, checkpoint_dir)
         missing = requested.keys() - loaded.keys()
         if missing:
-            raise MissingShardError(f"{type(self.base_strategy).__name__} did not load a shard", key=min(missing)[0])
-        return {shard: loaded[shard] for shard in tensors}, {shard: loaded[shard] for shard in objects}
+            raise MissingShardError(
+                f"{type(self.base_strategy).__name__} did not load a shard", key=min(missing)[0]
+            )
+        return {shard: loaded[shard] for shard in tensors}, {
+            shard: loaded[shard] for shard in objects
+        }
 
     @staticmethod
     def fill_in_deferred_sharded_objects(
@@ -314,7 +345,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         """
         _fill_in(sharded_state_dict, loaded_tensors, ShardedTensor, _sharded_tensor_shard_id)
 
-    def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> ShardDistribution | None:
+    def apply_loading_parallelization(
+        self, sharded_state_dict: ShardedStateDict
+    ) -> ShardDistribution | None:
         """Divide the loading: shards that this rank is to load get the replica id 0, all others 1.
 
         Collective within the group. Objects are divided as well, by number; their replica ids stay.
@@ -332,13 +365,19 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         group = self.parallelization_group
 
         def compute() -> tuple[ShardDistribution | None, dict[_ShardId, int]]:
-            distribution = determine_main_replica_uniform_distribution(sharded_state_dict, group, True)
-            return distribution, {} if distribution is None else _distribute_objects(sharded_state_dict, group)
+            distribution = determine_main_replica_uniform_distribution(
+                sharded_state_dict, group, True
+            )
+            return distribution, {} if distribution is None else _distribute_objects(
+                sharded_state_dict, group
+            )
 
         distribution, self._objects_ranks = self._cached.get(
             sharded_state_dict, compute, is_kept=self.do_cache_distribution
         )
-        distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
+        distribute_main_replicas_with_precomputed_distribution(
+            sharded_state_dict, group, distribution
+        )
         return distribution
 
     @property
@@ -368,7 +407,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
 
 def distribute_main_replicas_with_precomputed_distribution(
-    sharded_state_dict: ShardedStateDict, parallelization_group: Any, precomputed_distribution: ShardDistribution | None
+    sharded_state_dict: ShardedStateDict,
+    parallelization_group: Any,
+    precomputed_distribution: ShardDistribution | None,
 ) -> None:
     """Set the replica ids by a distribution, in place: 0 on the main rank of a shard, 1 elsewhere.
 
@@ -391,10 +432,14 @@ def distribute_main_replicas_with_precomputed_distribution(
     rank = comm.rank(parallelization_group)
     main_rank_for_shard = precomputed_distribution.main_rank_for_shard
     main_shards = {shard for shard, main_rank in main_rank_for_shard.items() if main_rank == rank}
-    tensors = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
+    tensors = [
+        leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)
+    ]
     for tensor in tensors:
         if _sharded_tensor_shard_id(tensor) not in precomputed_distribution.shard_to_metadata:
-            raise ValueError(f"the distribution was made for another state dict: it has no {tensor.key}")
+            raise ValueError(
+                f"the distribution was made for another state dict: it has no {tensor.key}"
+            )
     for tensor in tensors:
         shard = _sharded_tensor_shard_id(tensor)
         tensor.replica_id = 0 if shard in main_shards else 1
@@ -424,9 +469,14 @@ def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         UsageError: data have another number of elements than their ShardedTensor declares.
     """
     for leaf in nested_values(sharded_state_dict):
-        if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.numel() != n_elements(leaf):
+        if (
+            isinstance(leaf, ShardedTensor)
+            and leaf.data is not None
+            and leaf.data.numel() != n_elements(leaf)
+        ):
             raise UsageError(
-                f"the data has {leaf.data.numel()} elements, but {n_elements(leaf)} are declared", key=leaf.key
+                f"the data has {leaf.data.numel()} elements, but {n_elements(leaf)} are declared",
+                key=leaf.key,
             )
     return sharded_state_dict
 
@@ -434,7 +484,9 @@ def _check_data_sizes(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 def _distribute_objects(sharded_state_dict: ShardedStateDict, group: Any) -> dict[_ShardId, int]:
     """Assign each ShardedObject to a rank of the group, evenly by number; collective."""
     leaves = nested_values(sharded_state_dict)
-    shards_of_rank = {_sharded_object_id(leaf) for leaf in leaves if isinstance(leaf, ShardedObject)}
+    shards_of_rank = {
+        _sharded_object_id(leaf) for leaf in leaves if isinstance(leaf, ShardedObject)
+    }
     ranks: dict[_ShardId, list[int]] = defaultdict(list)
     for rank, shards in enumerate(comm.all_gather(sorted(shards_of_rank), group)):
         for shard in shards:
@@ -452,7 +504,9 @@ def _fill_in(
         if not isinstance(leaf, kind):
             return leaf
         if id_of(leaf) not in loaded:
-            raise MissingShardError(f"nothing was loaded for the shard at offset {leaf.global_offset}", key=leaf.key)
+            raise MissingShardError(
+                f"nothing was loaded for the shard at offset {leaf.global_offset}", key=leaf.key
+            )
         return loaded[id_of(leaf)]
 
     dict_list_map_inplace(value_of, sharded_state_dict)

@@ -83,7 +83,13 @@ def save_state_dict_async_plan(
     final = planner.finish_plan(final)
     storage_writer.prepare_write_data(final, planner)
     assert planning.local is not None, "every case makes the local plan"
-    return (storage_writer, planning.metadata, wrapper), final, planning.local, central == final, is_loaded
+    return (
+        (storage_writer, planning.metadata, wrapper),
+        final,
+        planning.local,
+        central == final,
+        is_loaded,
+    )
 
 
 class _SavePlanning:
@@ -94,7 +100,9 @@ class _SavePlanning:
         local: this rank's plan of the save before, if it is the same.
     """
 
-    def __init__(self, state_dict: Any, writer: Any, planner: Any, wrapper: Any, local: SavePlan | None) -> None:
+    def __init__(
+        self, state_dict: Any, writer: Any, planner: Any, wrapper: Any, local: SavePlan | None
+    ) -> None:
         self.state_dict = state_dict
         self.writer = writer
         self.planner = planner
@@ -161,7 +169,9 @@ def verify_global_md_reuse(
     return not comm.any_of_all(differs, dist_wrapper.group)
 
 
-def save_state_dict_async_finalize(storage_writer: Any, global_metadata: Metadata | None, dist_wrapper: Any) -> None:
+def save_state_dict_async_finalize(
+    storage_writer: Any, global_metadata: Metadata | None, dist_wrapper: Any
+) -> None:
     """Write the metadata if all ranks have written their files; collective.
 
     Args:
@@ -173,7 +183,9 @@ def save_state_dict_async_finalize(storage_writer: Any, global_metadata: Metadat
     """
     coordinator, group = dist_wrapper.coordinator_rank, dist_wrapper.group
     results = comm.gather(storage_writer.retrieve_write_results(), coordinator, group)
-    failures = comm.broadcast(None if results is None else _get_failure_dict(results), coordinator, group)
+    failures = comm.broadcast(
+        None if results is None else _get_failure_dict(results), coordinator, group
+    )
     if failures:
         raise CheckpointException("write", failures)
 

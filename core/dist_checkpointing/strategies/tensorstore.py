@@ -32,7 +32,11 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     tensors_of,
 )
 from core.dist_checkpointing.strategies._zarr.shards import postprocess_numpy_array, stored_region
-from core.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction, register_default_strategy
+from core.dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
 from core.dist_checkpointing.strategies.zarr import load_zarr_based_sharded_metadata
 from core.dist_checkpointing.strategies.zarr_types import cast_array
 from core.errors import CorruptError, MissingShardError, UsageError
@@ -43,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 def register_default_tensorstore_strategies() -> None:
     """Register TensorStore as the default loader of backend ``zarr``, version 1."""
-    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TensorStoreLoadShardedStrategy())
+    register_default_strategy(
+        StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TensorStoreLoadShardedStrategy()
+    )
 
 
 class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
@@ -59,7 +65,9 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
         self.load_directly_on_device = load_directly_on_device
 
     @override
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> ShardedStateDict:
         """Load the tensors of a tree, in place of its leaves; collective.
 
         Args:
@@ -144,13 +152,19 @@ def _load_from_array(
             cast.
     """
     array = cast_array(
-        _load_regular_chunk(sharded_tensor, checkpoint_dir), sharded_tensor.dtype, key=sharded_tensor.key
+        _load_regular_chunk(sharded_tensor, checkpoint_dir),
+        sharded_tensor.dtype,
+        key=sharded_tensor.key,
     )
     loaded = postprocess_numpy_array(array, sharded_tensor, apply_flattened_range)
     if not load_directly_on_device:
         return loaded
     if sharded_tensor.data is None:
-        raise UsageError("the tensor has no data to load into", key=sharded_tensor.key, hint="call init_data first")
+        raise UsageError(
+            "the tensor has no data to load into",
+            key=sharded_tensor.key,
+            hint="call init_data first",
+        )
     sharded_tensor.data.detach().copy_(loaded)
     return sharded_tensor.data
 
@@ -184,4 +198,6 @@ def open_ts_array(arr_path: Path) -> Any:
     try:
         return ts.open(spec, open=True, read=True).result()
     except (ValueError, OSError) as err:
-        raise CorruptError(f"TensorStore cannot open {arr_path}: {str(err)[:300]}", key=arr_path.name) from err
+        raise CorruptError(
+            f"TensorStore cannot open {arr_path}: {str(err)[:300]}", key=arr_path.name
+        ) from err

@@ -33,7 +33,12 @@ from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import Agreement, PreparedSave, prepare_save
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401 - scripts import them from here
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
@@ -104,8 +109,12 @@ class MCoreSavePlan:
 
 def register_default_torch_strategies() -> None:
     """Register the strategies of this module as the defaults of torch_dist, version 1."""
-    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, 1, TorchDistLoadShardedStrategy())
-    register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, 1, TorchDistSaveShardedStrategy(BACKEND, 1))
+    register_default_strategy(
+        StrategyAction.LOAD_SHARDED, BACKEND, 1, TorchDistLoadShardedStrategy()
+    )
+    register_default_strategy(
+        StrategyAction.SAVE_SHARDED, BACKEND, 1, TorchDistSaveShardedStrategy(BACKEND, 1)
+    )
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -145,8 +154,12 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         super().__init__(backend, version)
         if thread_count < 1:
             raise UsageError(f"thread_count must be at least 1, not {thread_count}")
-        if separation_hint is not None and (not separation_hint or set(separation_hint) & set("/\\\0")):
-            raise UsageError(f"a file name cannot begin with the separation hint {separation_hint!r}")
+        if separation_hint is not None and (
+            not separation_hint or set(separation_hint) & set("/\\\0")
+        ):
+            raise UsageError(
+                f"a file name cannot begin with the separation hint {separation_hint!r}"
+            )
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.use_cached_ckpt_structure = cached_metadata
@@ -159,7 +172,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return True
 
     @override
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
         """Agree with the other ranks on the files and return a request for the rest; collective.
 
         Args:
@@ -171,7 +186,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         """
         prepared = self._prepare(sharded_state_dict, checkpoint_dir)
         return AsyncRequest(
-            _write, (checkpoint_dir, prepared), [partial(_finish, prepared.work)], preload_fn=prepared.staged
+            _write,
+            (checkpoint_dir, prepared),
+            [partial(_finish, prepared.work)],
+            preload_fn=prepared.staged,
         )
 
     @override
@@ -190,7 +208,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         comm.together(prepared.write)
         comm.together(partial(_finish, prepared.work))
 
-    def _prepare(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PreparedSave:
+    def _prepare(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> PreparedSave:
         # Select the shards that this rank writes.
         tensors, objects = comm.together(partial(self._select_own, sharded_state_dict))
         if not self.keep_only_main_replica:
@@ -208,7 +228,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             self._agreement = prepared.agreement
         return prepared
 
-    def _select_own(self, sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+    def _select_own(
+        self, sharded_state_dict: ShardedStateDict
+    ) -> tuple[list[ShardedTensor], list[ShardedObject]]:
         """Return the shards that this rank may write, each once.
 
         Raises:
@@ -221,7 +243,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         for leaf in chain.from_iterable(leaves.values()):
             shard = _shard_id(leaf)
             if self.keep_only_main_replica and (shard in tensors or shard in objects):
-                raise UsageError("this rank has two main replicas of one shard", key=shard[0], rank=str(comm.rank()))
+                raise UsageError(
+                    "this rank has two main replicas of one shard",
+                    key=shard[0],
+                    rank=str(comm.rank()),
+                )
             if isinstance(leaf, ShardedTensor):
                 tensors.setdefault(shard, leaf)
             else:
@@ -231,7 +257,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
     """Return the name in the checkpoint, different for objects, and the id of the shard."""
-    shard = _sharded_object_id(leaf) if isinstance(leaf, ShardedObject) else _sharded_tensor_shard_id(leaf)
+    shard = (
+        _sharded_object_id(leaf)
+        if isinstance(leaf, ShardedObject)
+        else _sharded_tensor_shard_id(leaf)
+    )
     return checkpoint_name(leaf), shard
 
 
@@ -318,7 +348,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         return loaded
 
     @override
-    def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> ShardedStateDict:
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | Path, metadata: Metadata | None = None
+    ) -> ShardedStateDict:
         """Return a ShardedTensor without data for every whole stored tensor, by key.
 
         Args:

@@ -29,10 +29,17 @@ from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.strategies._zarr.checkpoints import ZarrCheckpoints, replace_leaves, tensors_of
+from core.dist_checkpointing.strategies._zarr.checkpoints import (
+    ZarrCheckpoints,
+    replace_leaves,
+    tensors_of,
+)
 from core.dist_checkpointing.strategies._zarr.shards import flatten_range
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy
-from core.dist_checkpointing.strategies.tensorstore import _load_from_array, load_tensorstore_metadata
+from core.dist_checkpointing.strategies.tensorstore import (
+    _load_from_array,
+    load_tensorstore_metadata,
+)
 from core.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -115,7 +122,9 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         self.global_rank = comm.rank()
 
     @override
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> ShardedStateDict:
         """Load the tensors of a tree, in place of its leaves; collective over the world.
 
         Args:
@@ -140,7 +149,9 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         tensors = comm.together(allocate)
 
         def exchange() -> list[Any]:
-            self._exchange_loaded_tensors(self._build_load_plan(tensors), tensors, Path(checkpoint_dir))
+            self._exchange_loaded_tensors(
+                self._build_load_plan(tensors), tensors, Path(checkpoint_dir)
+            )
             return [tensor.data for tensor in tensors]
 
         return replace_leaves(sharded_state_dict, comm.together(exchange))
@@ -154,18 +165,26 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
             logger.info("%s: max %.3f s, mean %.3f s", name, max(seconds_by_rank), mean)
 
     @timed(verbose=False)
-    def load_tensor_from_storage(self, checkpoint_dir: str | Path, ten_meta: _ShardedTensorMetadata) -> torch.Tensor:
+    def load_tensor_from_storage(
+        self, checkpoint_dir: str | Path, ten_meta: _ShardedTensorMetadata
+    ) -> torch.Tensor:
         """Load a tensor's complete shard to the CPU.
 
         Raises:
             CheckpointingException: the shard cannot be read.
         """
-        return _load_from_array(ten_meta.sharded_tensor_no_data, Path(checkpoint_dir), apply_flattened_range=False)
+        return _load_from_array(
+            ten_meta.sharded_tensor_no_data, Path(checkpoint_dir), apply_flattened_range=False
+        )
 
     @timed()
     def maybe_init_gloo_group(self) -> None:
         """Create the gloo groups for ``cpu_transfer``, once; collective over the world."""
-        if not self.cpu_transfer or self.data_parallel_group is not None or not comm.is_distributed():
+        if (
+            not self.cpu_transfer
+            or self.data_parallel_group is not None
+            or not comm.is_distributed()
+        ):
             return
         # Every rank has to take part in the creation of every group, also of those of other ranks.
         for ranks in sorted(set(comm.all_gather(self.dp_group_ranks))):
@@ -177,13 +196,18 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
     def _build_load_plan(self, tensors: Sequence[ShardedTensor]) -> list[_ShardedTensorMetadata]:
         """Return the chunks that the group needs, each once, in the same order on all its ranks."""
         own = [
-            _ShardedTensorMetadata(self.global_rank, ten.without_data(), self.dp_group_rank, self.dp_group_ranks)
+            _ShardedTensorMetadata(
+                self.global_rank, ten.without_data(), self.dp_group_rank, self.dp_group_ranks
+            )
             for ten in tensors
         ]
-        return self.deduplicate_chunks(list(chain.from_iterable(comm.all_gather(own, self.data_parallel_group))))  # type: ignore[no-any-return]
+        gathered = list(chain.from_iterable(comm.all_gather(own, self.data_parallel_group)))
+        return self.deduplicate_chunks(gathered)  # type: ignore[no-any-return]
 
     @timed()
-    def deduplicate_chunks(self, ten_metas: list[_ShardedTensorMetadata]) -> list[_ShardedTensorMetadata]:
+    def deduplicate_chunks(
+        self, ten_metas: list[_ShardedTensorMetadata]
+    ) -> list[_ShardedTensorMetadata]:
         """Keep, for each chunk, the request of the lowest rank in the group; sorted by chunk.
 
         Raises:
@@ -205,7 +229,10 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
     @timed()
     def _exchange_loaded_tensors(
-        self, ten_metas: Sequence[_ShardedTensorMetadata], tensors: Sequence[ShardedTensor], checkpoint_dir: Path
+        self,
+        ten_metas: Sequence[_ShardedTensorMetadata],
+        tensors: Sequence[ShardedTensor],
+        checkpoint_dir: Path,
     ) -> None:
         """Read and send every chunk, and fill the tensors from it."""
         tensors_of_chunk: defaultdict[Any, list[ShardedTensor]] = defaultdict(list)
@@ -217,7 +244,9 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
                 assert tensor.data is not None
                 tensor.data.detach().copy_(flatten_range(tensor, shard).reshape(tensor.data.shape))
 
-    def _read_and_broadcast(self, meta: _ShardedTensorMetadata, checkpoint_dir: Path) -> torch.Tensor:
+    def _read_and_broadcast(
+        self, meta: _ShardedTensorMetadata, checkpoint_dir: Path
+    ) -> torch.Tensor:
         """Read a chunk on one rank of the group and return it on all of them.
 
         Raises:
@@ -227,7 +256,11 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
         def read_or_allocate() -> torch.Tensor:
             if self.dp_group_rank == meta.dist_group_rank:
-                return self.load_tensor_from_storage(checkpoint_dir, meta).to(self._device()).contiguous()
+                return (
+                    self.load_tensor_from_storage(checkpoint_dir, meta)
+                    .to(self._device())
+                    .contiguous()
+                )
             return torch.empty(requested.local_shape, dtype=requested.dtype, device=self._device())
 
         shard = comm.together(read_or_allocate, self.data_parallel_group)
@@ -238,7 +271,11 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
     def _device(self) -> torch.device:
         """Return the device that shards are sent from and received on."""
-        return torch.device("cpu") if self.cpu_transfer else torch.device("cuda", torch.cuda.current_device())
+        return (
+            torch.device("cpu")
+            if self.cpu_transfer
+            else torch.device("cuda", torch.cuda.current_device())
+        )
 
     @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
@@ -253,4 +290,10 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 def _shard_properties(meta: _ShardedTensorMetadata) -> tuple[object, ...]:
     """Return the properties that tensors filled from one chunk must share."""
     ten = meta.sharded_tensor_no_data
-    return tuple(ten.local_shape), tuple(ten.global_shape), ten.dtype, ten.prepend_axis_num, ten.allow_shape_mismatch
+    return (
+        tuple(ten.local_shape),
+        tuple(ten.global_shape),
+        ten.dtype,
+        ten.prepend_axis_num,
+        ten.allow_shape_mismatch,
+    )

@@ -85,8 +85,12 @@ logger = logging.getLogger(__name__)
 
 def register_default_zarr_strategies() -> None:
     """Register the strategies of this module as the defaults of backend ``zarr``, version 1."""
-    register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveShardedStrategy(BACKEND, VERSION))
-    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadShardedStrategy(BACKEND, VERSION))
+    register_default_strategy(
+        StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveShardedStrategy(BACKEND, VERSION)
+    )
+    register_default_strategy(
+        StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadShardedStrategy(BACKEND, VERSION)
+    )
 
 
 class ZarrSaveShardedStrategy(SaveShardedStrategy):
@@ -116,7 +120,9 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         checkpoint_dir = Path(checkpoint_dir)
 
         def select_own() -> list[ShardedTensor]:
-            tensors = [ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)]
+            tensors = [
+                ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
+            ]
             for key in {ten.key for ten in tensors}:
                 check_no_array(checkpoint_dir / key, key=key)
             return tensors
@@ -126,7 +132,9 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)
 
 
-def _create_or_open_zarr_arrays(sharded_tensors: list[ShardedTensor], checkpoint_dir: Path) -> list[zarr.Array | None]:
+def _create_or_open_zarr_arrays(
+    sharded_tensors: list[ShardedTensor], checkpoint_dir: Path
+) -> list[zarr.Array | None]:
     """Create or open the array of every tensor that this rank writes; collective.
 
     The rank whose main replica has the first element of a tensor creates its array; ranks with
@@ -145,12 +153,15 @@ def _create_or_open_zarr_arrays(sharded_tensors: list[ShardedTensor], checkpoint
 
     def create() -> list[zarr.Array | None]:
         return [
-            _create_zarr_array(ten, checkpoint_dir) if _should_create_array(ten) else None for ten in sharded_tensors
+            _create_zarr_array(ten, checkpoint_dir) if _should_create_array(ten) else None
+            for ten in sharded_tensors
         ]
 
     def open_others() -> list[zarr.Array | None]:
         return [
-            _open_for_writing(checkpoint_dir / ten.key) if arr is None and is_main_replica(ten.replica_id) else arr
+            _open_for_writing(checkpoint_dir / ten.key)
+            if arr is None and is_main_replica(ten.replica_id)
+            else arr
             for ten, arr in zip(sharded_tensors, arrays, strict=True)
         ]
 
@@ -183,24 +194,32 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | Non
         return
     key = sharded_tensor.key
     if arr is None or sharded_tensor.data is None:
-        raise UsageError(f"the {'array' if arr is None else 'data'} of a main replica is missing", key=key)
+        raise UsageError(
+            f"the {'array' if arr is None else 'data'} of a main replica is missing", key=key
+        )
     array = numpy_of(sharded_tensor.data, key=key)
     flat = sharded_tensor.flattened_range
     if flat is None:
         arr[sharded_tensor.global_slice()] = array
         return
     # A flattened range is a run of bytes in the chunk of its shard, which zarr cannot write alone.
-    if tuple(arr.chunks) != (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape):
+    if tuple(arr.chunks) != (1,) * sharded_tensor.prepend_axis_num + tuple(
+        sharded_tensor.local_shape
+    ):
         raise UnsupportedError(
             f"the shard {sharded_tensor.local_shape} of a flattened tensor is not a chunk {arr.chunks} of its array",
             key=key,
         )
     if not isinstance(arr.store, zarr.storage.LocalStore):
-        raise UnsupportedError(f"pieces of a chunk can be written into files only, not into {arr.store}", key=key)
+        raise UnsupportedError(
+            f"pieces of a chunk can be written into files only, not into {arr.store}", key=key
+        )
     if array.size:
         array_dir = Path(arr.store.root) / arr.path
         index = sharded_tensor.local_chunk_offset_in_global()
-        write_in_chunk(array_dir, index, flat.start * array.itemsize, memoryview(array.view(np.uint8)), key=key)
+        write_in_chunk(
+            array_dir, index, flat.start * array.itemsize, memoryview(array.view(np.uint8)), key=key
+        )
 
 
 def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> zarr.Array:
@@ -213,7 +232,12 @@ def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> z
     key = sharded_tensor.key
     chunk_shape = tuple(max(extent, 1) for extent in sharded_tensor.max_allowed_chunks())
     dtype = dtype_name(sharded_tensor.dtype, key=key)
-    create_array(checkpoint_dir / key, ChunkGrid(tuple(sharded_tensor.global_shape), chunk_shape), dtype, key=key)
+    create_array(
+        checkpoint_dir / key,
+        ChunkGrid(tuple(sharded_tensor.global_shape), chunk_shape),
+        dtype,
+        key=key,
+    )
     logger.debug("created the zarr array %s", checkpoint_dir / key)
     return _open_for_writing(checkpoint_dir / key)
 
@@ -236,7 +260,9 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
         self.version = version
 
     @override
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> ShardedStateDict:
         """Load the tensors of a tree, in place of its leaves; collective.
 
         Tensors with data are loaded in place; others get data on the CPU.
@@ -308,12 +334,16 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
     try:
         return zarr.open_array(str(path), mode=mode, zarr_format=2, **open_kwargs)
     except FileNotFoundError as err:
-        inside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else None
+        inside = (
+            sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else None
+        )
         logger.debug("no zarr array %s; its directory holds %s", path, inside)
         reason = "" if inside is not None else f" (the directory {path.parent} does not exist)"
         raise MissingShardError(f"zarr array not found: {path}{reason}", key=path.name) from err
     except (ValueError, TypeError, KeyError, OSError) as err:
-        raise CorruptError(f"zarr cannot open the array {path}: {str(err)[:200]}", key=path.name) from err
+        raise CorruptError(
+            f"zarr cannot open the array {path}: {str(err)[:200]}", key=path.name
+        ) from err
 
 
 def load_zarr_based_sharded_metadata(
@@ -331,7 +361,8 @@ def load_zarr_based_sharded_metadata(
     """
     checkpoint_dir = Path(checkpoint_dir)
     return {
-        key: _whole_tensor(key, *get_shape_dtype_fn(str(checkpoint_dir / key))) for key in array_keys(checkpoint_dir)
+        key: _whole_tensor(key, *get_shape_dtype_fn(str(checkpoint_dir / key)))
+        for key in array_keys(checkpoint_dir)
     }
 
 

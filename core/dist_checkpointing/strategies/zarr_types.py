@@ -31,7 +31,9 @@ from core.formats.zarr.dtypes import v2_dtype
 _RAW = {1: torch.uint8, 2: torch.int16}
 """Dtypes under which elements that numpy lacks pass between torch and numpy, by itemsize."""
 _NATIVE: dict[str, np.dtype[Any]] = {
-    name: np.dtype(getattr(ml_dtypes, name)) for name in DTYPES if hasattr(ml_dtypes, name) and v2_dtype(name)
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in DTYPES
+    if hasattr(ml_dtypes, name) and v2_dtype(name)
 }
 """The dtypes of zarr arrays that ml_dtypes adds to numpy, by canonical name."""
 
@@ -57,7 +59,9 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
 
     dtype_cls: ClassVar[type] = np.dtype
     _zarr_v3_name: ClassVar[str] = "ml_dtypes"
-    taught: ClassVar[frozenset[str]] = frozenset(name for name in _NATIVE if not _is_supported_by_zarr(name))
+    taught: ClassVar[frozenset[str]] = frozenset(
+        name for name in _NATIVE if not _is_supported_by_zarr(name)
+    )
 
     name: str
 
@@ -133,7 +137,9 @@ numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
     for name, dtype in DTYPES.items()
     if dtype.numpy is not None and hasattr(torch, name)
 }
-torch_to_numpy_dtype_dict = {torch_dtype: dtype for dtype, torch_dtype in numpy_to_torch_dtype_dict.items()}
+torch_to_numpy_dtype_dict = {
+    torch_dtype: dtype for dtype, torch_dtype in numpy_to_torch_dtype_dict.items()
+}
 
 
 def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
@@ -146,9 +152,13 @@ def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
     """
     dtype = torch_to_numpy_dtype_dict.get(tensor.dtype)
     if dtype is None:
-        raise UnsupportedError(f"zarr does not support {tensor.dtype}", key=key, hint="cast the tensor first")
+        raise UnsupportedError(
+            f"zarr does not support {tensor.dtype}", key=key, hint="cast the tensor first"
+        )
     dense = tensor.detach().cpu().contiguous()
-    return (dense.view(_RAW[dtype.itemsize]) if dtype.name in _NATIVE else dense).numpy().view(dtype)
+    return (
+        (dense.view(_RAW[dtype.itemsize]) if dtype.name in _NATIVE else dense).numpy().view(dtype)
+    )
 
 
 def tensor_of(array: Any, *, key: str) -> torch.Tensor:
@@ -160,7 +170,9 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
         UnsupportedError: torch does not support the dtype.
     """
     dense: Any = np.asarray(array)
-    dense = np.require(dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
+    dense = np.require(
+        dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"]
+    )
     dtype = numpy_to_torch_dtype_dict.get(dense.dtype)
     if dtype is None:
         raise UnsupportedError(f"torch does not support the numpy dtype {dense.dtype}", key=key)
@@ -178,7 +190,9 @@ def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
             dtype.
     """
     dense: Any = np.asarray(array)
-    dense = np.ascontiguousarray(dense.astype(dense.dtype.newbyteorder("="), copy=False)).reshape(dense.shape)
+    dense = np.ascontiguousarray(dense.astype(dense.dtype.newbyteorder("="), copy=False)).reshape(
+        dense.shape
+    )
     target = torch_to_numpy_dtype_dict.get(dtype)
     if target is None:
         raise UnsupportedError(f"numpy does not support {dtype}", key=key)

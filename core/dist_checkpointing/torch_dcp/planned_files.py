@@ -65,7 +65,10 @@ def write_part(
     # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
         tensors = [_resolve_tensor(item, planner) for item in batch]
-        live = [bridge.live_tensor(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
+        live = [
+            bridge.live_tensor(chunk_of(item), data)
+            for item, data in zip(batch, tensors, strict=True)
+        ]
         crcs |= _write_tensors(live, catalog, part.images, store, threads=threads)
         results += [
             WriteResult(index=item.index, size_in_bytes=tensor.chunk.n_bytes, storage_data=None)
@@ -81,7 +84,9 @@ def write_part(
     for item in plan.items:
         if not is_tensor(item):
             stream = planner.resolve_data(item).getvalue()
-            results.append(WriteResult(index=item.index, size_in_bytes=len(stream), storage_data=stream))
+            results.append(
+                WriteResult(index=item.index, size_in_bytes=len(stream), storage_data=stream)
+            )
     return results
 
 
@@ -98,13 +103,19 @@ def _write_tensors(
     Returns:
         The CRC-32 of every array that they fill, by the array's name.
     """
-    to_write = [tensor for tensor in tensors if tensor.chunk.key in target.tensors and not tensor.chunk.box.is_empty]
+    to_write = [
+        tensor
+        for tensor in tensors
+        if tensor.chunk.key in target.tensors and not tensor.chunk.box.is_empty
+    ]
     source, memory = live_source(to_write)
     boxes: dict[str, list[Box]] = {}
     for tensor in to_write:
         boxes.setdefault(tensor.chunk.key, []).append(tensor.chunk.box)
     share = find_share(target, images, boxes)
-    plan = make_plan(source, share.target, share.images, threads=threads, compares=False, is_share=True)
+    plan = make_plan(
+        source, share.target, share.images, threads=threads, compares=False, is_share=True
+    )
     result = execute(plan, memory, store, CopyOptions(digest=False))
     arrays = [
         fragment.array
@@ -142,11 +153,17 @@ def write_rest(
     # Lay out the files again with the other entries, which must not move the tensors, and write the entries.
     if streams:
         objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
-        full_layout = lay_out(save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes)
+        full_layout = lay_out(
+            save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes
+        )
         check_same_positions(layout, full_layout)
         layout = full_layout
         target = layout.target
-        share = find_share(target, layout.images, {key: [full_box(meta.shape)] for key, meta in target.hidden.items()})
+        share = find_share(
+            target,
+            layout.images,
+            {key: [full_box(meta.shape)] for key, meta in target.hidden.items()},
+        )
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     # Write headers and trailers, those of metadata files last.
@@ -185,7 +202,8 @@ def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     data = planner.resolve_data(item).detach()
     if tuple(data.shape) != chunk.box.shape:
         raise UsageError(
-            f"the planner gives a tensor of shape {tuple(data.shape)}, but planned {chunk.box.shape}", key=chunk.key
+            f"the planner gives a tensor of shape {tuple(data.shape)}, but planned {chunk.box.shape}",
+            key=chunk.key,
         )
     bridge.check_data(chunk, data)
     return bridge.to_host(chunk, data)
@@ -211,7 +229,9 @@ def _read_streams(
     arrays: dict[str, StoredArray] = {}
     memory = MemoryStore({f"stream {key}": memoryview(data) for key, data in streams.items()})
     for key in save.objects:
-        stream = StoredArray(f"raw:{key}", "uint8", (len(streams[key]),), Extent(f"stream {key}", 0))
+        stream = StoredArray(
+            f"raw:{key}", "uint8", (len(streams[key]),), Extent(f"stream {key}", 0)
+        )
         if is_verbatim:
             arrays[stream.name] = stream
             objects[key] = StoredObject(key, raw_key=stream.name, coords=((HOLDER, 0), *BEHIND))

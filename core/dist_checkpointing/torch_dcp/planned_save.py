@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+)
 from core.catalog.file_image import FileImage, PlacedArray, no_literals
 from core.catalog.stored import Extent, PlannedArray, StoredArray, array_name
 from core.convert.prepare import is_file_of
@@ -64,7 +71,9 @@ class PlannedSave:
     paths: Paths | None
     n_ranks: int
 
-    def catalog(self, objects: Mapping[str, StoredObject], arrays: Mapping[str, StoredArray]) -> Catalog:
+    def catalog(
+        self, objects: Mapping[str, StoredObject], arrays: Mapping[str, StoredArray]
+    ) -> Catalog:
         """Return the source catalog.
 
         Args:
@@ -76,12 +85,22 @@ class PlannedSave:
             dtype = self.tensors[key].dtype
             return tuple(
                 Fragment(
-                    key, box, StoredArray(array_name(key, box), dtype, box.shape, Extent(str(rank), 0)), _zeros(box)
+                    key,
+                    box,
+                    StoredArray(array_name(key, box), dtype, box.shape, Extent(str(rank), 0)),
+                    _zeros(box),
                 )
                 for box, rank in self.pieces[key].items()
             )
 
-        catalog = Catalog("live", None, self.tensors, fragments_of, objects=objects, skeleton=self._skeleton(objects))
+        catalog = Catalog(
+            "live",
+            None,
+            self.tensors,
+            fragments_of,
+            objects=objects,
+            skeleton=self._skeleton(objects),
+        )
         return catalog.with_hidden(arrays)
 
     def _skeleton(self, objects: Mapping[str, StoredObject]) -> object:
@@ -90,7 +109,10 @@ class PlannedSave:
             return None
         leaves: dict[KeyPath, object] = {}
         for key in (*self.tensors, *objects):
-            path = tuple(ListIndex(part) if isinstance(part, int) else part for part in self.paths.get(key, (key,)))
+            path = tuple(
+                ListIndex(part) if isinstance(part, int) else part
+                for part in self.paths.get(key, (key,))
+            )
             leaves[path] = TensorLeaf(key) if key in self.tensors else ObjectLeaf(key)
         return nest_leaves(leaves)
 
@@ -108,7 +130,9 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     pieces = _assign_pieces(chunks_by_rank, tensors)
     for key, writers in pieces.items():
         _check_pieces(tensors[key], writers)
-    objects = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items if not is_tensor(item))
+    objects = dict.fromkeys(
+        item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)
+    )
     return PlannedSave(tensors, pieces, tuple(objects), _unite_paths(plans), len(plans))
 
 
@@ -152,10 +176,14 @@ def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
     overlap = first_overlap(boxes)
     if overlap is not None:
         first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
-        raise UsageError(f"{first} and {second} overlap: two ranks would write the same elements", key=tensor.key)
+        raise UsageError(
+            f"{first} and {second} overlap: two ranks would write the same elements", key=tensor.key
+        )
     region = full_box(tensor.shape)
     if not region.is_empty and not is_tiled(region, boxes):
-        raise MissingShardError(f"no rank has {described(first_hole(region, boxes))} of the tensor", key=tensor.key)
+        raise MissingShardError(
+            f"no rank has {described(first_hole(region, boxes))} of the tensor", key=tensor.key
+        )
 
 
 def is_tensor(item: WriteItem) -> bool:
@@ -190,7 +218,11 @@ class SaveLayout:
 
     def positions(self) -> dict[str, tuple[str, int]]:
         """Return the file and the byte offset of every array, by the array's name."""
-        return {placed.array.name: (image.path, placed.offset) for image in self.images for placed in image.arrays}
+        return {
+            placed.array.name: (image.path, placed.offset)
+            for image in self.images
+            for placed in image.arrays
+        }
 
     @property
     def n_bytes(self) -> int:
@@ -228,7 +260,9 @@ def lay_out(
     is_file = is_file_of(format, dst)
     if is_file and not format.nests:
         target = tensors_only(target)
-    target = replace(target, write=replace(target.write, max_file_bytes=max_file_bytes, is_file=is_file))
+    target = replace(
+        target, write=replace(target.write, max_file_bytes=max_file_bytes, is_file=is_file)
+    )
     images = tuple(format.lay_out(target))
     if is_file:
         images = (replace(images[0], path=dst.name),)
@@ -247,7 +281,10 @@ def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
         dtype = save.tensors[key].dtype
         return tuple(
             Fragment(
-                key, box, PlannedArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)), _zeros(box)
+                key,
+                box,
+                PlannedArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)),
+                _zeros(box),
             )
             for box, rank in save.pieces[key].items()
         )
@@ -287,7 +324,9 @@ def is_finished_by_rank(image: FileImage) -> bool:
     return has_one_holder(image) and is_dataclass(image.literals)
 
 
-def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_converted: bool) -> list[RankSave]:
+def split_by_rank(
+    layout: SaveLayout, save: PlannedSave, *, token: str, is_converted: bool
+) -> list[RankSave]:
     """Split a save into the parts that the ranks write.
 
     Args:
@@ -306,8 +345,14 @@ def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_conve
             parts[rank].tensors[key] = meta
             parts[rank].fragments[key] = (*parts[rank].fragments.get(key, ()), *fragments)
     # Give it the files of those fragments' arrays.
-    position_of = {placed.array.name: (n, placed) for n, image in enumerate(layout.images) for placed in image.arrays}
-    return [replace(part, images=_images_of_rank(part, layout.images, position_of)) for part in parts]
+    position_of = {
+        placed.array.name: (n, placed)
+        for n, image in enumerate(layout.images)
+        for placed in image.arrays
+    }
+    return [
+        replace(part, images=_images_of_rank(part, layout.images, position_of)) for part in parts
+    ]
 
 
 def _images_of_rank(

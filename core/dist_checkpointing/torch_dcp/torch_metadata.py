@@ -59,11 +59,17 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
             items[MetadataIndex(key, offset, number)] = _StorageInfo(
                 *item, transform_descriptors=columns.descriptors.get(tensor.first + number)
             )
-        properties = TensorProperties(dtype=torch_dtype(tensor.dtype), requires_grad=tensor.requires_grad)
-        entries[key] = TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
+        properties = TensorProperties(
+            dtype=torch_dtype(tensor.dtype), requires_grad=tensor.requires_grad
+        )
+        entries[key] = TensorStorageMetadata(
+            properties=properties, size=torch.Size(tensor.shape), chunks=chunks
+        )
     for key, item in columns.objects.items():
         entries[key] = BytesStorageMetadata()
-        items[MetadataIndex(key)] = _StorageInfo(*item, transform_descriptors=columns.object_descriptors.get(key))
+        items[MetadataIndex(key)] = _StorageInfo(
+            *item, transform_descriptors=columns.object_descriptors.get(key)
+        )
     metadata = Metadata(
         state_dict_metadata=entries,
         planner_data=columns.planner_data,

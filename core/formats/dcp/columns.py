@@ -93,9 +93,13 @@ class DcpMetadata:
         """Return chunk ``number`` of a tensor, 0 <= number < n_chunks."""
         rank = len(tensor.shape)
         start = tensor.start + number * rank
-        box = Box(tuple(self.offsets[start : start + rank]), tuple(self.sizes[start : start + rank]))
+        box = Box(
+            tuple(self.offsets[start : start + rank]), tuple(self.sizes[start : start + rank])
+        )
         row = tensor.first + number
-        item = DcpItem(self.files[self.file_index[row]], self.item_offset[row], self.item_bytes[row])
+        item = DcpItem(
+            self.files[self.file_index[row]], self.item_offset[row], self.item_bytes[row]
+        )
         return DcpChunk(box, item)
 
     def chunks(self, key: str) -> Iterator[DcpChunk]:

@@ -40,7 +40,9 @@ def dcp_folders(store: ReadStore) -> tuple[str, ...]:
     matches = [match for match in map(_FOLDER.fullmatch, store.folders()) if match is not None]
     if not any(match[1] == _MODEL for match in matches):
         return ()
-    return tuple(match[0] for match in sorted(matches, key=lambda match: (match[1] != _MODEL, int(match[2]))))
+    return tuple(
+        match[0] for match in sorted(matches, key=lambda match: (match[1] != _MODEL, int(match[2])))
+    )
 
 
 def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
@@ -82,10 +84,18 @@ def _as_seen_from_parent(metadata: DcpMetadata, folder: str) -> DcpMetadata:
         paths = {renamed(key): (renamed(str(path[0])), *path[1:]) for key, path in paths.items()}
     return replace(
         metadata,
-        tensors={(name := renamed(key)): tensor._replace(key=name) for key, tensor in metadata.tensors.items()},
+        tensors={
+            (name := renamed(key)): tensor._replace(key=name)
+            for key, tensor in metadata.tensors.items()
+        },
         files=[f"{folder}/{file}" for file in metadata.files],
-        objects={renamed(key): item._replace(file=f"{folder}/{item.file}") for key, item in metadata.objects.items()},
+        objects={
+            renamed(key): item._replace(file=f"{folder}/{item.file}")
+            for key, item in metadata.objects.items()
+        },
         planner_data=paths,
         orphans=tuple(map(renamed, metadata.orphans)),
-        object_descriptors={renamed(key): names for key, names in metadata.object_descriptors.items()},
+        object_descriptors={
+            renamed(key): names for key, names in metadata.object_descriptors.items()
+        },
     )

@@ -136,7 +136,9 @@ def read(store: ReadStore) -> Catalog:
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
 
 
-_JOINED = "{} are read as one checkpoint (Accelerator.load_state takes them only as separate directories)"
+_JOINED = (
+    "{} are read as one checkpoint (Accelerator.load_state takes them only as separate directories)"
+)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -207,7 +209,9 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
     folders = _folders(store)
     if not folders:
         raise _unwritten(METADATA, file=store.label)
-    return joined([(folder, _metadata_in(store, f"{folder}/{METADATA}")) for folder in folders], store)
+    return joined(
+        [(folder, _metadata_in(store, f"{folder}/{METADATA}")) for folder in folders], store
+    )
 
 
 def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
@@ -232,7 +236,9 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
     """
     # Each file must reach to the end of its last item.
     ends = [0] * len(metadata.files)
-    for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
+    for file, offset, n_bytes in zip(
+        metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True
+    ):
         if offset + n_bytes > ends[file]:
             ends[file] = offset + n_bytes
     number = {name: n for n, name in enumerate(metadata.files)}
@@ -241,9 +247,15 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
 
     # Directories are listed: 10⁵ missing files are not looked up one by one.
     folders = {name.rpartition("/")[0] for name in metadata.files}
-    existing = {f"{folder}/{name}" if folder else name for folder in folders for name in store.files(folder)}
+    existing = {
+        f"{folder}/{name}" if folder else name for folder in folders for name in store.files(folder)
+    }
     sizes = [store.size(name) if name in existing else None for name in metadata.files]
-    short = {n: size for n, (size, end) in enumerate(zip(sizes, ends, strict=True)) if size is None or end > size}
+    short = {
+        n: size
+        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        if size is None or end > size
+    }
 
     # Report each file with an entry that is lost with it.
     keys = _first_keys(metadata, {n: size or 0 for n, size in short.items()}) if short else {}
@@ -251,7 +263,9 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
         report(_short_file(metadata.files[n], size, ends[n], key=keys.get(n)))
 
 
-def _short_file(name: str, size: int | None, end: int, *, key: str | None) -> CheckpointingException:
+def _short_file(
+    name: str, size: int | None, end: int, *, key: str | None
+) -> CheckpointingException:
     """Return the error about a file that ends before byte ``end``; its size is None if it is missing."""
     if size is None:
         return MissingShardError(
@@ -280,7 +294,10 @@ def _first_keys(metadata: DcpMetadata, limits: Mapping[int, int]) -> dict[int, s
     for tensor in metadata.tensors.values():
         for row in range(tensor.first, tensor.first + tensor.n_chunks):
             file = metadata.file_index[row]
-            if file in limits and metadata.item_offset[row] + metadata.item_bytes[row] > limits[file]:
+            if (
+                file in limits
+                and metadata.item_offset[row] + metadata.item_bytes[row] > limits[file]
+            ):
                 first_of.setdefault(file, tensor.key)
     number = {name: n for n, name in enumerate(metadata.files)}
     for key, item in metadata.objects.items():
@@ -291,7 +308,11 @@ def _first_keys(metadata: DcpMetadata, limits: Mapping[int, int]) -> dict[int, s
 
 
 def catalog_of(
-    metadata: DcpMetadata, *, format: str, without: Sequence[str] = (), store: ReadStore | None = None
+    metadata: DcpMetadata,
+    *,
+    format: str,
+    without: Sequence[str] = (),
+    store: ReadStore | None = None,
 ) -> Catalog:
     """Return the catalog of checked metadata.
 
@@ -305,12 +326,20 @@ def catalog_of(
         UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
     # Objects inside zstd frames are read now; all others become hidden streams.
-    tensors = {key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
-    packed_items = {key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects}
+    tensors = {
+        key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()
+    }
+    packed_items = {
+        key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects
+    }
     objects, packed_arrays = _read_packed_objects(
         metadata, {key: item for key, item in packed_items.items() if key not in without}, store
     )
-    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without and key not in packed_items}
+    raw_of = {
+        key: _raw_key(key, tensors)
+        for key in metadata.objects
+        if key not in without and key not in packed_items
+    }
     object_of = {raw: key for key, raw in raw_of.items()}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -322,7 +351,10 @@ def catalog_of(
         return (whole_fragment(key, _object_stream(key, metadata.objects[object_of[key]])),)
 
     # Streams and the tensors inside objects are hidden.
-    hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
+    hidden = {
+        raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,))
+        for key, raw in raw_of.items()
+    }
     hidden |= metas_of(packed_arrays)
     objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
     catalog = Catalog(
@@ -349,7 +381,9 @@ def _read_packed_objects(
     for key, item in items.items():
         if store is None:
             raise UnsupportedError(
-                "the object is compressed, which this format does not support", file=item.file, key=key
+                "the object is compressed, which this format does not support",
+                file=item.file,
+                key=key,
             )
         value, arrays = read_inflated_object(store, item, metadata.object_descriptors[key], key=key)
         objects[key] = StoredObject(key, value=value)
@@ -374,7 +408,9 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
         transforms = metadata.descriptors.get(row)
         if transforms:
             n_bytes = prod(box.shape) * itemsize(tensor.dtype)
-            extent = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes))
+            extent = Extent(
+                item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes)
+            )
         elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
             extent = Extent(item.file, item.offset)
         else:
@@ -400,7 +436,9 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
         path = metadata.planner_data.get(key, (key,))
         full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
         if full_path in leaves or not full_path:
-            raise CorruptError(f"planner_data has the path {path} for two entries", file=METADATA, key=key)
+            raise CorruptError(
+                f"planner_data has the path {path} for two entries", file=METADATA, key=key
+            )
         leaves[full_path] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
     return nest_leaves(leaves)
 
@@ -419,10 +457,16 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the arrays are not chunks of their tensors.
     """
     target, meta_image = split_meta(target)
-    objects = [replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()]
+    objects = [
+        replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()
+    ]
     layout = lay_out_items(target, objects, max_file_bytes=target.write.max_file_bytes)
     meta_files = () if meta_image is None else (meta_image,)
-    return (*layout.files, *meta_files, metadata_image(target, layout, planner_data=paths_of(target)))
+    return (
+        *layout.files,
+        *meta_files,
+        metadata_image(target, layout, planner_data=paths_of(target)),
+    )
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
@@ -433,8 +477,12 @@ def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
         for entry in entries(catalog.skeleton):
-            path = tuple(int(part) if isinstance(part, ListIndex) else text_of(part) for part in entry.path)
-            if ".".join(map(str, path)) == entry.key and (entry.key in catalog.tensors or entry.key in catalog.objects):
+            path = tuple(
+                int(part) if isinstance(part, ListIndex) else text_of(part) for part in entry.path
+            )
+            if ".".join(map(str, path)) == entry.key and (
+                entry.key in catalog.tensors or entry.key in catalog.objects
+            ):
                 paths[entry.key] = path
     for key in (*catalog.tensors, *catalog.objects):
         paths.setdefault(key, (key,))
@@ -458,7 +506,9 @@ def metadata_image(
     """
     attributes = {} if mcore_data is None else {"mcore_data": dict(mcore_data)}
     keys = (*target.tensors, *layout.objects) if planner_data is None else tuple(planner_data)
-    data = write_metadata(_rows(target, layout, keys), planner_data=planner_data, attributes=attributes)
+    data = write_metadata(
+        _rows(target, layout, keys), planner_data=planner_data, attributes=attributes
+    )
     return literal_file(METADATA, data, is_metadata=True)
 
 
@@ -474,7 +524,9 @@ def linked_metadata(catalog: Catalog) -> FileImage:
     """
     in_meta = meta_keys(catalog)
     planner_data = {key: path for key, path in paths_of(catalog).items() if key not in in_meta}
-    data = write_metadata((_linked_row(catalog, key) for key in planner_data), planner_data=planner_data)
+    data = write_metadata(
+        (_linked_row(catalog, key) for key in planner_data), planner_data=planner_data
+    )
     return literal_file(METADATA, data, is_metadata=True)
 
 
@@ -501,11 +553,21 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
         item_bytes = None if array is None else array.extent.item_bytes
         if array is None or item_bytes is None or array.shape != piece.box.shape:
             raise refused()
-        rows.append(ChunkRow(piece.box.offset, piece.box.shape, array.extent.file, array.extent.offset, item_bytes))
+        rows.append(
+            ChunkRow(
+                piece.box.offset,
+                piece.box.shape,
+                array.extent.file,
+                array.extent.offset,
+                item_bytes,
+            )
+        )
     return TensorRow(key, meta.dtype, meta.shape, rows)
 
 
-def _rows(target: TargetCatalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
+def _rows(
+    target: TargetCatalog, layout: ItemLayout, keys: Iterable[str]
+) -> Iterator[TensorRow | ObjectRow]:
     """Yield the rows of ``.metadata`` for keys, in order."""
     names = [image.path for image in layout.files]
     for key in keys:

@@ -84,7 +84,9 @@ def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
     head, tail_offset, tail = _around(plan, placed, 0)
     _, _, other_tail = _around(plan, placed, 0xFFFFFFFF)
     differing = [
-        position for position, (first, second) in enumerate(zip(tail, other_tail, strict=True)) if first != second
+        position
+        for position, (first, second) in enumerate(zip(tail, other_tail, strict=True))
+        if first != second
     ]
     return ChunkPlan(plan.size, placed.offset, head, tail_offset, tail, tuple(differing[::4]))
 
@@ -177,7 +179,9 @@ def lay_out_items(
     """
     of_objects = {item.key: item for item in _object_items(target, objects)}
     of_tensors = _chunk_items(target)
-    groups = _group_by_file([*of_objects.values(), *chain.from_iterable(of_tensors.values())], max_file_bytes, apart)
+    groups = _group_by_file(
+        [*of_objects.values(), *chain.from_iterable(of_tensors.values())], max_file_bytes, apart
+    )
     files = []
     for file, (name, members) in enumerate(groups):
         end = 0
@@ -194,7 +198,9 @@ def _object_items(target: TargetCatalog, objects: Iterable[StoredObject]) -> Ite
     for stored in objects:
         if stored.raw_key is not None:
             stream = target.whole_array(stored.raw_key)
-            yield Item(stored.key, stream.n_bytes, None, stored.coords or stream.coords, None, stream)
+            yield Item(
+                stored.key, stream.n_bytes, None, stored.coords or stream.coords, None, stream
+            )
             continue
         same = _spelling(stored.value)
         plan = None if same is None else plans.get(same)
@@ -212,7 +218,11 @@ def _spelling(value: object) -> object:
     if type(value) is list and len(value) == 1:
         inner = _spelling(value[0])
         return None if inner is None else ("list", inner)
-    return (type(value), repr(value)) if value is None or type(value) in (bool, int, float, str) else None
+    return (
+        (type(value), repr(value))
+        if value is None or type(value) in (bool, int, float, str)
+        else None
+    )
 
 
 def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
@@ -224,9 +234,13 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
         offsets: set[Shape] = set()
         for stored, box in held_boxes(meta.shape, target.fragments(key)):
             if box is None:
-                raise UnsupportedError(f"the array {stored.name!r} is not a chunk of the tensor", key=key)
+                raise UnsupportedError(
+                    f"the array {stored.name!r} is not a chunk of the tensor", key=key
+                )
             if box.offset in offsets:
-                raise UnsupportedError(f"two chunks begin at element {box.offset}, which DCP cannot store", key=key)
+                raise UnsupportedError(
+                    f"two chunks begin at element {box.offset}, which DCP cannot store", key=key
+                )
             offsets.add(box.offset)
             plan = plans.get((stored.dtype, box.shape))
             if plan is None:
@@ -247,7 +261,9 @@ def _group_by_file(
         members.sort(key=lambda item: item.box is not None)
         behind = [item for item in members if item.coords[1:] == BEHIND]
         part = -1
-        for prefix, group in _set_apart([item for item in members if item.coords[1:] != BEHIND], apart):
+        for prefix, group in _set_apart(
+            [item for item in members if item.coords[1:] != BEHIND], apart
+        ):
             parts = [group] if max_file_bytes is None else _split(group, max_file_bytes)
             for part, part_items in enumerate(parts):
                 yield f"{prefix}__{number}_{part}.distcp", part_items

@@ -60,7 +60,9 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     own = {*catalog.tensors, *catalog.objects, *catalog.hidden}
     duplicates = {*skeleton} & {*root} | own & {*tree.arrays, *tree.objects, *tree.hidden}
     if duplicates:
-        return _with_meta_ignored(catalog, f"has an entry {min(map(str, duplicates))!r} that is also in the checkpoint")
+        return _with_meta_ignored(
+            catalog, f"has an entry {min(map(str, duplicates))!r} that is also in the checkpoint"
+        )
     # The catalog gets all entries of the file.
     joined = catalog.with_hidden({**tree.arrays, **tree.hidden})
     joined = replace(
@@ -116,14 +118,21 @@ def split_meta(target: TargetCatalog) -> tuple[TargetCatalog, FileImage | None]:
         skeleton=meta_entries,
     )
     meta_leaves = {
-        leaf.key for item in meta_target.objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)
+        leaf.key
+        for item in meta_target.objects.values()
+        for leaf in walk(item.value)
+        if isinstance(leaf, TensorLeaf)
     }
     rest = replace(
         target,
         tensors={key: meta for key, meta in target.tensors.items() if key not in keys},
         objects={key: item for key, item in target.objects.items() if key not in keys},
         hidden={key: meta for key, meta in target.hidden.items() if key not in meta_leaves},
-        skeleton={name: node for name, node in (as_mapping(target.skeleton) or {}).items() if name not in meta_entries},
+        skeleton={
+            name: node
+            for name, node in (as_mapping(target.skeleton) or {}).items()
+            if name not in meta_entries
+        },
     )
     (image,) = torch_file.lay_out(meta_target)
     return rest, replace(image, path=META)

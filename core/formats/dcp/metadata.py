@@ -142,7 +142,9 @@ class _Problem(NamedTuple):
         return kind(self.message, file=label, key=self.key, hint=self.hint, rule=self.rule)
 
 
-_KINDS = {kind.__name__: kind for kind in (CorruptError, MissingShardError, UnsafeError, UnsupportedError)}
+_KINDS = {
+    kind.__name__: kind for kind in (CorruptError, MissingShardError, UnsafeError, UnsupportedError)
+}
 
 
 def _problem_of(err: CheckpointingException) -> _Problem:
@@ -169,7 +171,9 @@ class _Parsed(NamedTuple):
         return self.metadata
 
 
-_parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar("digest of a file → its content", default=None)
+_parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar(
+    "digest of a file → its content", default=None
+)
 
 
 @contextmanager
@@ -234,7 +238,9 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
     """
     memory_bytes = (256 << 20) + 32 * len(data)
     cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s a megabyte
-    packed = run_sandboxed("core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s)
+    packed = run_sandboxed(
+        "core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s
+    )
     return None if packed is None else _unpack(packed)
 
 
@@ -330,9 +336,15 @@ class _ColumnBuilder:
         n_used = 0
         for key in list(entries):
             try:
-                n_used += self._read_entry(key, entries.pop(key))  # columns take the place of what is read
+                n_used += self._read_entry(
+                    key, entries.pop(key)
+                )  # columns take the place of what is read
             except CheckpointingException as err:
-                self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
+                self._report(
+                    err.breaking(
+                        "dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"
+                    )
+                )
         version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
@@ -352,7 +364,9 @@ class _ColumnBuilder:
             mcore_data=mcore_data,
             version=version if type(version) is str else None,
             extras=tuple(extras if is_known else ["planner_data", *extras]),
-            orphans=self._orphans() if n_used != len(self.chunk_items) + len(self.object_items) else (),
+            orphans=self._orphans()
+            if n_used != len(self.chunk_items) + len(self.object_items)
+            else (),
             descriptors=self.descriptors,
             object_descriptors=self.object_descriptors,
         )
@@ -392,9 +406,15 @@ class _ColumnBuilder:
             (index_state,) = index
             (item_state,) = info
             key, chunk_offset = index_state["fqn"], index_state.get("offset")
-            name, offset, n_bytes = item_state["relative_path"], item_state["offset"], item_state["length"]
+            name, offset, n_bytes = (
+                item_state["relative_path"],
+                item_state["offset"],
+                item_state["length"],
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise CorruptError(f"malformed entry of storage_data: {type(err).__name__} {err}") from err
+            raise CorruptError(
+                f"malformed entry of storage_data: {type(err).__name__} {err}"
+            ) from err
         if type(key) is not str or type(name) is not str:
             raise CorruptError("malformed entry of storage_data: a name is not text")
         # Check every value: sizes could overflow, and names lead outside the checkpoint.
@@ -403,13 +423,19 @@ class _ColumnBuilder:
             file = files[check_name(name)] = len(files)
             self.names.append(name)
         if not (
-            type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes >= 0 and offset + n_bytes < _MAX_EXTENT
+            type(offset) is type(n_bytes) is int
+            and offset >= 0
+            and n_bytes >= 0
+            and offset + n_bytes < _MAX_EXTENT
         ):
             raise CorruptError(
-                f"an item has {_short(n_bytes)} bytes at byte {_short(offset)}, which is impossible", key=key
+                f"an item has {_short(n_bytes)} bytes at byte {_short(offset)}, which is impossible",
+                key=key,
             )
         transforms = (
-            _transforms(item_state["transform_descriptors"], key) if "transform_descriptors" in item_state else ()
+            _transforms(item_state["transform_descriptors"], key)
+            if "transform_descriptors" in item_state
+            else ()
         )
         # Objects have no offset; chunks have that of their box.
         if chunk_offset is None:
@@ -455,7 +481,9 @@ class _ColumnBuilder:
             self.item_offset.append(item[1])
             self.item_bytes.append(item[2])
             used.add(offset)
-        self.tensors[key] = DcpTensor(key, dtype, shape, requires_grad, first, len(self.item_offset) - first, start)
+        self.tensors[key] = DcpTensor(
+            key, dtype, shape, requires_grad, first, len(self.item_offset) - first, start
+        )
         return len(used)
 
     def _chunk(
@@ -463,7 +491,9 @@ class _ColumnBuilder:
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]] | None:
         """Return offset, size and item of a chunk; None for an empty chunk without an item."""
         if type(chunk) is not ChunkRecord:
-            raise CorruptError(f"malformed tensor: a {type(chunk).__name__} among its chunks", key=key)
+            raise CorruptError(
+                f"malformed tensor: a {type(chunk).__name__} among its chunks", key=key
+            )
         offset, size = chunk[0]["offsets"], chunk[0]["sizes"]
         fits = len(offset) == len(shape) == len(size)
         for start, extent, axis_size in zip(offset, size, shape, strict=False):
@@ -480,18 +510,27 @@ class _ColumnBuilder:
             if 0 in size:
                 return None
             raise MissingShardError(
-                f"the chunk of size {_short(size)} at {_short(offset)} has no item in any file", key=key
+                f"the chunk of size {_short(size)} at {_short(offset)} has no item in any file",
+                key=key,
             )
         if item[2] == 0 and 0 not in size:
-            raise CorruptError(f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key)
+            raise CorruptError(
+                f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key
+            )
         return offset, size, item
 
     def _refuse_chunk(self, key: str, err: Exception) -> None:
         """Report the problem of a chunk."""
         if isinstance(err, CheckpointingException):
-            self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
+            self._report(
+                err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries")
+            )
             return
-        self._report(CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key, rule="dcp.entries"))
+        self._report(
+            CorruptError(
+                f"malformed chunk: {type(err).__name__} {err}", key=key, rule="dcp.entries"
+            )
+        )
 
     def _read_object(self, key: str) -> int:
         """Add an object; return how many distinct items it uses."""
@@ -511,7 +550,11 @@ class _ColumnBuilder:
         if type(paths) is not dict:
             return None, False
         for key, path in paths.items():
-            if type(key) is not str or type(path) is not tuple or any(type(part) not in (str, int) for part in path):
+            if (
+                type(key) is not str
+                or type(path) is not tuple
+                or any(type(part) not in (str, int) for part in path)
+            ):
                 return None, False
         return paths, True
 
@@ -524,10 +567,19 @@ class _ColumnBuilder:
                 start = tensor.start + number * rank
                 used.add((tensor.key, *self.offsets[start : start + rank]))
         unused = {str(item[0]) for item in self.chunk_items if item not in used}
-        return tuple(sorted(unused.union(key for key in self.object_items if key not in self.objects)))
+        return tuple(
+            sorted(unused.union(key for key in self.object_items if key not in self.objects))
+        )
 
 
-_ATTRIBUTES = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "mcore_data"}
+_ATTRIBUTES = {
+    "state_dict_metadata",
+    "planner_data",
+    "storage_data",
+    "storage_meta",
+    "version",
+    "mcore_data",
+}
 
 
 _REPR = reprlib.Repr()
@@ -537,7 +589,11 @@ _REPR.maxstring = _REPR.maxother = 200
 
 def _short(value: object) -> str:
     """Return a value as short text; printing nested or huge values could take for ever."""
-    if type(value) is tuple and len(value) <= _REPR.maxtuple and all(type(n) is int and n < 1 << 63 for n in value):
+    if (
+        type(value) is tuple
+        and len(value) <= _REPR.maxtuple
+        and all(type(n) is int and n < 1 << 63 for n in value)
+    ):
         return repr(value)
     try:
         return _REPR.repr(value)
@@ -564,7 +620,9 @@ def _refuse_storage(index: object, info: object) -> None:
             hint="consolidate it with torch and convert that",
         )
     kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
-    raise UnsupportedError(f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes")
+    raise UnsupportedError(
+        f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
+    )
 
 
 _ZSTD = re.compile(r"stream\.zstd/1(\.\d+)*")
@@ -605,7 +663,9 @@ def _properties(key: str, record: object) -> tuple[str, bool]:
         raise CorruptError(f"the dtype is a {type(dtype).__name__}", key=key)
     if layout not in ("torch.strided", None):
         raise UnsupportedError(
-            f"the layout {_short(layout)} is not supported", key=key, hint="save it as a dense tensor"
+            f"the layout {_short(layout)} is not supported",
+            key=key,
+            hint="save it as a dense tensor",
         )
     if dtype.name not in DTYPES:
         try:

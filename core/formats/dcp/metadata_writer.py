@@ -95,11 +95,18 @@ class _MetadataWriter:
     ) -> bytes:
         """Return the pickle."""
         pickle = self._pickle
-        head = pickle.name(Global(_METADATA, "Metadata")) + b")\x81}(" + pickle.text("state_dict_metadata") + b"}"
+        head = (
+            pickle.name(Global(_METADATA, "Metadata"))
+            + b")\x81}("
+            + pickle.text("state_dict_metadata")
+            + b"}"
+        )
         self._prepare_names()
         # One pass over the entries fills both lists.
         for number, entry in enumerate(entries):
-            self._entries.append(b"u(" if number and number % 1000 == 0 else b"" if number else b"(")
+            self._entries.append(
+                b"u(" if number and number % 1000 == 0 else b"" if number else b"("
+            )
             if isinstance(entry, TensorRow):
                 self._add_tensor(entry)
             else:
@@ -137,7 +144,9 @@ class _MetadataWriter:
         self._offsets_name = self._memoised(_text_opcode("offsets"))
         self._sizes_name = self._memoised(_text_opcode("sizes"))
         self._index_class = self._memoised(_global_opcode(_METADATA, "MetadataIndex"))
-        self._storage_class = self._memoised(_global_opcode("torch.distributed.checkpoint.filesystem", "_StorageInfo"))
+        self._storage_class = self._memoised(
+            _global_opcode("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        )
         self._item_names = [self._memoised(_text_opcode(name)) for name in _ITEM_NAMES]
 
     def _memoised(self, opcodes: bytes) -> _MemoisedOpcodes:
@@ -177,16 +186,24 @@ class _MetadataWriter:
                 size(tuple(chunk.shape)),
                 b"ub",
             )
-            self._add_item(key, size(offset), integer(number), chunk.file, chunk.item_offset, chunk.item_bytes)
+            self._add_item(
+                key, size(offset), integer(number), chunk.file, chunk.item_offset, chunk.item_bytes
+            )
         out.append(b"eub" if number >= 0 else b"ub")
 
     def _add_object(self, row: ObjectRow) -> None:
         """Add a non-tensor entry."""
         pickle = self._pickle
-        self._entries += (pickle.text(row.key), pickle.name(Global(_METADATA, "BytesStorageMetadata")), b")\x81")
+        self._entries += (
+            pickle.text(row.key),
+            pickle.name(Global(_METADATA, "BytesStorageMetadata")),
+            b")\x81",
+        )
         self._add_item(pickle.text(row.key), b"N", b"N", row.file, row.item_offset, row.item_bytes)
 
-    def _add_item(self, key: bytes, offset: bytes, number: bytes, file: str, item_offset: int, item_bytes: int) -> None:
+    def _add_item(
+        self, key: bytes, offset: bytes, number: bytes, file: str, item_offset: int, item_bytes: int
+    ) -> None:
         """Add an entry of storage_data."""
         fqn_name, offset_name, index_name, path_name, start_name, length_name = self._item_names
         path_opcodes = self._files.get(file)

@@ -72,7 +72,9 @@ def merge_rank_metadata(parts: Sequence[DcpMetadata], store: ReadStore) -> DcpMe
     """
     merged = _merge_tensors(parts)
     objects = {
-        key: _common_object(key, [part.objects[key] for part in parts if key in part.objects], store)
+        key: _common_object(
+            key, [part.objects[key] for part in parts if key in part.objects], store
+        )
         for key in dict.fromkeys(key for part in parts for key in part.objects)
     }
     duplicate = next((key for key in objects if key in merged.tensors), None)
@@ -103,7 +105,9 @@ def _merge_tensors(parts: Sequence[DcpMetadata]) -> DcpMetadata:
         tensor = _common_tensor(key, parts)
         first, start = len(item_offset), len(offsets)
         for part in parts:
-            for row, (box, item) in enumerate(part.chunks(key), part.tensors[key].first) if key in part.tensors else ():
+            for row, (box, item) in (
+                enumerate(part.chunks(key), part.tensors[key].first) if key in part.tensors else ()
+            ):
                 offsets.extend(box.offset)
                 sizes.extend(box.shape)
                 if row in part.descriptors:
@@ -149,9 +153,9 @@ def _common_object(key: str, items: Sequence[DcpItem], store: ReadStore) -> DcpI
         is_equal = first.n_bytes == other.n_bytes
         for start in range(0, first.n_bytes if is_equal else 0, _COMPARED_BYTES):
             n_bytes = min(_COMPARED_BYTES, first.n_bytes - start)
-            is_equal = is_equal and store.read(first.file, first.offset + start, n_bytes) == store.read(
-                other.file, other.offset + start, n_bytes
-            )
+            is_equal = is_equal and store.read(
+                first.file, first.offset + start, n_bytes
+            ) == store.read(other.file, other.offset + start, n_bytes)
         if not is_equal:
             raise UnsupportedError(
                 f"the ranks that wrote {first.file} and {other.file} have different values under one name",

@@ -121,11 +121,15 @@ _MODULES = (
     "torch.distributed._shard.checkpoint.filesystem",
     "megatron.core.dist_checkpointing.strategies.torch",
 )
-_KNOWN: dict[tuple[str, str], Any] = {(module, name): kind for module in _MODULES for name, kind in _CLASSES.items()}
+_KNOWN: dict[tuple[str, str], Any] = {
+    (module, name): kind for module in _MODULES for name, kind in _CLASSES.items()
+}
 
 
 _HOOKS = _KNOWN | {
-    ("torch.serialization", "_get_layout"): lambda *args: args[0] if len(args) == 1 else NotImplemented,
+    ("torch.serialization", "_get_layout"): lambda *args: (
+        args[0] if len(args) == 1 else NotImplemented
+    ),
 }
 _FIND_CLASS: dict[tuple[str, str], Any] = {
     **_KNOWN,
@@ -142,7 +146,9 @@ def read_by_machine(data: bytes, *, label: str) -> object:
         CorruptError, UnsafeError: those of ``core.pickle.reader.load``.
     """
     limits = safe_pickle.PickleLimits(max_depth=None)
-    return safe_pickle.load(data, label=label, hooks=_HOOKS, persistent_load=_refuse_persistent, limits=limits)
+    return safe_pickle.load(
+        data, label=label, hooks=_HOOKS, persistent_load=_refuse_persistent, limits=limits
+    )
 
 
 def _refuse_persistent(value: object) -> object:

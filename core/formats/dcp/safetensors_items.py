@@ -90,7 +90,9 @@ class _SafetensorsPart:
         """
         file, array = self.header.file, self.header.arrays.get(key)
         if array is None:
-            raise MissingShardError("the tensor is missing in the file's safetensors header", file=file, key=key)
+            raise MissingShardError(
+                "the tensor is missing in the file's safetensors header", file=file, key=key
+            )
         offset = self.offsets.get(key, list(box.offset))
         if offset != list(box.offset):
             raise MissingShardError(
@@ -110,7 +112,9 @@ class _SafetensorsPart:
         return array.extent.offset
 
 
-def _read_part(store: ReadStore, metadata: DcpMetadata, number: int, begin: int) -> _SafetensorsPart | None:
+def _read_part(
+    store: ReadStore, metadata: DcpMetadata, number: int, begin: int
+) -> _SafetensorsPart | None:
     """Read the safetensors part of a file that begins at a byte; None if there is none."""
     file = metadata.files[number]
     if not looks_like_header(store, file, begin=begin):

@@ -40,12 +40,30 @@ from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import TorchDistFacts
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
-from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+)
 from core.formats.dcp import format as dcp
 from core.formats.dcp.items import lay_out_items
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_image, common_state, read_common_file, with_common_state
-from core.formats.mcore.metadata_json import BACKEND_KEY, check_version, config_image, config_of, names_backend
+from core.formats.mcore.common_state import (
+    COMMON_FILE,
+    common_image,
+    common_state,
+    read_common_file,
+    with_common_state,
+)
+from core.formats.mcore.metadata_json import (
+    BACKEND_KEY,
+    check_version,
+    config_image,
+    config_of,
+    names_backend,
+)
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.format import load_object
 
@@ -70,7 +88,9 @@ def sniff(store: ReadStore) -> bool:
             return True
     except CorruptError:
         has_backend = True
-    return (has_backend and dcp.sniff(store)) or (store.exists(COMMON_FILE) and store.exists(dcp.METADATA))
+    return (has_backend and dcp.sniff(store)) or (
+        store.exists(COMMON_FILE) and store.exists(dcp.METADATA)
+    )
 
 
 def read(store: ReadStore) -> Catalog:
@@ -122,7 +142,9 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         return catalog
 
 
-def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
+def _common_of_object(
+    store: ReadStore, catalog: Catalog
+) -> tuple[object, Mapping[str, StoredArray]]:
     """Read the common state from the object that holds it."""
     raw_key = catalog.objects[COMMON_OBJECT].raw_key
     assert raw_key is not None
@@ -130,7 +152,10 @@ def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mappi
     assert stream is not None
     value, arrays = load_object(store, stream, key=COMMON_OBJECT)
     if not isinstance(value, list) or len(value) != 1:
-        raise CorruptError(f"the object is a {type(value).__name__}, not a list of one common state", key=COMMON_OBJECT)
+        raise CorruptError(
+            f"the object is a {type(value).__name__}, not a list of one common state",
+            key=COMMON_OBJECT,
+        )
     return value[0], arrays
 
 
@@ -167,13 +192,17 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         apart=target.write.separation_hint,
     )
     # The newer dialects have this attribute only if a written tensor still has such facts.
-    mcore_data = {key: fact for key, fact in (facts.mcore_data or {}).items() if key in target.tensors}
+    mcore_data = {
+        key: fact for key, fact in (facts.mcore_data or {}).items() if key in target.tensors
+    }
     has_mcore_data = dialect == "0.12" or any(mcore_data.values())
     return (
         *layout.files,
         config_image(backend=_BACKEND, has_common_file=bool(common_files)),
         *common_files,
-        dcp.metadata_image(target, layout, planner_data=None, mcore_data=mcore_data if has_mcore_data else None),
+        dcp.metadata_image(
+            target, layout, planner_data=None, mcore_data=mcore_data if has_mcore_data else None
+        ),
     )
 
 

@@ -94,7 +94,9 @@ class StreamItem:
             place = self.place
             if place is None:
                 item_extent = Extent(extent.file, 0, item_bytes=len(data))
-                location = item_location(_memory_store(extent.file, data), replace(array, extent=item_extent)).extent
+                location = item_location(
+                    _memory_store(extent.file, data), replace(array, extent=item_extent)
+                ).extent
                 assert location is not None
                 place = location.offset, location.strides
         except CheckpointingException as err:
@@ -117,16 +119,22 @@ def read_inflated_object(
     """
     span = (item.offset, item.offset + item.n_bytes)
     try:
-        data = inflate_item(store, item.file, span, transforms, limit=_OBJECT_BYTES + _OBJECT_RATIO * item.n_bytes)
+        data = inflate_item(
+            store, item.file, span, transforms, limit=_OBJECT_BYTES + _OBJECT_RATIO * item.n_bytes
+        )
         stream = StoredArray(key, "uint8", (len(data),), Extent(item.file, 0))
         value, arrays = load_object(_memory_store(item.file, data), stream, key=key)
     except CheckpointingException as err:
         err.file, err.key, err.span = item.file, key, span
         raise
-    return value, {name: _as_stream_item(array, item, transforms, len(data)) for name, array in arrays.items()}
+    return value, {
+        name: _as_stream_item(array, item, transforms, len(data)) for name, array in arrays.items()
+    }
 
 
-def _as_stream_item(array: StoredArray, item: DcpItem, transforms: tuple[str, ...], inflated_bytes: int) -> StoredArray:
+def _as_stream_item(
+    array: StoredArray, item: DcpItem, transforms: tuple[str, ...], inflated_bytes: int
+) -> StoredArray:
     """Return an array inside an inflated object as an array of the checkpoint."""
     place = array.extent.offset, array.extent.strides
     encoding = StreamItem(transforms, item.n_bytes, array.n_bytes, place, inflated_bytes)
@@ -140,7 +148,9 @@ def _memory_store(file: str, data: bytearray) -> MemoryStore:
     return store
 
 
-def _dense_elements(data: bytearray, array: StoredArray, offset: int, strides: Shape | None) -> memoryview:
+def _dense_elements(
+    data: bytearray, array: StoredArray, offset: int, strides: Shape | None
+) -> memoryview:
     """Return the elements of an array in C order."""
     if strides is None or array.n_bytes == 0:
         return memoryview(data)[offset : offset + array.n_bytes]
@@ -149,9 +159,9 @@ def _dense_elements(data: bytearray, array: StoredArray, offset: int, strides: S
     size = array.n_bytes // prod(array.shape)
     steps = (*(step * size for step in strides), 1)
     flat = np.frombuffer(data, np.uint8)[offset:]
-    return memoryview(np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, (*array.shape, size), steps))).cast(
-        "B"
-    )
+    return memoryview(
+        np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, (*array.shape, size), steps))
+    ).cast("B")
 
 
 class _Readable(Protocol):
@@ -198,7 +208,9 @@ def inflate_item(
     except zstandard.ZstdError as err:
         if "memory" in str(err) or "dictionary" in str(err).lower():
             raise UnsupportedError(
-                f"the zstd stream cannot be read within {MAX_WINDOW_BYTES >> 20} MiB: {err}", file=file, span=span
+                f"the zstd stream cannot be read within {MAX_WINDOW_BYTES >> 20} MiB: {err}",
+                file=file,
+                span=span,
             ) from err
         raise CorruptError(f"the zstd stream is damaged: {err}", file=file, span=span) from err
     return data
@@ -240,7 +252,9 @@ class _FrameFollower:
     def read(self, size: int = -1, /) -> bytes:
         data = self._source.read(size)
         if not data and size and not (self._is_between and not self._head and not self._skip):
-            raise TruncatedError("the zstd stream ends inside a frame", hint="copy the checkpoint again")
+            raise TruncatedError(
+                "the zstd stream ends inside a frame", hint="copy the checkpoint again"
+            )
         self._follow(data)
         return data
 

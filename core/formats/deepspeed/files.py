@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 _MODEL = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt$")
 _ZERO_MODEL = re.compile(r"zero_pp_rank_(\d{1,7})_mp_rank_(\d{2,6})_model_states\.pt$")
-_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,7})_mp_rank_(\d{2,6})(_?optim_states\.pt)$")
+_OPTIM = re.compile(
+    r"((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,7})_mp_rank_(\d{2,6})(_?optim_states\.pt)$"
+)
 _EXPERT = re.compile(
     r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
 )
@@ -42,10 +44,15 @@ UNIVERSAL_HINT = (
 )
 """For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer files, and AutoEP."""
 _SAVE_AGAIN = (
-    "load it with DeepSpeed at the sizes that it was saved with, gather the weights, and save them with torch.save"
+    "load it with DeepSpeed at the sizes that it was saved with, gather the weights, "
+    "and save them with torch.save"
 )
-SAVE_AGAIN_HINT = f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
-EXPERTS_HINT = f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
+SAVE_AGAIN_HINT = (
+    f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
+)
+EXPERTS_HINT = (
+    f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
+)
 """Without optimizer files of ZeRO, and for states in NVMe's swap folders.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the optimizer files, merges
@@ -142,15 +149,23 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
     hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
     for name in names:
         if _EXPERT.match(name):
-            raise UnsupportedError("files of single experts (MoE) are not supported", file=name, hint=EXPERTS_HINT)
+            raise UnsupportedError(
+                "files of single experts (MoE) are not supported", file=name, hint=EXPERTS_HINT
+            )
     for name in names:
         if _LAYER.match(name):
-            raise UnsupportedError("files of pipeline stages are not supported", file=name, hint=hint)
+            raise UnsupportedError(
+                "files of pipeline stages are not supported", file=name, hint=hint
+            )
         match = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
         if match is None:
             continue
         mp_rank = (
-            match.group(1) if match.re is _MODEL else match.group(2) if match.re is _ZERO_MODEL else match.group(3)
+            match.group(1)
+            if match.re is _MODEL
+            else match.group(2)
+            if match.re is _ZERO_MODEL
+            else match.group(3)
         )
         if int(mp_rank) != 0:
             raise UnsupportedError(
@@ -160,5 +175,7 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
             )
     if _OFFLOADED in store.folders():
         raise UnsupportedError(
-            "optimizer states that were offloaded to NVMe are not supported", file=_OFFLOADED, hint=SAVE_AGAIN_HINT
+            "optimizer states that were offloaded to NVMe are not supported",
+            file=_OFFLOADED,
+            hint=SAVE_AGAIN_HINT,
         )

@@ -65,7 +65,9 @@ def sniff(store: ReadStore) -> bool:
     """
     if store.entry is not None or not any(map(is_rank_file, store.files())):
         return False
-    return not any(store.exists(f"{_UNIVERSAL}/{name}/fp32.pt") for name in store.folders(_UNIVERSAL))
+    return not any(
+        store.exists(f"{_UNIVERSAL}/{name}/fp32.pt") for name in store.folders(_UNIVERSAL)
+    )
 
 
 def read(store: ReadStore) -> Catalog:
@@ -93,7 +95,9 @@ def read(store: ReadStore) -> Catalog:
             file="mp_rank_00_model_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
-    return _read_partitioned(store, [parse_model_states(read_state_file(store, files.model))], optim)
+    return _read_partitioned(
+        store, [parse_model_states(read_state_file(store, files.model))], optim
+    )
 
 
 def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
@@ -131,7 +135,9 @@ def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
         )
 
 
-def _read_partitioned(store: ReadStore, models: Sequence[ModelStates], optim: Sequence[OptimStates]) -> Catalog:
+def _read_partitioned(
+    store: ReadStore, models: Sequence[ModelStates], optim: Sequence[OptimStates]
+) -> Catalog:
     """Return the catalog of ZeRO-1, 2 or 3."""
     head, model = optim[0], models[0]
     if model.groups is None:
@@ -145,7 +151,9 @@ def _read_partitioned(store: ReadStore, models: Sequence[ModelStates], optim: Se
     shapes = {name: shape for group in model.groups for name, shape in group.items()}
     weights = buffers(model) | frozen(models, head.stage)
     flat = [rank_optim.fp32 for rank_optim in optim]
-    weights |= {name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()}
+    weights |= {
+        name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()
+    }
     unlisted = unlisted_weights(model, weights, head.stage)
     weights, aliases = with_shared(model, weights | unlisted.tensors)
     notes = list(unlisted.notes)
@@ -160,11 +168,15 @@ def _read_partitioned(store: ReadStore, models: Sequence[ModelStates], optim: Se
     tree = tree_of(
         weights=weights,
         states=by_parameter.states,
-        groups=group_trees(head.param_groups, names_of if len(model.groups) == len(head.fp32) else {}),
+        groups=group_trees(
+            head.param_groups, names_of if len(model.groups) == len(head.fp32) else {}
+        ),
         optimizer=head.beside,
         beside=model.beside,
     )
-    catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=[model.state, head.state])
+    catalog = assemble_catalog(
+        tree, format="deepspeed", version=version_of(model), files=[model.state, head.state]
+    )
     return replace(
         catalog,
         iteration=iteration_of(model),
@@ -221,7 +233,8 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                     )
     for rank, group, name in expected:
         raise optim[rank].state.corrupt(
-            f"param_slice_mappings lack the parameter, which is in this rank's part of group {group}", key=name
+            f"param_slice_mappings lack the parameter, which is in this rank's part of group {group}",
+            key=name,
         )
 
 
@@ -249,10 +262,12 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
             "ZeRO-0 stores numbers instead of names for the optimizer's parameters; its state keeps the numbers"
         )
     dp = model.state.root.get("dp_world_size")
-    catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=[model.state])
-    return replace(catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)).with_facet(
-        ZeroFacts(0, dp if type(dp) is int else 1)
+    catalog = assemble_catalog(
+        tree, format="deepspeed", version=version_of(model), files=[model.state]
     )
+    return replace(
+        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)
+    ).with_facet(ZeroFacts(0, dp if type(dp) is int else 1))
 
 
 FORMAT = Format(

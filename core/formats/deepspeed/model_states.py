@@ -52,7 +52,9 @@ CONSUMED_MODEL = frozenset({
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
-def parse_model_states(state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True) -> ModelStates:
+def parse_model_states(
+    state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True
+) -> ModelStates:
     """Parse the content of a ``*_model_states.pt`` file.
 
     Args:
@@ -73,13 +75,20 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False, has_zero
     for name, value in (as_mapping(root["module"]) or {}).items():
         if isinstance(value, TensorLeaf):
             module[state.name(name, "module")] = state.arrays[value.key]
-    buffers = [state.name(name, "buffer_names") for name in state.items(root.get("buffer_names") or [], "buffer_names")]
+    buffers = [
+        state.name(name, "buffer_names")
+        for name in state.items(root.get("buffer_names") or [], "buffer_names")
+    ]
     # Shapes of trained parameters; shapes and parts of frozen ones; names of shared ones.
     groups = _param_shapes(state)
     frozen = state.shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes")
     fragments = {
-        state.name(name, "frozen_param_fragments"): state.tensor(value, f"frozen_param_fragments.{name}")
-        for name, value in state.mapping(root.get("frozen_param_fragments") or {}, "frozen_param_fragments").items()
+        state.name(name, "frozen_param_fragments"): state.tensor(
+            value, f"frozen_param_fragments.{name}"
+        )
+        for name, value in state.mapping(
+            root.get("frozen_param_fragments") or {}, "frozen_param_fragments"
+        ).items()
     }
     shared = {
         state.name(name, "shared_params"): state.name(owner, f"shared_params.{name}")

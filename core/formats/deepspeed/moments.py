@@ -39,7 +39,10 @@ class StatesByParameter:
 
 
 def states_by_parameter(
-    store: ReadStore, partition: Partition, shapes: Mapping[str, Shape], optim: Sequence[OptimStates]
+    store: ReadStore,
+    partition: Partition,
+    shapes: Mapping[str, Shape],
+    optim: Sequence[OptimStates],
 ) -> StatesByParameter:
     """Return the optimizer's states by parameter.
 

@@ -77,7 +77,9 @@ def parse_optim_states(state: StateFile) -> OptimStates:
         UnsupportedError: groups are cut among different numbers of ranks (experts).
     """
     if OPTIMIZER_STATE not in state.root:
-        raise state.corrupt(f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states")
+        raise state.corrupt(
+            f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states"
+        )
     root = state.mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
     stage = _stage(state, root)
     flat_name, base_name = (FLAT_3, OPTIMIZER_STATE) if stage == 3 else (FLAT_12, BASE_STATE)
@@ -124,9 +126,12 @@ def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
         raise state.corrupt(f"{OPTIMIZER_STATE}.partition_count is missing")
     stated = root["partition_count"]
     counts = [
-        state.number(count, "partition_count") for count in (stated if isinstance(stated, (list, tuple)) else [stated])
+        state.number(count, "partition_count")
+        for count in (stated if isinstance(stated, (list, tuple)) else [stated])
     ]
-    for partition in state.items(root.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"):
+    for partition in state.items(
+        root.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"
+    ):
         count = (as_mapping(partition) or {}).get("partition_count")
         counts += [count] if isinstance(count, int) else []
     if not counts:
@@ -160,7 +165,9 @@ def _base_state(
     # Each flat group has one entry of states.
     for number in by_number:
         if type(number) is not int or not 0 <= number < n_groups:
-            raise state.corrupt(f"{path}.state has an entry {shown(number)}, but there are {n_groups} flat groups")
+            raise state.corrupt(
+                f"{path}.state has an entry {shown(number)}, but there are {n_groups} flat groups"
+            )
     states: list[Mapping[str, object]] = []
     for number in range(n_groups):
         entries = state.mapping(by_number.get(number) or {}, f"{path}.state[{number}]")
@@ -171,7 +178,9 @@ def _base_state(
     return states, param_groups
 
 
-def _slices(state: StateFile, stated: object, n_groups: int) -> list[Mapping[str, tuple[int, int]]] | None:
+def _slices(
+    state: StateFile, stated: object, n_groups: int
+) -> list[Mapping[str, tuple[int, int]]] | None:
     """Return the positions of parameters in this rank's part of each group.
 
     None if they are not stated.
@@ -180,7 +189,9 @@ def _slices(state: StateFile, stated: object, n_groups: int) -> list[Mapping[str
         return None
     listed = state.items(stated, SLICES)
     if len(listed) != n_groups:
-        raise state.corrupt(f"{SLICES} has {len(listed)} groups, but there are {n_groups} flat ones")
+        raise state.corrupt(
+            f"{SLICES} has {len(listed)} groups, but there are {n_groups} flat ones"
+        )
     slices: list[Mapping[str, tuple[int, int]]] = []
     for group in listed:
         group_slices = {}
@@ -188,7 +199,10 @@ def _slices(state: StateFile, stated: object, n_groups: int) -> list[Mapping[str
             name = state.name(name, SLICES)
             fields = attributes(address) or as_mapping(address) or {}
             start = state.number(fields.get("start"), f"{SLICES}.{name}.start")
-            group_slices[name] = (start, state.number(fields.get("numel"), f"{SLICES}.{name}.numel"))
+            group_slices[name] = (
+                start,
+                state.number(fields.get("numel"), f"{SLICES}.{name}.numel"),
+            )
         slices.append(group_slices)
     return slices
 

@@ -78,7 +78,9 @@ class CutGroups:
         while position < end:
             stop = min(end, starts[rank + 1])
             if stop > position:
-                yield PartitionRun(rank, group, position - starts[rank], position - first_element, stop - position)
+                yield PartitionRun(
+                    rank, group, position - starts[rank], position - first_element, stop - position
+                )
                 position = stop
             rank += 1
 
@@ -88,7 +90,10 @@ class CutGroups:
 
 
 def cut_groups(
-    groups: Sequence[Shapes], sizes: Sequence[Sequence[int]], *, alignment: Sequence[Sequence[int]] | None
+    groups: Sequence[Shapes],
+    sizes: Sequence[Sequence[int]],
+    *,
+    alignment: Sequence[Sequence[int]] | None,
 ) -> CutGroups:
     """Return the partition of ZeRO-1 and 2.
 
@@ -108,12 +113,16 @@ def cut_groups(
         offset = 0
         gaps = [0] * len(shapes) if alignment is None else alignment[group]
         if len(gaps) != len(shapes):
-            raise CorruptError(f"group {group} has {len(shapes)} parameters, but {len(gaps)} alignment paddings")
+            raise CorruptError(
+                f"group {group} has {len(shapes)} parameters, but {len(gaps)} alignment paddings"
+            )
         # Parameters follow each other, with paddings between them.
         last = offset
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             if name in first:
-                raise CorruptError(f"the parameter is in groups {first[name][0]} and {group}", key=name)
+                raise CorruptError(
+                    f"the parameter is in groups {first[name][0]} and {group}", key=name
+                )
             first[name] = (group, offset)
             offset += prod(shape)
             last = offset

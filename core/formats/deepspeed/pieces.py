@@ -59,11 +59,15 @@ def tensor_of_array(array: StoredArray) -> UnkeyedTensor:
     return UnkeyedTensor(array.dtype, array.shape, fragments)
 
 
-def tensor_of_pieces(dtype: str, shape: Shape, pieces: Callable[[], Iterable[PartitionPiece]]) -> UnkeyedTensor:
+def tensor_of_pieces(
+    dtype: str, shape: Shape, pieces: Callable[[], Iterable[PartitionPiece]]
+) -> UnkeyedTensor:
     """Return a tensor that lies in pieces of flat arrays."""
 
     def fragments(key: str) -> Sequence[Fragment]:
-        return tuple(fragment for piece in pieces() for fragment in fragments_of_piece(key, shape, piece))
+        return tuple(
+            fragment for piece in pieces() for fragment in fragments_of_piece(key, shape, piece)
+        )
 
     return UnkeyedTensor(dtype, shape, fragments)
 

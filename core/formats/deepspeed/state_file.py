@@ -42,7 +42,9 @@ class StateFile:
 
     def corrupt(self, message: str, *, key: str | None = None) -> CorruptError:
         """Return an error about this file."""
-        return CorruptError(message, file=self.file, key=key, hint="copy the checkpoint again, or use an older one")
+        return CorruptError(
+            message, file=self.file, key=key, hint="copy the checkpoint again, or use an older one"
+        )
 
     def mapping(self, value: object, path: str) -> Mapping[object, object]:
         """Return the value as a mapping."""
@@ -87,7 +89,9 @@ class StateFile:
         shapes: dict[str, Shape] = {}
         for name, shape in self.mapping(value, path).items():
             name = self.name(name, path)
-            sizes = tuple(self.number(size, f"{path}.{name}") for size in self.items(shape, f"{path}.{name}"))
+            sizes = tuple(
+                self.number(size, f"{path}.{name}") for size in self.items(shape, f"{path}.{name}")
+            )
             if prod(sizes) >= MAX_ELEMENTS:
                 raise self.corrupt(f"{path} states the shape {sizes}", key=name)
             shapes[name] = sizes
@@ -115,7 +119,10 @@ def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArr
     """
     tree = parse(store, file, prefix=f"{file}:")
     value = map_leaves(
-        tree.value, lambda entry: tree.objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
+        tree.value,
+        lambda entry: (
+            tree.objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
+        ),
     )
     return value, {**tree.arrays, **tree.hidden}
 

@@ -94,7 +94,10 @@ def assemble_catalog(
     return Catalog(
         format=format,
         version=version,
-        tensors={key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in entries.tensors.items()},
+        tensors={
+            key: TensorMeta(key, tensor.dtype, tensor.shape)
+            for key, tensor in entries.tensors.items()
+        },
         fragments_of=fragments_of,
         objects=entries.objects,
         hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
@@ -102,7 +105,9 @@ def assemble_catalog(
     )
 
 
-def _inside(objects: Iterable[StoredObject], files: Sequence[StateFile]) -> Iterator[tuple[str, StoredArray]]:
+def _inside(
+    objects: Iterable[StoredObject], files: Sequence[StateFile]
+) -> Iterator[tuple[str, StoredArray]]:
     """Yield the tensors inside the objects, by their keys."""
     arrays: dict[str, StoredArray] = {}
     for file in files:
@@ -145,7 +150,9 @@ def group_trees(
     """
     trees = []
     for group in param_groups:
-        tree: dict[str, object] = {str(name): WholeObject(value) for name, value in group.items() if name != PARAMS}
+        tree: dict[str, object] = {
+            str(name): WholeObject(value) for name, value in group.items() if name != PARAMS
+        }
         numbers = group.get(PARAMS)
         if isinstance(numbers, (list, tuple)) and all(number in names_of for number in numbers):
             tree[PARAMS] = WholeObject([name for number in numbers for name in names_of[number]])
@@ -187,9 +194,15 @@ def tree_of(
         if value is not None and name not in optimizer_tree
     }
     top_level: dict[str, object] = {OPTIMIZER: optimizer_tree} if optimizer_tree else {}
-    top_level |= {name: WholeObject(value) for name, value in beside.items() if value is not None and name != OPTIMIZER}
+    top_level |= {
+        name: WholeObject(value)
+        for name, value in beside.items()
+        if value is not None and name != OPTIMIZER
+    }
     for name, item in top_level.items():
         if name in tree:
-            raise CorruptError("a parameter has the name of another entry of the checkpoint", key=name)
+            raise CorruptError(
+                "a parameter has the name of another entry of the checkpoint", key=name
+            )
         tree[name] = item
     return tree

@@ -8,7 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
-from core.formats.deepspeed.pieces import PartitionPiece, UnkeyedTensor, reshaped, tensor_of_array, tensor_of_pieces
+from core.formats.deepspeed.pieces import (
+    PartitionPiece,
+    UnkeyedTensor,
+    reshaped,
+    tensor_of_array,
+    tensor_of_pieces,
+)
 from core.formats.deepspeed.widened import as_float32
 
 if TYPE_CHECKING:
@@ -19,7 +25,11 @@ if TYPE_CHECKING:
 
 def buffers(model: ModelStates) -> dict[str, UnkeyedTensor]:
     """Return the buffers of the module, 16-bit ones as float32."""
-    return {name: tensor_of_array(as_float32(model.module[name])) for name in model.buffers if name in model.module}
+    return {
+        name: tensor_of_array(as_float32(model.module[name]))
+        for name in model.buffers
+        if name in model.module
+    }
 
 
 def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor]:
@@ -36,7 +46,9 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor
                 )
             arrays.append(model.fragments[name])
         tensors[name] = (
-            _frozen_3(models, name, shape, arrays) if stage == 3 else _frozen_2(models[0], name, shape, arrays[0])
+            _frozen_3(models, name, shape, arrays)
+            if stage == 3
+            else _frozen_2(models[0], name, shape, arrays[0])
         )
     return tensors
 
@@ -46,11 +58,15 @@ def _frozen_2(model: ModelStates, name: str, shape: Shape, array: StoredArray) -
     if array.shape == shape:
         return tensor_of_array(array)
     if prod(array.shape) != prod(shape) or array.extent.strides is not None:
-        raise model.state.corrupt(f"the frozen parameter has shape {array.shape}, not {shape}", key=name)
+        raise model.state.corrupt(
+            f"the frozen parameter has shape {array.shape}, not {shape}", key=name
+        )
     return tensor_of_array(reshaped(array, shape))
 
 
-def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]) -> UnkeyedTensor:
+def _frozen_3(
+    models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]
+) -> UnkeyedTensor:
     """Return a frozen parameter of ZeRO-3, of which every rank has a part."""
     n = prod(shape)
     part = -(-n // len(models))
@@ -58,7 +74,8 @@ def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Se
     for model, array in zip(models, arrays, strict=True):
         if prod(array.shape) != part or array.extent.strides is not None:
             raise model.state.corrupt(
-                f"this rank's part of the frozen parameter has shape {array.shape}, not {part} elements", key=name
+                f"this rank's part of the frozen parameter has shape {array.shape}, not {part} elements",
+                key=name,
             )
         flat.append(reshaped(array, (part,)))
 
@@ -86,7 +103,9 @@ class UnlistedWeights:
     dropped: list[str]
 
 
-def unlisted_weights(model: ModelStates, listed: Mapping[str, UnkeyedTensor], stage: int) -> UnlistedWeights:
+def unlisted_weights(
+    model: ModelStates, listed: Mapping[str, UnkeyedTensor], stage: int
+) -> UnlistedWeights:
     """Return the parameters that only the module has.
 
     Args:
@@ -102,7 +121,9 @@ def unlisted_weights(model: ModelStates, listed: Mapping[str, UnkeyedTensor], st
             "its own precision; zero_to_fp32 leaves them out"
         )
     tensors = {name: tensor_of_array(model.module[name]) for name in names}
-    return UnlistedWeights(tensors, notes, [f"{name} (ZeRO-3 does not store its parts)" for name in lost])
+    return UnlistedWeights(
+        tensors, notes, [f"{name} (ZeRO-3 does not store its parts)" for name in lost]
+    )
 
 
 def with_shared(

@@ -61,4 +61,6 @@ def as_float32(array: StoredArray) -> StoredArray:
     extent = array.extent
     if array.dtype not in ("bfloat16", "float16") or extent.strides is not None:
         return array
-    return replace(array, dtype="float32", extent=replace(extent, encoding=Widened(array.dtype), crc=None))
+    return replace(
+        array, dtype="float32", extent=replace(extent, encoding=Widened(array.dtype), crc=None)
+    )

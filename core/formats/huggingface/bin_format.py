@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 INDEX_SUFFIX = ".bin.index.json"
-SINGLE_FILES = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin", "pytorch_model_fsdp.bin")
+SINGLE_FILES = (
+    "pytorch_model.bin",
+    "adapter_model.bin",
+    "diffusion_pytorch_model.bin",
+    "pytorch_model_fsdp.bin",
+)
 """The last one is accelerate's, of FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
@@ -108,7 +113,9 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
-    return catalog.with_facet(WeightFileFacts(stem="model" if stem.startswith("pytorch_model") else stem))
+    return catalog.with_facet(
+        WeightFileFacts(stem="model" if stem.startswith("pytorch_model") else stem)
+    )
 
 
 def shards_of(store: ReadStore) -> Shards | None:
@@ -142,7 +149,9 @@ def _shards_of_index(store: ReadStore, file: str) -> Shards:
         first_of.setdefault(name, key)
     for name, key in first_of.items():
         if not store.exists(name):
-            raise MissingShardError(f"a shard named by {file} is missing", file=name, key=key, hint=_COPY_AGAIN)
+            raise MissingShardError(
+                f"a shard named by {file} is missing", file=name, key=key, hint=_COPY_AGAIN
+            )
     return Shards(tuple(sorted(first_of)), file.removesuffix(INDEX_SUFFIX), index)
 
 
@@ -203,7 +212,9 @@ class _ShardMerger:
             hidden=self._hidden,
             skeleton=self._skeleton,
         )
-        return replace(catalog, aliases=self._aliases, unsupported=self._unsupported, notes=tuple(self._notes))
+        return replace(
+            catalog, aliases=self._aliases, unsupported=self._unsupported, notes=tuple(self._notes)
+        )
 
     def _add_shard(self, shard: str) -> None:
         """Read one shard and add its content.
@@ -231,10 +242,20 @@ class _ShardMerger:
         for key, item in tree.objects.items():
             plain = key.removeprefix(prefix)
             if plain in self._objects:
-                raise CorruptError("another shard has an entry with the same key", file=shard, key=plain, hint=_MIXED)
+                raise CorruptError(
+                    "another shard has an entry with the same key",
+                    file=shard,
+                    key=plain,
+                    hint=_MIXED,
+                )
             self._objects[plain] = replace(item, key=plain)
-        self._aliases |= {key.removeprefix(prefix): first.removeprefix(prefix) for key, first in tree.aliases.items()}
-        self._unsupported |= {key.removeprefix(prefix): kind for key, kind in tree.unsupported.items()}
+        self._aliases |= {
+            key.removeprefix(prefix): first.removeprefix(prefix)
+            for key, first in tree.aliases.items()
+        }
+        self._unsupported |= {
+            key.removeprefix(prefix): kind for key, kind in tree.unsupported.items()
+        }
         self._notes += [note.replace(prefix, "") for note in tree.notes]
         if tree.version is not None:
             self._versions.add(tree.version)
@@ -260,14 +281,20 @@ class _ShardMerger:
                 f"{index.file} states a total_size of {index.total_bytes} bytes, but the tensors have {n_bytes}"
             )
 
-    def _check_entry(self, shard: str, name: object, value: object, tensors: Container[str]) -> None:
+    def _check_entry(
+        self, shard: str, name: object, value: object, tensors: Container[str]
+    ) -> None:
         """Check an entry: a tensor or a container without tensors, named once, where the index
         says.
         """
         is_tensor = isinstance(value, TensorLeaf)
         if not isinstance(name, str) or (isinstance(value, TensorLeaf) and value.key != name):
-            raise UnsupportedError(f"the shard has an entry with the invalid name {str(name)[:80]!r}", file=shard)
-        if not is_tensor and any(isinstance(node, TensorLeaf) and node.key in tensors for node in walk(value)):
+            raise UnsupportedError(
+                f"the shard has an entry with the invalid name {str(name)[:80]!r}", file=shard
+            )
+        if not is_tensor and any(
+            isinstance(node, TensorLeaf) and node.key in tensors for node in walk(value)
+        ):
             raise UnsupportedError(
                 "a container with tensors, but shards hold tensors by name",
                 file=shard,
@@ -275,15 +302,21 @@ class _ShardMerger:
                 hint="pass the shard itself to read it alone",
             )
         if name in self._shard_of:
-            raise CorruptError(f"it is also in {self._shard_of[name]}", file=shard, key=name, hint=_MIXED)
+            raise CorruptError(
+                f"it is also in {self._shard_of[name]}", file=shard, key=name, hint=_MIXED
+            )
         index = self._shards.index
         if index is None:
             return
         listed = index.file_of.get(name)
         if listed is not None and listed != shard:
-            raise CorruptError(f"{index.file} places it in {listed}", file=shard, key=name, hint=_MIXED)
+            raise CorruptError(
+                f"{index.file} places it in {listed}", file=shard, key=name, hint=_MIXED
+            )
         if listed is None and is_tensor:
-            raise CorruptError(f"{index.file} does not list the tensor", file=shard, key=name, hint=_MIXED)
+            raise CorruptError(
+                f"{index.file} does not list the tensor", file=shard, key=name, hint=_MIXED
+            )
 
 
 def _without_prefix(tree: TorchTree, prefix: str) -> object:

@@ -52,7 +52,11 @@ _NOT_CARRIED = re.compile(
 def carried_files(store: ReadStore) -> dict[str, int]:
     """Return path → bytes of the files directly in a store that are carried, sorted by path."""
     names = [name for name in store.files() if "\\" not in name and name.isprintable()]
-    return {name: store.size(name) for name in names if _CARRIED.fullmatch(name) and not _NOT_CARRIED.fullmatch(name)}
+    return {
+        name: store.size(name)
+        for name in names
+        if _CARRIED.fullmatch(name) and not _NOT_CARRIED.fullmatch(name)
+    }
 
 
 def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
@@ -83,7 +87,9 @@ def file_images(target: TargetCatalog) -> list[FileImage]:
     images = []
     for path, key in carried_of(target).items():
         if path in documents:
-            raise UnsupportedError("the file is both carried over and newly written", file=path, key=key)
+            raise UnsupportedError(
+                "the file is both carried over and newly written", file=path, key=key
+            )
         array = target.whole_array(key)
         images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
     return images + [literal_file(path, data) for path, data in documents.items()]
@@ -113,6 +119,8 @@ def config_number(config: Mapping[str, object], name: str) -> int | None:
         number = part.get(name)
         if number is not None:
             if type(number) is not int or number <= 0:
-                raise CorruptError(f"{name} is {str(number)[:40]}, not a positive number", file=CONFIG)
+                raise CorruptError(
+                    f"{name} is {str(number)[:40]}, not a positive number", file=CONFIG
+                )
             return number
     return None

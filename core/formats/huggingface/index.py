@@ -61,7 +61,9 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")
             raise CorruptError(
-                f"the index places the tensor in {name!r}, which is not a {kind} file", file=file, key=key
+                f"the index places the tensor in {name!r}, which is not a {kind} file",
+                file=file,
+                key=key,
             )
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None

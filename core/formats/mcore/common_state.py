@@ -74,7 +74,9 @@ def common_state(target: TargetCatalog) -> dict[object, object]:
     loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
     for key, item in loose.items():
         if item.raw_key is not None:
-            raise UnsupportedError("the object's value must be loaded before it can join the common state", key=key)
+            raise UnsupportedError(
+                "the object's value must be loaded before it can join the common state", key=key
+            )
 
     placed: set[str] = set()
 

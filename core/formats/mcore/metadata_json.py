@@ -84,11 +84,14 @@ def check_version(store: ReadStore, *, backend: str) -> int:
             hint="find out which of the two belongs to another save",
         )
     if version != VERSION:
-        raise UnsupportedError(f"version {version!r:.60} of the backend {stated!r} is not supported", file=CONFIG)
+        raise UnsupportedError(
+            f"version {version!r:.60} of the backend {stated!r} is not supported", file=CONFIG
+        )
     common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedError(
-            f"the common backend {common[0]!r} of version {common[1]!r} is not supported", file=CONFIG
+            f"the common backend {common[0]!r} of version {common[1]!r} is not supported",
+            file=CONFIG,
         )
     return VERSION
 

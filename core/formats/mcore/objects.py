@@ -57,7 +57,9 @@ def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
         parts = parts_of_sharded_object(key)
         if parts is not None and len(parts[1]) == len(parts[2]) and min(parts[2]) > 0:
             offsets_of.setdefault((parts[0], parts[2]), set()).add(parts[1])
-    return [ShardGrid(name, shape, frozenset(offsets)) for (name, shape), offsets in offsets_of.items()]
+    return [
+        ShardGrid(name, shape, frozenset(offsets)) for (name, shape), offsets in offsets_of.items()
+    ]
 
 
 def is_sharded_object(key: str) -> bool:

@@ -142,15 +142,21 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         cp=_integer_argument(args, "context_parallel_size") or 1,
     )
     try:
-        coords_of = matched_dirs(filter(_RANK_DIR.match, store.folders()), possible_dirs, topology=topology)
+        coords_of = matched_dirs(
+            filter(_RANK_DIR.match, store.folders()), possible_dirs, topology=topology
+        )
     except CheckpointingException as err:
         report(err.breaking("ranks.folders"))
         coords_of = max(possible_dirs, key=lambda names: len(names.keys() & files_in.keys()))
     # Read the rank with the usual arguments first, as it sets those of the catalog.
-    order = sorted(coords_of.keys() & files_in.keys(), key=lambda folder: (folder != common_rank, folder))
+    order = sorted(
+        coords_of.keys() & files_in.keys(), key=lambda folder: (folder != common_rank, folder)
+    )
     places = {folder: (folder + "/", coords_of[folder]) for folder in order}
     if not places:
-        raise MissingShardError("no rank directory matches the training arguments", file=store.label)
+        raise MissingShardError(
+            "no rank directory matches the training arguments", file=store.label
+        )
     return _catalog(files, places, files_in, topology=topology, report=report)
 
 
@@ -159,7 +165,15 @@ def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> 
     groups: list[list[str]] = []
     for folder in folders:
         for group in groups:
-            if next(disagreements(args_of[folder], args_of[group[0]], rank=folder, other_rank=group[0]), None) is None:
+            if (
+                next(
+                    disagreements(
+                        args_of[folder], args_of[group[0]], rank=folder, other_rank=group[0]
+                    ),
+                    None,
+                )
+                is None
+            ):
                 group.append(folder)
                 break
         else:
@@ -231,7 +245,9 @@ def _catalog(
         if OPTIM_FILE in files_in[folder]:
             collected.optimizer_kinds.add("distributed")
             try:
-                optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
+                optim = files.beside(
+                    start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem
+                )
             except CheckpointingException as err:
                 report(err.breaking("ranks.files"))
                 continue
@@ -273,7 +289,9 @@ class _CollectedRanks:
         if root.get(OPTIMIZER) is not None:
             self.optimizer_kinds.add("float16")
 
-    def argument_errors(self, folder: str, content: RankContent) -> Iterable[CheckpointingException]:
+    def argument_errors(
+        self, folder: str, content: RankContent
+    ) -> Iterable[CheckpointingException]:
         """Return an error for every training argument in which a rank differs from the first one."""
         assert self._first is not None
         first_folder, first_root = self._first
@@ -299,7 +317,9 @@ class _CollectedRanks:
             MissingShardError: no rank's file was read.
         """
         if self._first is None:
-            raise MissingShardError("no rank's file can be read", hint="copy the checkpoint again, with all its files")
+            raise MissingShardError(
+                "no rank's file can be read", hint="copy the checkpoint again, with all its files"
+            )
         head = self._first[1]
         catalog = catalog_of_arrays(
             format="megatron",
@@ -315,7 +335,11 @@ class _CollectedRanks:
             aliases=self._aliases,
             unsupported=self._unsupported,
         )
-        kinds = (kind for kind in ("distributed", "layer-wise", "float16") if kind in self.optimizer_kinds)
+        kinds = (
+            kind
+            for kind in ("distributed", "layer-wise", "float16")
+            if kind in self.optimizer_kinds
+        )
         facts = RankFacts(
             ranks=self._ranks,
             arrays=self._arrays,
@@ -324,7 +348,9 @@ class _CollectedRanks:
             is_single_rank=topology is None,
             n_unopened=n_unopened,
         )
-        sizes = topology if topology is not None or "args" not in head else topology_of(head["args"])
+        sizes = (
+            topology if topology is not None or "args" not in head else topology_of(head["args"])
+        )
         catalog = catalog.with_facet(facts)
         return catalog if sizes is None else catalog.with_facet(sizes)
 
@@ -342,7 +368,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     facts = target.facet(RankFacts)
     if facts is None:
         raise UnsupportedError(
-            "rank files need a parallel layout", hint="the checkpoint does not have Megatron's names"
+            "rank files need a parallel layout",
+            hint="the checkpoint does not have Megatron's names",
         )
     number = None if target.write.is_release else target.iteration
     folder = "release" if number is None else f"iter_{number:07d}"
@@ -351,11 +378,15 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
     for coords, (name, skeleton) in facts.ranks.items():
         plan = plans.plan(skeleton, arrays.__getitem__)
-        images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
+        images.append(
+            FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals)
+        )
         optim = facts.optim_files.get(coords)
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
-            images.append(FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals))
+            images.append(
+                FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals)
+            )
     text = "release" if number is None else str(number)
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
 

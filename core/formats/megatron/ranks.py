@@ -104,7 +104,9 @@ class RankFiles:
         """Read another file of a rank, whose keys begin with ``name``."""
         return self._read(file, f"{folder}:{name}.", coords, _build_plain_form)
 
-    def _read(self, file: str, prefix: str, coords: Coords, form_of: Callable[[FilePattern], _RankForm]) -> RankContent:
+    def _read(
+        self, file: str, prefix: str, coords: Coords, form_of: Callable[[FilePattern], _RankForm]
+    ) -> RankContent:
         content = (
             self._patterned_files.assumed(file, self._role(file, coords))
             if self.samples
@@ -128,10 +130,16 @@ def _build_model_form(pattern: FilePattern) -> _RankForm:
     skeleton = _inlined(tree)
     root = as_mapping(skeleton)
     if root is None:
-        raise CorruptError(f"the file holds a {type(skeleton).__name__}, not a dict", file=pattern.file)
+        raise CorruptError(
+            f"the file holds a {type(skeleton).__name__}, not a dict", file=pattern.file
+        )
     # Tensors that belong to neither model nor optimizer are hidden.
-    other_entries = {name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER}
-    hidden_keys = {entry.leaf.key for entry in entries(other_entries) if isinstance(entry.leaf, TensorLeaf)}
+    other_entries = {
+        name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER
+    }
+    hidden_keys = {
+        entry.leaf.key for entry in entries(other_entries) if isinstance(entry.leaf, TensorLeaf)
+    }
     arrays = {key: array for key, array in tree.arrays.items() if key not in hidden_keys}
     hidden = {key: array for key, array in tree.arrays.items() if key in hidden_keys} | tree.hidden
     return _build_form(pattern, skeleton, arrays, hidden, list(_objects(root)))
@@ -153,8 +161,13 @@ def _build_form(
 ) -> _RankForm:
     record_at = {record.offset: name for name, record in pattern.records.items()}
 
-    def with_records(tensors: Mapping[str, StoredArray]) -> list[tuple[str, StoredArray, str | None]]:
-        return [(key, array, _record_of(array, record_at, pattern.records)) for key, array in tensors.items()]
+    def with_records(
+        tensors: Mapping[str, StoredArray],
+    ) -> list[tuple[str, StoredArray, str | None]]:
+        return [
+            (key, array, _record_of(array, record_at, pattern.records))
+            for key, array in tensors.items()
+        ]
 
     return _RankForm(
         skeleton,
@@ -167,7 +180,9 @@ def _build_form(
     )
 
 
-def _record_of(array: StoredArray, record_at: Mapping[int, str], records: Mapping[str, Record]) -> str | None:
+def _record_of(
+    array: StoredArray, record_at: Mapping[int, str], records: Mapping[str, Record]
+) -> str | None:
     """Return the record that consists of an array as it lies in the file; None if there is none."""
     extent = array.extent
     name = record_at.get(extent.offset)
@@ -210,7 +225,10 @@ def _inlined(tree: TorchTree) -> object:
     """Return the content of a file with every object in its place."""
     objects = tree.objects
     return map_leaves(
-        tree.value, lambda entry: objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
+        tree.value,
+        lambda entry: (
+            objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
+        ),
     )
 
 
@@ -229,7 +247,9 @@ def _objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, o
                 yield entry.key, None, entry.leaf
 
 
-def _rank_content(form: _RankForm, patterned: PatternedFile, prefix: str, coords: Coords) -> RankContent:
+def _rank_content(
+    form: _RankForm, patterned: PatternedFile, prefix: str, coords: Coords
+) -> RankContent:
     """Return the content of one rank's file, given its form."""
     tree, file, crcs = form.tree, patterned.file, patterned.crcs
     names = {key: prefix + key for key in (*tree.arrays, *tree.hidden)}
@@ -245,14 +265,18 @@ def _rank_content(form: _RankForm, patterned: PatternedFile, prefix: str, coords
             arrays[name] = StoredArray(name, array.dtype, array.shape, extent, coords)
         return arrays
 
-    skeleton = _KeyRenamer(names, form.with_leaves).renamed(_with_arguments(form.skeleton, patterned.arguments))
+    skeleton = _KeyRenamer(names, form.with_leaves).renamed(
+        _with_arguments(form.skeleton, patterned.arguments)
+    )
     by_name = {str(name): value for name, value in (as_mapping(skeleton) or {}).items()}
     return RankContent(
         skeleton,
         placed(form.arrays),
         placed(form.hidden),
         [
-            StoredObject(prefix + key, value=value if entry is None else by_name[entry], coords=coords)
+            StoredObject(
+                prefix + key, value=value if entry is None else by_name[entry], coords=coords
+            )
             for key, entry, value in form.objects
         ],
         {prefix + key: prefix + other for key, other in tree.aliases.items()},
@@ -286,7 +310,11 @@ class _KeyRenamer:
     def renamed(self, root: object) -> object:
         """Return a copy of a file's content with other keys."""
         mapping = as_mapping(root)
-        return self._node(root) if mapping is None else {name: self._node(value) for name, value in mapping.items()}
+        return (
+            self._node(root)
+            if mapping is None
+            else {name: self._node(value) for name, value in mapping.items()}
+        )
 
     def _node(self, node: object) -> object:
         if type(node) is TensorLeaf:
@@ -307,7 +335,9 @@ class _KeyRenamer:
         if isinstance(node, tuple):
             return tuple(visit(item) for item in node)
         assert isinstance(node, Inert)
-        copy = Inert(node.how, node.fn, tuple(visit(item) for item in node.args), kwargs=node.kwargs)
+        copy = Inert(
+            node.how, node.fn, tuple(visit(item) for item in node.args), kwargs=node.kwargs
+        )
         copy.state = visit(node.state)
         copy.items = [visit(item) for item in node.items]
         copy.entries = [(name, visit(item)) for name, item in node.entries]

@@ -76,7 +76,9 @@ def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str,
     lost = cache(partial(lost_files, store)) if database is None else tuple
     for name, file, array in _metadata_below(store, root):
         chunks = folder_chunks(store, root + name, array, key=name, fill=array.fill, lost=lost)
-        arrays[name] = OrbaxArray(array, bool(chunks.absent), _fragment_maker(store, array, chunks, file, database))
+        arrays[name] = OrbaxArray(
+            array, bool(chunks.absent), _fragment_maker(store, array, chunks, file, database)
+        )
     return dict(sorted(arrays.items()))
 
 
@@ -109,7 +111,10 @@ def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArr
             continue
         if name.count("/") > _MAX_DEPTH:
             raise CorruptError(f"arrays are nested deeper than {_MAX_DEPTH} levels", file=prefix)
-        waiting += [f"{name}/{below}" if name else below for below in store.folders(prefix.removesuffix("/"))]
+        waiting += [
+            f"{name}/{below}" if name else below
+            for below in store.folders(prefix.removesuffix("/"))
+        ]
     return rows
 
 

@@ -87,7 +87,9 @@ class Database:
         self._folders: dict[str, dict[str, None]] = {"": {}}
         for key, value in self._entries.items():
             folder, _, name = key.rpartition("/")
-            self._folder(folder)[name] = value.n_bytes if isinstance(value, ValueLocation) else len(value)
+            self._folder(folder)[name] = (
+                value.n_bytes if isinstance(value, ValueLocation) else len(value)
+            )
 
     def _folder(self, folder: str) -> dict[str, int]:
         """Return the files of a directory; create it with its parents."""
@@ -128,7 +130,11 @@ class Database:
 
     def exists(self, name: str) -> bool:
         """Return whether a file exists."""
-        return self._key(name) in self._entries if name.startswith(self._prefix) else self._store.exists(name)
+        return (
+            self._key(name) in self._entries
+            if name.startswith(self._prefix)
+            else self._store.exists(name)
+        )
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
@@ -189,7 +195,9 @@ class Database:
         extent = array.extent
         # The fill value is in no data file.
         if fill_of(array) is not None:
-            return replace(fragment, array=replace(array, extent=replace(extent, file=self._manifest)))
+            return replace(
+                fragment, array=replace(array, extent=replace(extent, file=self._manifest))
+            )
         # Values in data files are moved as they are; inline ones become an encoding.
         value = self._value(extent.file)
         if array.n_bytes == 0:
@@ -200,5 +208,7 @@ class Database:
             inner = extent.encoding
             if inner is None and extent.strides is not None:
                 inner = EncodedChunk(coding, coding.n_bytes)
-            moved = Extent(self._manifest, 0, encoding=InlineValue(value, extent.offset, array.n_bytes, inner))
+            moved = Extent(
+                self._manifest, 0, encoding=InlineValue(value, extent.offset, array.n_bytes, inner)
+            )
         return replace(fragment, array=replace(array, extent=moved))

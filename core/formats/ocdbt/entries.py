@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError
 from core.files.store import check_name
-from core.formats.ocdbt.nodes import OcdbtManifest, UnfoldBudget, ValueLocation, read_manifest, read_node
+from core.formats.ocdbt.nodes import (
+    OcdbtManifest,
+    UnfoldBudget,
+    ValueLocation,
+    read_manifest,
+    read_node,
+)
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -63,12 +69,16 @@ class _TreeWalk:
         last = b""
         for key, value in self._walk_below(manifest.root, manifest.height, b""):
             if values and key <= last:
-                raise CorruptError(f"the key {key[:80]!r} follows {last[:80]!r}", file=self._root + MANIFEST)
+                raise CorruptError(
+                    f"the key {key[:80]!r} follows {last[:80]!r}", file=self._root + MANIFEST
+                )
             last = key
             try:
                 values[key.decode("utf-8")] = value
             except UnicodeDecodeError as err:
-                raise CorruptError(f"the key {key[:80]!r} is not valid UTF-8", file=self._root + MANIFEST) from err
+                raise CorruptError(
+                    f"the key {key[:80]!r} is not valid UTF-8", file=self._root + MANIFEST
+                ) from err
         if len(values) != manifest.n_keys:
             raise CorruptError(
                 f"the tree has {len(values)} keys, but the manifest states {manifest.n_keys}",
@@ -80,7 +90,10 @@ class _TreeWalk:
         name = self._root + MANIFEST
         size = self._store.size(name)
         if size > _MAX_MANIFEST_BYTES:
-            raise CorruptError(f"the manifest has {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}", file=name)
+            raise CorruptError(
+                f"the manifest has {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}",
+                file=name,
+            )
         self._budget.earn(size)
         try:
             manifest = read_manifest(self._store.read(name, 0, size), self._budget)
@@ -103,7 +116,10 @@ class _TreeWalk:
             self._budget.earn(location.n_bytes)
         try:
             entries = read_node(
-                self._store.read(path, location.offset, location.n_bytes), location, height, self._budget
+                self._store.read(path, location.offset, location.n_bytes),
+                location,
+                height,
+                self._budget,
             )
         except CheckpointingException as err:
             err.file, err.span = err.file or path, err.span or span
@@ -112,13 +128,18 @@ class _TreeWalk:
         for entry in entries:
             if height:
                 assert isinstance(entry.value, ValueLocation)
-                yield from self._walk_below(entry.value, height - 1, prefix + entry.key[: entry.n_common])
+                yield from self._walk_below(
+                    entry.value, height - 1, prefix + entry.key[: entry.n_common]
+                )
             elif isinstance(entry.value, ValueLocation):
                 value_location = entry.value
                 yield (
                     prefix + entry.key,
                     ValueLocation(
-                        "", self._checked_path(value_location), value_location.offset, value_location.n_bytes
+                        "",
+                        self._checked_path(value_location),
+                        value_location.offset,
+                        value_location.n_bytes,
                     ),
                 )
             else:
@@ -131,7 +152,9 @@ class _TreeWalk:
         path = self._root + location.path
         size = self._sizes.get(path)
         if size is None:
-            size = self._sizes[path] = self._store.size(check_name(path, found_in=self._root + MANIFEST))
+            size = self._sizes[path] = self._store.size(
+                check_name(path, found_in=self._root + MANIFEST)
+            )
         if location.offset + location.n_bytes > size:
             raise TruncatedError(
                 f"the file has {size} bytes, but the database has data up to byte {location.offset + location.n_bytes}",

@@ -70,7 +70,9 @@ def sniff(store: ReadStore) -> bool:
 
 def _unmerged_database(store: ReadStore, root: str) -> str | None:
     """Return the database of a single process, if there is one, else None."""
-    return next((name for name in store.folders(root.removesuffix("/")) if _PROCESS.fullmatch(name)), None)
+    return next(
+        (name for name in store.folders(root.removesuffix("/")) if _PROCESS.fullmatch(name)), None
+    )
 
 
 def read(store: ReadStore) -> Catalog:
@@ -85,9 +87,19 @@ def read(store: ReadStore) -> Catalog:
     """
     # Each item has arrays, objects and a nesting; with several, its name comes first.
     roots, notes = _find_items(store)
-    parts = {root.replace("/", ".") if len(roots) > 1 else "": _read_item(store, root) for root in roots}
-    arrays = {prefix + name: array for prefix, part in parts.items() for name, array in part.arrays.items()}
-    objects = {prefix + name: value for prefix, part in parts.items() for name, value in part.objects.items()}
+    parts = {
+        root.replace("/", ".") if len(roots) > 1 else "": _read_item(store, root) for root in roots
+    }
+    arrays = {
+        prefix + name: array
+        for prefix, part in parts.items()
+        for name, array in part.arrays.items()
+    }
+    objects = {
+        prefix + name: value
+        for prefix, part in parts.items()
+        for name, value in part.objects.items()
+    }
 
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -97,7 +109,10 @@ def read(store: ReadStore) -> Catalog:
     catalog = Catalog(
         format="orbax",
         version=None,
-        tensors={key: TensorMeta(key, array.array.dtype, array.array.grid.shape) for key, array in arrays.items()},
+        tensors={
+            key: TensorMeta(key, array.array.dtype, array.array.grid.shape)
+            for key, array in arrays.items()
+        },
         fragments_of=fragments_of,
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
         skeleton=_skeleton(store, parts),
@@ -138,9 +153,18 @@ def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
     if _unmerged_database(store, ""):
         raise _not_merged_error(store, "")
     folders = store.folders()
-    roots = [f"{name}/" for name in folders if any(store.exists(f"{name}/{file}") for file in (MANIFEST, TREE))]
+    roots = [
+        f"{name}/"
+        for name in folders
+        if any(store.exists(f"{name}/{file}") for file in (MANIFEST, TREE))
+    ]
     unmerged = next(
-        (name for name in folders if f"{name}/" not in roots and _unmerged_database(store, f"{name}/")), None
+        (
+            name
+            for name in folders
+            if f"{name}/" not in roots and _unmerged_database(store, f"{name}/")
+        ),
+        None,
     )
     if unmerged is not None:
         raise _not_merged_error(store, f"{unmerged}/")
@@ -151,7 +175,9 @@ def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
             hint=f"items: {', '.join(folders) or 'none'}",
         )
     other_items = [name for name in folders if f"{name}/" not in roots]
-    return roots, [f"items that are not trees of arrays are not read: {', '.join(other_items)}"] if other_items else []
+    return roots, [
+        f"items that are not trees of arrays are not read: {', '.join(other_items)}"
+    ] if other_items else []
 
 
 def _not_merged_error(store: ReadStore, root: str) -> MissingShardError:
@@ -184,7 +210,9 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
             )
         objects[name] = leaf.value
     paths = {name: leaf.path for name, leaf in leaves.items()}
-    return OrbaxItem(arrays, objects, paths | {name: (name,) for name in arrays if name not in paths})
+    return OrbaxItem(
+        arrays, objects, paths | {name: (name,) for name in arrays if name not in paths}
+    )
 
 
 def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
@@ -196,8 +224,12 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
         for name, path in part.paths.items():
             full_path: Path = (prefix[:-1], *path) if prefix else path
             if not full_path or full_path in leaves:
-                raise CorruptError(f"{TREE} has the path {full_path!r:.200} for two entries", file=store.label)
-            leaves[full_path] = ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)
+                raise CorruptError(
+                    f"{TREE} has the path {full_path!r:.200} for two entries", file=store.label
+                )
+            leaves[full_path] = (
+                ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)
+            )
     return nest_leaves(leaves)
 
 

@@ -160,7 +160,9 @@ class _Cursor:
         """Read the number of items that follow, each of at least one byte."""
         n = self.number()
         if n > len(self._data) - self._at:
-            raise CorruptError(f"{n} items are announced, but only {len(self._data) - self._at} bytes follow")
+            raise CorruptError(
+                f"{n} items are announced, but only {len(self._data) - self._at} bytes follow"
+            )
         return n
 
     def numbers(self, n: int) -> list[int]:
@@ -189,7 +191,8 @@ def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     cursor.take(16)
     if cursor.number() != 0:
         raise UnsupportedError(
-            "manifests of the kind 'numbered' are not supported", hint="write the database again as a single one"
+            "manifests of the kind 'numbered' are not supported",
+            hint="write the database again as a single one",
         )
     cursor.numbers(2)
     cursor.byte()
@@ -209,7 +212,9 @@ def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     return OcdbtManifest(locations[-1], heights[-1], n_keys)
 
 
-def read_node(data: bytes, location: ValueLocation, height: int, budget: UnfoldBudget) -> list[NodeEntry]:
+def read_node(
+    data: bytes, location: ValueLocation, height: int, budget: UnfoldBudget
+) -> list[NodeEntry]:
     """Read the entries of a B-tree node, in the order of their keys.
 
     Args:
@@ -232,13 +237,17 @@ def read_node(data: bytes, location: ValueLocation, height: int, budget: UnfoldB
     cursor.end()
     for first, second in pairwise(entries):
         if first.key >= second.key:
-            raise CorruptError(f"the keys are not in order: {first.key[:80]!r}, {second.key[:80]!r}")
+            raise CorruptError(
+                f"the keys are not in order: {first.key[:80]!r}, {second.key[:80]!r}"
+            )
     return entries
 
 
 def _read_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
     """Yield the entries of a leaf."""
-    keys = list(_read_strings(cursor, cursor.numbers(n - 1), cursor.numbers(n), limit=_MAX_KEY_BYTES))
+    keys = list(
+        _read_strings(cursor, cursor.numbers(n - 1), cursor.numbers(n), limit=_MAX_KEY_BYTES)
+    )
     lengths = cursor.numbers(n)
     kinds = cursor.numbers(n)
     if set(kinds) - {0, 1}:
@@ -246,7 +255,9 @@ def _read_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterato
     indirect = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     numbers = cursor.numbers(len(indirect))
     offsets = cursor.numbers(len(indirect))
-    locations = iter([_location(files, *row) for row in zip(numbers, offsets, indirect, strict=True)])
+    locations = iter(
+        [_location(files, *row) for row in zip(numbers, offsets, indirect, strict=True)]
+    )
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         yield NodeEntry(key, next(locations) if kind else cursor.take(length))
 
@@ -265,7 +276,9 @@ def _read_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Ite
         yield NodeEntry(key, location, n_common)
 
 
-def _read_strings(cursor: _Cursor, prefixes: list[int], suffixes: list[int], *, limit: int) -> Iterator[bytes]:
+def _read_strings(
+    cursor: _Cursor, prefixes: list[int], suffixes: list[int], *, limit: int
+) -> Iterator[bytes]:
     """Yield prefix-compressed byte strings."""
     last = b""
     for n_prefix, n_suffix in zip((0, *prefixes), suffixes, strict=True):
@@ -285,12 +298,16 @@ def _read_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
         return []
     prefixes, suffixes, bases = cursor.numbers(n - 1), cursor.numbers(n), cursor.numbers(n)
     files = []
-    for raw, n_base in zip(_read_strings(cursor, prefixes, suffixes, limit=_MAX_PATH_BYTES), bases, strict=True):
+    for raw, n_base in zip(
+        _read_strings(cursor, prefixes, suffixes, limit=_MAX_PATH_BYTES), bases, strict=True
+    ):
         try:
             path = raw.decode("utf-8")
             inner = raw[:n_base].decode("utf-8")
         except UnicodeDecodeError as err:
-            raise CorruptError(f"the name of a data file, {raw[:80]!r}, is not valid UTF-8") from err
+            raise CorruptError(
+                f"the name of a data file, {raw[:80]!r}, is not valid UTF-8"
+            ) from err
         if n_base > len(raw):
             raise CorruptError(f"the base of the path {path[:80]!r} has {n_base} bytes")
         files.append((base + inner, base + path))
@@ -332,11 +349,15 @@ def unwrap(data: bytes, magic: int, budget: UnfoldBudget) -> bytes:
     if stated_magic != magic:
         raise CorruptError(f"it begins with {stated_magic:#010x}, not {magic:#010x}")
     if length != len(data):
-        raise (TruncatedError if length > len(data) else CorruptError)(f"it has {len(data)} bytes, but states {length}")
+        raise (TruncatedError if length > len(data) else CorruptError)(
+            f"it has {len(data)} bytes, but states {length}"
+        )
     stated_crc = int.from_bytes(data[-4:], "little")
     crc = crc32c(data[:-4])
     if stated_crc != crc:
-        raise CorruptError(f"checksum mismatch: its CRC-32C is {crc:08x}, but {stated_crc:08x} is stated")
+        raise CorruptError(
+            f"checksum mismatch: its CRC-32C is {crc:08x}, but {stated_crc:08x} is stated"
+        )
     # Only then the body.
     version, compression = data[_HEAD_BYTES], data[_HEAD_BYTES + 1]
     if version != 0 or compression > 1:

@@ -32,7 +32,13 @@ STRINGS = "_strings.json"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_JSON_VALUES = 16_000_000
 """A tree of 10⁵ leaves has some 4 · 10⁶."""
-_EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
+_EMPTY: Mapping[str, object] = {
+    "None": None,
+    "Dict": {},
+    "List": [],
+    "Tuple": (),
+    "NamedTuple": None,
+}
 _TEXT = "string"
 _INDEX, _NAME = 1, 2
 
@@ -72,18 +78,27 @@ def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
     texts = _read_json(store, root + STRINGS) if store.exists(root + STRINGS) else {}
     leaves: dict[str, OrbaxLeaf] = {}
     try:
-        rows = [(_parse_path(row["key_metadata"]), row["value_metadata"]["value_type"]) for row in tree.values()]
+        rows = [
+            (_parse_path(row["key_metadata"]), row["value_metadata"]["value_type"])
+            for row in tree.values()
+        ]
     except (AttributeError, KeyError, TypeError, ValueError) as err:
-        raise CorruptError(f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file) from err
+        raise CorruptError(
+            f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file
+        ) from err
     for path, kind in rows:
         name = ".".join(map(str, path))
         if name in leaves or type(kind) is not str:
-            raise CorruptError(f"{TREE} has two leaves with this name, or one without a type", file=file, key=name)
+            raise CorruptError(
+                f"{TREE} has two leaves with this name, or one without a type", file=file, key=name
+            )
         value = _EMPTY.get(kind)
         if kind == _TEXT:
             value = texts.get(name)
             if not isinstance(value, str):
-                raise MissingShardError(f"the text is missing in {STRINGS}", file=root + STRINGS, key=name)
+                raise MissingShardError(
+                    f"the text is missing in {STRINGS}", file=root + STRINGS, key=name
+                )
         leaves[name] = OrbaxLeaf(path, kind, value)
     return leaves
 

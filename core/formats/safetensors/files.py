@@ -69,8 +69,14 @@ def has_tensors(store: ReadStore) -> bool:
         return True
     files = [name for name in names if name.endswith(SUFFIX)]
     if len(files) == 1 and _PIECE.fullmatch(files[0]) is None:
-        is_usual = _series(files[0]).partition(".")[0] in STEMS  # model.fp16.safetensors is a variant
-        return is_usual or _SHARD.fullmatch(files[0]) is not None or any(name in names for name in _OF_A_MODEL)
+        is_usual = (
+            _series(files[0]).partition(".")[0] in STEMS
+        )  # model.fp16.safetensors is a variant
+        return (
+            is_usual
+            or _SHARD.fullmatch(files[0]) is not None
+            or any(name in names for name in _OF_A_MODEL)
+        )
     return bool(files) or any(_PIECE.fullmatch(name) for name in store.files(PIECES_DIR))
 
 
@@ -105,7 +111,9 @@ def files_of(store: ReadStore) -> WeightFiles:
     pieces = [name for name in names if _PIECE.fullmatch(name)]
     weights = [name for name in names if not _PIECE.fullmatch(name)]
     if not pieces:
-        pieces = [f"{PIECES_DIR}/{name}" for name in store.files(PIECES_DIR) if _PIECE.fullmatch(name)]
+        pieces = [
+            f"{PIECES_DIR}/{name}" for name in store.files(PIECES_DIR) if _PIECE.fullmatch(name)
+        ]
     weights, odd_names = _split_by_usual_name(weights)
     index, notes = _choose_index(store, weights)
 
@@ -121,7 +129,9 @@ def files_of(store: ReadStore) -> WeightFiles:
                 f"{weights[0]}{' …' * (len(weights) > 1)} is what loaders take, so not read: {listed(odd_names)}"
             )
         if len(weights) > 1:
-            notes.append(f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}")
+            notes.append(
+                f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}"
+            )
         return WeightFiles(tuple(weights), stem=_stem(weights[0]), notes=(*notes, *_unread(pieces)))
     if pieces:
         return _complete_pieces(pieces)
@@ -246,11 +256,15 @@ def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | N
         return None, [f"not read: {listed(names)}"]
     if len(names) > 1 and usual_name not in names:
         raise UnsupportedError(
-            f"there are {len(names)} indexes: {listed(names)}", file=store.label, hint="pass one of them as the source"
+            f"there are {len(names)} indexes: {listed(names)}",
+            file=store.label,
+            hint="pass one of them as the source",
         )
     chosen = usual_name if usual_name in names else names[0]
     ignored = [name for name in names if name != chosen]
-    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {listed(ignored)}"] if ignored else []
+    return read_index(store, chosen, suffix=SUFFIX), [
+        f"{chosen} was read, not {listed(ignored)}"
+    ] if ignored else []
 
 
 def listed(names: Sequence[str]) -> str:

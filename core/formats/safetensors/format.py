@@ -30,7 +30,13 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
-from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+)
 from core.formats.format import Format
 from core.formats.huggingface.files import config_of, with_carried
 from core.formats.huggingface.index import WeightIndex
@@ -46,7 +52,13 @@ from core.formats.safetensors.files import (
 )
 from core.formats.safetensors.header import Header, looks_like_header, read_header
 from core.formats.safetensors.layout import DEFAULT_METADATA, lay_out
-from core.formats.safetensors.pieces import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of
+from core.formats.safetensors.pieces import (
+    SHARDING_INFO,
+    VERSION,
+    check_sizes,
+    has_pieces,
+    pieces_of,
+)
 from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
 
 if TYPE_CHECKING:
@@ -123,7 +135,9 @@ def _read_headers(store: ReadStore, names: Sequence[str]) -> list[Header]:
         try:
             headers.append(read_header(store, name))
         except CheckpointingException as err:
-            readable = [other for other in names if other != name and looks_like_header(store, other)]
+            readable = [
+                other for other in names if other != name and looks_like_header(store, other)
+            ]
             if readable:
                 advice = f"the other files can be read one by one: {listed(readable)}"
                 err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
@@ -136,15 +150,21 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
     header = read_header(store, name)
     if has_pieces(header) and is_piece(name):
         raise UnsupportedError(
-            "the file holds one rank's pieces of tensors", file=name, hint="pass the directory with all of them"
+            "the file holds one rank's pieces of tensors",
+            file=name,
+            hint="pass the directory with all of them",
         )
     catalog = _catalog_of_pieces([header]) if has_pieces(header) else _catalog_of_headers([header])
     notes = []
     number = shard_number(name)
     if number is not None and number[1] > 1:
-        notes.append(f"this is file {number[0]} of {number[1]}; pass the directory to read all of them")
+        notes.append(
+            f"this is file {number[0]} of {number[1]}; pass the directory to read all of them"
+        )
     if store.exists(OBJECTS_FILE):
-        notes.append(f"non-tensor entries are in {OBJECTS_FILE}; pass the directory to read them too")
+        notes.append(
+            f"non-tensor entries are in {OBJECTS_FILE}; pass the directory to read them too"
+        )
     return catalog.noted(notes)
 
 
@@ -166,18 +186,24 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
         arrays[key] = replace(arrays[first], name=key)
     metadata, notes = _merge_metadata(headers, aliases)
     catalog = catalog_of_arrays(format="safetensors", arrays=arrays)
-    return replace(catalog, aliases=aliases, notes=notes).with_facet(WeightFileFacts(metadata, stem))
+    return replace(catalog, aliases=aliases, notes=notes).with_facet(
+        WeightFileFacts(metadata, stem)
+    )
 
 
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
     """Return the catalog of files with pieces of tensors."""
     pieces = pieces_of(headers)
     metadata, notes = _merge_metadata(headers, {})
-    catalog = Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes)
+    catalog = Catalog(
+        "safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes
+    )
     return catalog.with_facet(WeightFileFacts(metadata, stem))
 
 
-def _recorded_aliases(headers: Iterable[Header], arrays: Mapping[str, StoredArray]) -> dict[str, str]:
+def _recorded_aliases(
+    headers: Iterable[Header], arrays: Mapping[str, StoredArray]
+) -> dict[str, str]:
     """Return name → tensor that it stands for, from the files' metadata.
 
     An alias is a name of no tensor whose value is the name of a tensor in the file.
@@ -190,7 +216,9 @@ def _recorded_aliases(headers: Iterable[Header], arrays: Mapping[str, StoredArra
     }
 
 
-def _merge_metadata(headers: Iterable[Header], aliases: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _merge_metadata(
+    headers: Iterable[Header], aliases: Mapping[str, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the merged ``__metadata__`` of all files, and a note for every entry on which they
     differ.
     """
@@ -201,7 +229,9 @@ def _merge_metadata(headers: Iterable[Header], aliases: Mapping[str, str]) -> tu
             if name in (SHARDING_INFO, VERSION) or name in aliases:
                 continue
             if merged.setdefault(name, text) != text:
-                notes[f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"] = None
+                notes[
+                    f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"
+                ] = None
     return merged, tuple(notes)
 
 
@@ -240,7 +270,9 @@ def _size_notes(n_bytes: int, index: WeightIndex) -> list[str]:
     """Return a note if the index states another total size than the tensors have."""
     if index.total_bytes is None or index.total_bytes == n_bytes:
         return []
-    return [f"{index.file} states a total_size of {index.total_bytes} bytes, but the tensors have {n_bytes}"]
+    return [
+        f"{index.file} states a total_size of {index.total_bytes} bytes, but the tensors have {n_bytes}"
+    ]
 
 
 def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None) -> list[str]:
@@ -261,9 +293,13 @@ def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None)
                 f"{index.file} lists the tensor, but all its pieces are missing", key=key, hint=hint
             )
     n_bytes, total = catalog.n_bytes, index.total_bytes or 0
-    if total > n_bytes and (n_bytes == 0 or total % n_bytes):  # a multiple: the index is of a wider dtype
+    if total > n_bytes and (
+        n_bytes == 0 or total % n_bytes
+    ):  # a multiple: the index is of a wider dtype
         raise MissingShardError(
-            f"the pieces add up to {n_bytes:,} bytes, but the index states {total:,}", file=index.file, hint=hint
+            f"the pieces add up to {n_bytes:,} bytes, but the index states {total:,}",
+            file=index.file,
+            hint=hint,
         )
     return _size_notes(n_bytes, index)
 

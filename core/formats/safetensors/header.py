@@ -36,7 +36,14 @@ from core.arrays.fast_value import value
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.key_patterns import rename_hint
 from core.catalog.stored import Extent, PlannedArray, StoredArray
-from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    Report,
+    TruncatedError,
+    UnsupportedError,
+    raising,
+)
 from core.files.substitute import substitute_in
 from core.formats.safetensors.json_text import METADATA, Fields, scanned
 
@@ -48,7 +55,21 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 
 ORDER = (
-    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ"),
+    *(
+        "U64",
+        "I64",
+        "F64",
+        "C64",
+        "F32",
+        "U32",
+        "I32",
+        "BF16",
+        "F16",
+        "U16",
+        "I16",
+        "F8_E5M2FNUZ",
+        "F8_E4M3FNUZ",
+    ),
     *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
 """Dtypes in the order in which safetensors 0.8 writes them: wide ones first, so that every tensor is aligned."""
@@ -109,7 +130,9 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     # Check the length of the header before reading it.
     size = store.size(file)
     if size < begin + 8:
-        raise TruncatedError(f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file)
+        raise TruncatedError(
+            f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file
+        )
     n = int.from_bytes(store.read(file, begin, 8), "little")
     start = begin + 8 + n
     if n > MAX_HEADER_BYTES:
@@ -130,7 +153,9 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         )
     # Read the entries; one that is refused does not hide the others.
     metadata: dict[str, str] = {}
-    scanned_entries = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata, report=report)
+    scanned_entries = scanned(
+        store.read(file, begin + 8, n), file=file, metadata=metadata, report=report
+    )
     entries = []
     n_refused = 0
     for name, fields in scanned_entries:
@@ -141,7 +166,11 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
             report(err)
             n_refused += 1
     return Header(
-        file, _arrays_in_order(entries, start=start, size=size, file=file, report=report, n_refused=n_refused), metadata
+        file,
+        _arrays_in_order(
+            entries, start=start, size=size, file=file, report=report, n_refused=n_refused
+        ),
+        metadata,
     )
 
 
@@ -160,12 +189,18 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
     """Check the fields of an entry, and return the tensor."""
     if fields.keys() != _FIELDS:
         field = sorted(fields.keys() ^ _FIELDS)[0]
-        problem = f"lacks the field {field!r}" if field in _FIELDS else f"has the unknown field {field[:40]!r}"
+        problem = (
+            f"lacks the field {field!r}"
+            if field in _FIELDS
+            else f"has the unknown field {field[:40]!r}"
+        )
         raise CorruptError(f"the entry {problem}", file=file, key=name)
     shape = _parse_numbers(fields["shape"], "shape", file, name)
     offsets = _parse_numbers(fields["data_offsets"], "data_offsets", file, name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptError(f"data_offsets {list(offsets[:4])} are not a begin and an end", file=file, key=name)
+        raise CorruptError(
+            f"data_offsets {list(offsets[:4])} are not a begin and an end", file=file, key=name
+        )
     dtype = _parse_dtype(fields["dtype"], file, name)
     if dtype.kind == "packed":
         shape = _shape_in_bytes(shape, dtype, file, name)
@@ -181,9 +216,13 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
 
 
 def _parse_numbers(value: object, field: str, file: str, name: str) -> Shape:
-    if not isinstance(value, list) or not all(type(n) is int and 0 <= n < _MAX_EXTENT for n in value):
+    if not isinstance(value, list) or not all(
+        type(n) is int and 0 <= n < _MAX_EXTENT for n in value
+    ):
         raise CorruptError(
-            f"{field} is {str(value)[:60]}, not a list of numbers from 0 to {_MAX_EXTENT - 1}", file=file, key=name
+            f"{field} is {str(value)[:60]}, not a list of numbers from 0 to {_MAX_EXTENT - 1}",
+            file=file,
+            key=name,
         )
     return tuple(value)
 
@@ -223,7 +262,13 @@ def _short_shape(shape: Sequence[int]) -> str:
 
 
 def _arrays_in_order(
-    entries: Iterable[_HeaderEntry], *, start: int, size: int, file: str, report: Report, n_refused: int
+    entries: Iterable[_HeaderEntry],
+    *,
+    start: int,
+    size: int,
+    file: str,
+    report: Report,
+    n_refused: int,
 ) -> dict[str, StoredArray]:
     """Return the arrays in the order of their bytes, which must fill the file from ``start`` to
     ``size``.
@@ -246,7 +291,11 @@ def _arrays_in_order(
             )
             report(problem)
         elif entry.begin != end and not (n_refused and entry.begin > end):
-            problem_text = "overlaps the one before it" if entry.begin < end else "leaves a gap after the one before it"
+            problem_text = (
+                "overlaps the one before it"
+                if entry.begin < end
+                else "leaves a gap after the one before it"
+            )
             problem = CorruptError(
                 f"the tensor {problem_text}: it begins at byte {entry.begin} of the data, that one ends at {end}",
                 file=file,
@@ -254,7 +303,9 @@ def _arrays_in_order(
                 rule="safetensors.order",
             )
             report(problem)
-        arrays[entry.name] = StoredArray(entry.name, entry.dtype.name, entry.shape, Extent(file, start + entry.begin))
+        arrays[entry.name] = StoredArray(
+            entry.name, entry.dtype.name, entry.shape, Extent(file, start + entry.begin)
+        )
         end = max(end, entry.end)
     if start + end < size and not n_refused:
         message = f"{size - start - end} bytes at the end belong to no tensor"
@@ -262,7 +313,9 @@ def _arrays_in_order(
     return arrays
 
 
-def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[str, str]) -> FileImage:
+def file_image(
+    path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[str, str]
+) -> FileImage:
     """Return the image of a safetensors file.
 
     Args:
@@ -289,9 +342,14 @@ def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[
     try:
         text = f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as err:
-        odd = next((name for name in order if name.encode("utf-8", "replace").decode() != name), None)
+        odd = next(
+            (name for name in order if name.encode("utf-8", "replace").decode() != name), None
+        )
         raise UnsupportedError(
-            f"a name cannot be written as UTF-8: {err.reason}", file=path, key=odd, hint="rename it with --rename"
+            f"a name cannot be written as UTF-8: {err.reason}",
+            file=path,
+            key=odd,
+            hint="rename it with --rename",
         ) from err
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -305,7 +363,10 @@ def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[
     def literals(crc_of: CrcOf) -> Sequence[Literal]:
         return ((0, head),)
 
-    placed = [PlacedArray(len(head) + begin, arrays[name]) for name, begin in zip(order, ends, strict=False)]
+    placed = [
+        PlacedArray(len(head) + begin, arrays[name])
+        for name, begin in zip(order, ends, strict=False)
+    ]
     return FileImage(path, len(head) + ends[-1], placed, literals)
 
 
@@ -318,10 +379,14 @@ def _dtype_name(name: str, array: PlannedArray) -> str:
     dtype_name = DTYPES[array.dtype].safetensors
     if dtype_name is None:
         raise UnsupportedError(
-            f"safetensors has no dtype {array.dtype}", key=name, hint=f"leave the tensor out: --exclude {name!r}"
+            f"safetensors has no dtype {array.dtype}",
+            key=name,
+            hint=f"leave the tensor out: --exclude {name!r}",
         )
     if name == METADATA:
-        raise UnsupportedError(f"no tensor can be called {METADATA}", key=name, hint=rename_hint([name]))
+        raise UnsupportedError(
+            f"no tensor can be called {METADATA}", key=name, hint=rename_hint([name])
+        )
     return dtype_name
 
 
@@ -331,6 +396,8 @@ def _shape_in_elements(name: str, array: PlannedArray) -> Shape:
         return array.shape
     if not array.shape:
         raise UnsupportedError(
-            "a tensor with two elements a byte needs at least one axis", key=name, hint=f"--exclude {name!r}"
+            "a tensor with two elements a byte needs at least one axis",
+            key=name,
+            hint=f"--exclude {name!r}",
         )
     return (*array.shape[:-1], 2 * array.shape[-1])

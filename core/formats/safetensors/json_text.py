@@ -82,7 +82,9 @@ class _HeaderScanner:
             is_first = name not in names
             if not is_first:
                 message = f"the {self._what} has two entries with the same name"
-                self._report(CorruptError(message, file=self._file, key=name, rule="safetensors.duplicate"))
+                self._report(
+                    CorruptError(message, file=self._file, key=name, rule="safetensors.duplicate")
+                )
             names.add(name)
             if metadata is not None and name == METADATA:
                 self._read_strings(metadata)
@@ -93,7 +95,8 @@ class _HeaderScanner:
             is_open = self._has_more()
         if _REST.match(self._data, self._at) is None:
             raise CorruptError(
-                f"{len(self._data) - self._at} bytes follow the JSON object of the {self._what}", file=self._file
+                f"{len(self._data) - self._at} bytes follow the JSON object of the {self._what}",
+                file=self._file,
             )
 
     def _enter_object(self) -> bool:
@@ -148,17 +151,25 @@ class _HeaderScanner:
             self._at = plain.end()
             dtype, shape, start, end = plain.groups()
             extents = [int(extent) for extent in shape.split(b",")] if shape else []
-            return {"dtype": dtype.decode(), "shape": extents, "data_offsets": [int(start), int(end)]}
+            return {
+                "dtype": dtype.decode(),
+                "shape": extents,
+                "data_offsets": [int(start), int(end)],
+            }
         match = _FLAT.match(self._data, self._at)
         if match is None:
             raise CorruptError(
-                f"the entry is not a JSON object of at most {MAX_ENTRY_BYTES} bytes", file=self._file, key=name
+                f"the entry is not a JSON object of at most {MAX_ENTRY_BYTES} bytes",
+                file=self._file,
+                key=name,
             )
         self._at = match.end()
         try:
             pairs: list[tuple[str, object]] = _PAIRS.decode(match[0].decode())
         except (ValueError, RecursionError) as err:
-            self._report(CorruptError(f"the entry is not valid JSON: {err}", file=self._file, key=name))
+            self._report(
+                CorruptError(f"the entry is not valid JSON: {err}", file=self._file, key=name)
+            )
             return None
         fields = dict(pairs)
         if len(fields) != len(pairs):
@@ -174,11 +185,14 @@ class _HeaderScanner:
             text: str = json.loads(token)
             text.encode()  # half a surrogate pair can neither be printed nor written
         except ValueError as err:
-            raise CorruptError(f"the {self._what} has a string that is not valid text: {err}", file=self._file) from err
+            raise CorruptError(
+                f"the {self._what} has a string that is not valid text: {err}", file=self._file
+            ) from err
         return text
 
     def _error(self, expected: str) -> CorruptError:
         rest = self._data[self._at : self._at + 20].decode("utf-8", "replace")
         return CorruptError(
-            f"the {self._what} is not valid JSON: expected {expected} at byte {self._at}, not {rest!r}", file=self._file
+            f"the {self._what} is not valid JSON: expected {expected} at byte {self._at}, not {rest!r}",
+            file=self._file,
         )

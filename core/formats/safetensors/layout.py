@@ -58,7 +58,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         file_of |= dict.fromkeys(keys, name)
         keys_in_file = set(keys)
         recorded = {key: first for key, first in aliases.items() if first in keys_in_file}
-        weights.append(file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded}))
+        weights.append(
+            file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded})
+        )
     if target.write.is_file:
         return tuple(weights)
     # Small files, objects and the index complete a directory.

@@ -82,7 +82,8 @@ def pieces_of(headers: Iterable[Header]) -> TensorPieces:
             pieces_of_key.setdefault(key, []).append((Box(offset, array.shape), array))
     tensors = {key: _global_tensor(key, pieces) for key, pieces in pieces_of_key.items()}
     return TensorPieces(
-        tensors, {key: _tiling_fragments(tensors[key], pieces) for key, pieces in pieces_of_key.items()}
+        tensors,
+        {key: _tiling_fragments(tensors[key], pieces) for key, pieces in pieces_of_key.items()},
     )
 
 
@@ -106,9 +107,13 @@ def _piece_offsets(header: Header) -> dict[str, Shape] | None:
     for key, fields in scanned(text.encode(), file=header.file, what=SHARDING_INFO):
         array = header.arrays.get(key)
         if array is None:
-            raise CorruptError(f"{SHARDING_INFO} names a tensor that is not in the file", file=header.file, key=key)
+            raise CorruptError(
+                f"{SHARDING_INFO} names a tensor that is not in the file", file=header.file, key=key
+            )
         offset = fields.get("saved_offsets")
-        is_list = isinstance(offset, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in offset)
+        is_list = isinstance(offset, list) and all(
+            type(n) is int and 0 <= n < 1 << 62 for n in offset
+        )
         if not isinstance(offset, list) or not is_list or len(offset) != len(array.shape):
             raise CorruptError(
                 f"saved_offsets {str(offset)[:60]} do not match the {len(array.shape)} axes of the piece",
@@ -118,7 +123,9 @@ def _piece_offsets(header: Header) -> dict[str, Shape] | None:
         offsets[key] = tuple(offset)
     for key in header.arrays:
         if key not in offsets:
-            raise CorruptError(f"{SHARDING_INFO} has no offset for the piece", file=header.file, key=key)
+            raise CorruptError(
+                f"{SHARDING_INFO} has no offset for the piece", file=header.file, key=key
+            )
     return offsets
 
 
@@ -136,7 +143,9 @@ def _global_tensor(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMet
     return TensorMeta(key, first.dtype, tuple(max(axis) for axis in ends))
 
 
-def _tiling_fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple[Fragment, ...]:
+def _tiling_fragments(
+    meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]
+) -> tuple[Fragment, ...]:
     """Return the pieces of a tensor, after checking that they tile it.
 
     Empty pieces are left out unless the tensor is empty.
@@ -167,7 +176,9 @@ def _tiling_fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -
             hint="copy the checkpoint again, with the files of all ranks",
         )
     return tuple(
-        Fragment(meta.key, box, replace(array, name=f"{meta.key}@{array.extent.file}"), (0,) * box.rank)
+        Fragment(
+            meta.key, box, replace(array, name=f"{meta.key}@{array.extent.file}"), (0,) * box.rank
+        )
         for box, array in pieces
     )
 
@@ -183,7 +194,12 @@ def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object])
     for key, meta in tensors.items():
         for ends, axis, name in _SIZES_IN_CONFIG:
             least = config_sizes[name]
-            if key.endswith(ends) and axis < len(meta.shape) and least is not None and meta.shape[axis] < least:
+            if (
+                key.endswith(ends)
+                and axis < len(meta.shape)
+                and least is not None
+                and meta.shape[axis] < least
+            ):
                 raise MissingShardError(
                     f"the pieces add up to shape {list(meta.shape)}, but config.json states {name} {least}",
                     key=key,

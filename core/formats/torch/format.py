@@ -91,12 +91,16 @@ def read(store: ReadStore) -> Catalog:
     """
     name = _checkpoint_file(store)
     if name is None:
-        raise UnsupportedError(f"the directory holds no {FILE_NAME}", file=store.label, hint="pass the file itself")
+        raise UnsupportedError(
+            f"the directory holds no {FILE_NAME}", file=store.label, hint="pass the file itself"
+        )
     catalog = catalog_of(store, name)
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
         return catalog
-    return catalog.noted([f"this is file {int(shard[1])} of {int(shard[2])}; pass the directory to read all of them"])
+    return catalog.noted(
+        [f"this is file {int(shard[1])} of {int(shard[2])}; pass the directory to read all of them"]
+    )
 
 
 def catalog_of(store: ReadStore, name: str) -> Catalog:
@@ -174,7 +178,11 @@ def _valid_aliases(target: TargetCatalog) -> dict[str, str]:
     """
 
     forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}
-    return {key: first for key, first in target.aliases.items() if key in forms and forms[key] == forms.get(first)}
+    return {
+        key: first
+        for key, first in target.aliases.items()
+        if key in forms and forms[key] == forms.get(first)
+    }
 
 
 def _value_to_save(target: TargetCatalog) -> object:

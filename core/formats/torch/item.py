@@ -114,7 +114,9 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
                 f"{array.dtype} and {shape}"
             )
         if extent.part_of is not None and location.strides not in (None, c_strides(shape)):
-            raise UnsupportedError("only a part of the item's tensor is needed, but the tensor is not dense")
+            raise UnsupportedError(
+                "only a part of the item's tensor is needed, but the tensor is not dense"
+            )
         if offset + location.storage_bytes > n_bytes:
             raise CorruptError(
                 f"the item has {n_bytes} bytes, too few for its storage of {location.storage_bytes} bytes"
@@ -135,7 +137,13 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     return replace(
         array,
         extent=replace(
-            extent, offset=address, strides=strides, item_bytes=None, part_of=None, is_swapped=False, crc=crc
+            extent,
+            offset=address,
+            strides=strides,
+            item_bytes=None,
+            part_of=None,
+            is_swapped=False,
+            crc=crc,
         ),
     )
 
@@ -152,7 +160,9 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
     return location.dtype, location.shape
 
 
-def _find_form(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[_ItemForm, int | None]:
+def _find_form(
+    store: ReadStore, file: str, start: int, n_bytes: int
+) -> tuple[_ItemForm, int | None]:
     """Return the form of an item, and the CRC-32 that it states of the tensor's record.
 
     None if not computed.
@@ -180,7 +190,9 @@ def _find_form(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[_
     return form, crc
 
 
-def _read_form(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[_ItemForm, int | None]:
+def _read_form(
+    store: ReadStore, file: str, start: int, n_bytes: int
+) -> tuple[_ItemForm, int | None]:
     """Return the result of ``_find_form`` from the zip's directory.
 
     This is slower, and decides what is wrong with an item.
@@ -238,7 +250,12 @@ def _build_form(store: ReadStore, archive: Archive, location: Location) -> _Item
         return _ItemForm(location, record.offset - start)
     bits = int.from_bytes(mask, "little")
     return _ItemForm(
-        location, record.offset - start, begin - start, int.from_bytes(tail, "little") & bits, bits, crc_at
+        location,
+        record.offset - start,
+        begin - start,
+        int.from_bytes(tail, "little") & bits,
+        bits,
+        crc_at,
     )
 
 
@@ -247,7 +264,9 @@ def _load_tensor(pickle: bytes, file: str) -> Location:
     reader = TensorHooks()
     with noting_uses() as uses:
         value = load(pickle, label=file, hooks=reader.hooks)
-    dangerous = next((use for use in uses if use.stream is not None or judge(use) == "dangerous"), None)
+    dangerous = next(
+        (use for use in uses if use.stream is not None or judge(use) == "dangerous"), None
+    )
     if dangerous is not None:
         raise UnsafeError(
             f"the item names {dangerous.name}, which would run code when it is loaded",
@@ -258,5 +277,7 @@ def _load_tensor(pickle: bytes, file: str) -> Location:
         return reader.locations[value.key]
     kind = unsupported_kind(value)
     if kind is not None:
-        raise UnsupportedError(f"the item holds a {kind}", hint="load the checkpoint with torch and save plain tensors")
+        raise UnsupportedError(
+            f"the item holds a {kind}", hint="load the checkpoint with torch and save plain tensors"
+        )
     raise CorruptError(f"the item holds a {type(value).__name__} instead of a tensor")

@@ -99,7 +99,8 @@ def read_legacy(
     version, system = next_value(), next_value()
     if version != VERSION:
         raise UnsupportedError(
-            f"version {version!r:.40} of the legacy torch format is not supported, only {VERSION}", file=file
+            f"version {version!r:.40} of the legacy torch format is not supported, only {VERSION}",
+            file=file,
         )
     is_little = not (isinstance(system, dict) and system.get("little_endian") is False)
     value = next_value(persistent_load=storages.resolve, hooks=hooks)
@@ -142,7 +143,12 @@ class _StorageTable:
             CorruptError: torch does not write such an id, or it contradicts another one.
             UnsupportedError: the element type has no known size.
         """
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Global):
+        if (
+            isinstance(pid, tuple)
+            and len(pid) == 4
+            and pid[0] == "module"
+            and isinstance(pid[1], Global)
+        ):
             return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6:
             raise CorruptError(f"malformed persistent id {pid!r:.120}")
@@ -154,7 +160,9 @@ class _StorageTable:
             raise UnsupportedError(f"unknown storage type {kind}")
         first = self._roots.setdefault(key, _LegacyStorage(kind, n, itemsize))
         if first.n_bytes != n * itemsize:
-            raise CorruptError(f"storage {key!r:.80} has {first.n_bytes} bytes at one place, {n * itemsize} at another")
+            raise CorruptError(
+                f"storage {key!r:.80} has {first.n_bytes} bytes at one place, {n * itemsize} at another"
+            )
         if view is None:
             return plain
         return self._view(kind, key, itemsize, view)
@@ -164,8 +172,13 @@ class _StorageTable:
             raise CorruptError(f"a view of a storage is {view!r:.120}")
         key, offset, n = view
         size = self._roots[root].n_bytes
-        if not all(type(number) is int and number >= 0 for number in (offset, n)) or (offset + n) * itemsize > size:
-            raise CorruptError(f"a view of a storage of {size} bytes is {view!r:.120}, in elements of {itemsize} bytes")
+        if (
+            not all(type(number) is int and number >= 0 for number in (offset, n))
+            or (offset + n) * itemsize > size
+        ):
+            raise CorruptError(
+                f"a view of a storage of {size} bytes is {view!r:.120}, in elements of {itemsize} bytes"
+            )
         part = (root, offset * itemsize, n * itemsize)
         if self._views.setdefault(key, part) != part:
             raise CorruptError(f"the view {key!r:.80} is stated in two ways")
@@ -196,11 +209,16 @@ class _StorageTable:
         places.finish()
         for key in self._roots:
             if f"data/{key}" not in records:
-                raise CorruptError(f"the object refers to storage {key!r:.80}, which is not listed", file=places.file)
+                raise CorruptError(
+                    f"the object refers to storage {key!r:.80}, which is not listed",
+                    file=places.file,
+                )
         for key, (root, offset, n_bytes) in self._views.items():
             part = Record(records[f"data/{root}"].offset + offset, n_bytes)
             if records.setdefault(f"data/{key}", part) != part:
-                raise CorruptError(f"{key!r:.80} is both a storage and a part of another one", file=places.file)
+                raise CorruptError(
+                    f"{key!r:.80} is both a storage and a part of another one", file=places.file
+                )
         return records
 
 
@@ -219,10 +237,15 @@ class _StorageCursor:
         data_start = self._at + 8
         if data_start > self._stop:
             raise TruncatedError(
-                f"the file ends before storage {key!r:.80}", file=self.file, span=(self._at, data_start), hint=_HINT
+                f"the file ends before storage {key!r:.80}",
+                file=self.file,
+                span=(self._at, data_start),
+                hint=_HINT,
             )
         if not self._is_little and storage.kind.name.startswith("Complex"):
-            raise UnsupportedError("complex numbers saved by a big-endian machine are not supported", file=self.file)
+            raise UnsupportedError(
+                "complex numbers saved by a big-endian machine are not supported", file=self.file
+            )
         n_stated = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
         if n_stated != storage.n:
             raise CorruptError(
@@ -254,7 +277,9 @@ class _StorageCursor:
                 hint="load them with torch, by as many calls of torch.load on one open file, and save each to its own",
             )
         raise CorruptError(
-            f"{self._stop - self._at} bytes follow the last storage", file=self.file, span=(self._at, self._stop)
+            f"{self._stop - self._at} bytes follow the last storage",
+            file=self.file,
+            span=(self._at, self._stop),
         )
 
 
@@ -306,7 +331,9 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
             if limit < stop:
                 message = f"a pickle of more than {MAX_PICKLE_BYTES >> 30} GiB"
                 raise CapacityError(message, file=file, span=(start, limit))
-            raise TruncatedError("the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT)
+            raise TruncatedError(
+                "the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT
+            )
         return store.read(file, at, min(_WINDOW_BYTES, limit - at))
 
     position = 0
@@ -330,7 +357,10 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
                     data = window(base)
                 position = end + 1
         elif n_argument == _UNKNOWN:
-            raise CorruptError(f"malformed pickle at byte {base + position - 1 - start}: opcode {op:#04x}", file=file)
+            raise CorruptError(
+                f"malformed pickle at byte {base + position - 1 - start}: opcode {op:#04x}",
+                file=file,
+            )
         else:
             width = _LENGTH_BYTES[n_argument]
             if position + width > len(data):

@@ -16,14 +16,28 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import MemoryStore
 from core.formats.torch.legacy import MAX_PICKLE_BYTES, pickle_end
 from core.formats.torch.stream import stream_kind, tar_members
 from core.formats.torch.zip.container import read_archive
 from core.formats.torch.zip.records import read_pickle
 from core.pickle.inert import Global, Inert, Persistent, walk
-from core.pickle.reader import PickleLimits, ReadPickle, gc_paused, load, load_next, note_uses, noting_uses
+from core.pickle.reader import (
+    PickleLimits,
+    ReadPickle,
+    gc_paused,
+    load,
+    load_next,
+    note_uses,
+    noting_uses,
+)
 from core.pickle.uses import Use, is_plain_call, uses_of_node
 
 if TYPE_CHECKING:
@@ -66,7 +80,8 @@ def uses_of_stream(
     with noting_uses() as noted:
         reading = _read_stream(store, file, start, n_bytes, has_root=not read)
     uses = _collect_uses(
-        [*reading.trees, *(pickle.tree for pickle in read)], noted.union(*(pickle.uses for pickle in read))
+        [*reading.trees, *(pickle.tree for pickle in read)],
+        noted.union(*(pickle.uses for pickle in read)),
     )
     return uses | {Use(_LOADS, "unread")} if reading.is_refused else uses
 
@@ -137,10 +152,16 @@ def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
                 is_read = n_loaded <= _MAX_LOADED and stream.depth <= _MAX_DEPTH
             else:
                 n_unloaded, n_unloaded_bytes = n_unloaded + 1, n_unloaded_bytes + len(stream.data)
-                is_read = n_unloaded <= _MAX_UNLOADED and n_unloaded_bytes <= _MAX_BYTES and stream.depth <= _MAX_DEPTH
+                is_read = (
+                    n_unloaded <= _MAX_UNLOADED
+                    and n_unloaded_bytes <= _MAX_BYTES
+                    and stream.depth <= _MAX_DEPTH
+                )
             # Read the stream, and queue the streams in it.
             if is_read and len(uses) <= _MAX_USES:
-                inner = (_scan_small if len(stream.data) <= _SMALL_BYTES else _scan_stream)(stream.data)
+                inner = (_scan_small if len(stream.data) <= _SMALL_BYTES else _scan_stream)(
+                    stream.data
+                )
                 note_uses(inner.uses)
                 uses |= inner.uses
                 streams += [replace(below, depth=stream.depth + 1) for below in inner.streams]
@@ -198,7 +219,11 @@ def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _PickleScan:
                     take(uses_of_node(node))
             elif kind is Persistent:
                 take(uses_of_node(node))
-            elif (kind is bytes or kind is bytearray) and n_tried < _MAX_TRIED and _may_be_stream(node):  # type: ignore[arg-type]
+            elif (
+                (kind is bytes or kind is bytearray)
+                and n_tried < _MAX_TRIED
+                and _may_be_stream(node)  # type: ignore[arg-type]
+            ):
                 n_tried += 1
                 if _is_stream(node):  # type: ignore[arg-type]
                     streams.append(_NestedStream(bytes(node), None))  # type: ignore[call-overload]
@@ -212,7 +237,11 @@ def _may_be_stream(data: bytes | bytearray) -> bool:
 
 def _is_stream(data: bytes | bytearray) -> bool:
     """Return whether bytes begin as a stream does, or are a complete pickle in a text protocol."""
-    if stream_kind(MemoryStore({_FILE: memoryview(data)}), _FILE, 0, len(data)) in ("zip", "legacy", "pickle"):
+    if stream_kind(MemoryStore({_FILE: memoryview(data)}), _FILE, 0, len(data)) in (
+        "zip",
+        "legacy",
+        "pickle",
+    ):
         return True
     if len(data) > _MAX_TEXT_BYTES or not data.endswith(b".") or b"\n" not in data:
         return False
@@ -237,7 +266,9 @@ class _StreamPickles:
     is_complete: bool = True
 
 
-def _read_stream(store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool = True) -> _StreamPickles:
+def _read_stream(
+    store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool = True
+) -> _StreamPickles:
     """Read the pickles of a stream; uses are noted also of those that are damaged.
 
     Args:

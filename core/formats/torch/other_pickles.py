@@ -86,7 +86,10 @@ _COMPRESSIONS: tuple[tuple[re.Pattern[bytes], Callable[[], _Decompressor]], ...]
     (re.compile(rb"\x1f\x8b\x08"), lambda: zlib.decompressobj(31)),
     (re.compile(rb"BZh[1-9]1AY&SY"), bz2.BZ2Decompressor),
     (re.compile(rb"\xfd7zXZ\x00"), lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_BYTES << 1)),
-    (re.compile(rb"\x5d\x00\x00.{2}", re.DOTALL), lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, MAX_BYTES << 1)),
+    (
+        re.compile(rb"\x5d\x00\x00.{2}", re.DOTALL),
+        lambda: lzma.LZMADecompressor(lzma.FORMAT_ALONE, MAX_BYTES << 1),
+    ),
     (re.compile(rb"\x78[\x01\x5e\x9c\xda]"), lambda: zlib.decompressobj(15)),
 )
 
@@ -128,7 +131,9 @@ def look_into(store: ReadStore, file: str, n_bytes: int) -> PickledContent:
         return PickledContent()
 
 
-def _read_content(store: ReadStore, file: str, n_bytes: int, *, depth: int, name: str) -> PickledContent:
+def _read_content(
+    store: ReadStore, file: str, n_bytes: int, *, depth: int, name: str
+) -> PickledContent:
     """Read bytes of any kind; ``name`` is their name in a zip or in a directory."""
     head = store.read(file, 0, min(n_bytes, _HEAD_BYTES))
     if depth > _MAX_DEPTH:
@@ -136,19 +141,25 @@ def _read_content(store: ReadStore, file: str, n_bytes: int, *, depth: int, name
     # Containers that are recognised by their first bytes: NumPy's, zips, compressed data.
     if head.startswith(_NPY):
         start = _start_of_objects(head)
-        return PickledContent() if start is None else _read_pickle(store, file, start, n_bytes, name)
+        return (
+            PickledContent() if start is None else _read_pickle(store, file, start, n_bytes, name)
+        )
     if head.startswith(_ZIP) and not is_torch_zip(store, file, n_bytes):
         return _read_zip(store, file, n_bytes, depth=depth)
     for mark, compression in _NO_MODULE.items():
         if head.startswith(mark):
             return PickledContent(
-                unread=(f"it is compressed with {compression}",) if _PICKLED_NAME.search(name) else ()
+                unread=(f"it is compressed with {compression}",)
+                if _PICKLED_NAME.search(name)
+                else ()
             )
     old = _JOBLIB_OLD.match(head)
     begin = old.end() if old is not None else 0
     for magic, decompressor in _COMPRESSIONS:
         if magic.match(head, begin):
-            return _read_compressed(store, file, begin, n_bytes, decompressor, depth=depth, name=name)
+            return _read_compressed(
+                store, file, begin, n_bytes, decompressor, depth=depth, name=name
+            )
     # Otherwise a stream: a pickle, one of torch's, or nothing that is known.
     kind = stream_kind(store, file, 0, n_bytes)
     if kind == "pickle":
@@ -181,7 +192,9 @@ def _has_objects(described: object) -> bool:
     return "O" in str(described) or "object" in str(described)
 
 
-def _read_pickle(store: ReadStore, file: str, start: int, n_bytes: int, name: str) -> PickledContent:
+def _read_pickle(
+    store: ReadStore, file: str, start: int, n_bytes: int, name: str
+) -> PickledContent:
     """Read a pickle, including the bytes of joblib's arrays after their wrappers."""
     if n_bytes - start > MAX_BYTES and b"joblib" not in store.read(file, start, _HEAD_BYTES):
         return PickledContent(unread=(f"{name} has more than {MAX_BYTES >> 20} MiB",))
@@ -219,18 +232,28 @@ class _InlineArray(Inert):
         """
         state = self.state if type(self.state) is dict else {}
         shape, dtype = state.get("shape"), state.get("dtype")
-        code = dtype.args[0] if type(dtype) is Inert and dtype.args and type(dtype.args[0]) is str else ""
+        code = (
+            dtype.args[0]
+            if type(dtype) is Inert and dtype.args and type(dtype.args[0]) is str
+            else ""
+        )
         # An array of objects is a pickle of its own.
         if "O" in code:
             _, end = load_next(data, at, label="array", hooks=_JOBLIB)
             return end
         # Any other has the size of its dtype times its shape.
         width = re.fullmatch(r"[<>|=]?([biufcmMSU])(\d+)", code)
-        if width is None or type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
+        if (
+            width is None
+            or type(shape) is not tuple
+            or any(type(size) is not int or size < 0 for size in shape)
+        ):
             raise UnsupportedError("a joblib array whose size is unclear")
         item_bytes = int(width[2]) * (4 if width[1] == "U" else 1)
         # the state of a text's dtype has its length again, and numpy takes it from there
-        state_length = dtype.state[5:6] if type(dtype) is Inert and type(dtype.state) is tuple else ()
+        state_length = (
+            dtype.state[5:6] if type(dtype) is Inert and type(dtype.state) is tuple else ()
+        )
         if width[1] in "SU" and state_length != (item_bytes,):
             raise UnsupportedError("a joblib array whose size is unclear")
         if state.get("numpy_array_alignment_bytes") is not None:
@@ -259,11 +282,19 @@ def _read_compressed(
             return PickledContent()
         data, is_complete = _decompress(store, file, start, n_bytes, decompressor, MAX_BYTES + 1)
     except (zlib.error, lzma.LZMAError, OSError, ValueError, EOFError):
-        return PickledContent(unread=("it cannot be decompressed",) if _PICKLED_NAME.search(name) else ())
+        return PickledContent(
+            unread=("it cannot be decompressed",) if _PICKLED_NAME.search(name) else ()
+        )
     if len(data) > MAX_BYTES:
-        return PickledContent(unread=(f"{name} has more than {MAX_BYTES >> 20} MiB when decompressed",))
+        return PickledContent(
+            unread=(f"{name} has more than {MAX_BYTES >> 20} MiB when decompressed",)
+        )
     looked = _read_content(MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name)
-    return looked if is_complete else replace(looked, unread=(*looked.unread, "its compressed data is incomplete"))
+    return (
+        looked
+        if is_complete
+        else replace(looked, unread=(*looked.unread, "its compressed data is incomplete"))
+    )
 
 
 def _may_hold_a_pickle(head: bytes) -> bool:
@@ -275,7 +306,12 @@ def _may_hold_a_pickle(head: bytes) -> bool:
 
 
 def _decompress(
-    store: ReadStore, file: str, start: int, n_bytes: int, decompressor: Callable[[], _Decompressor], max_bytes: int
+    store: ReadStore,
+    file: str,
+    start: int,
+    n_bytes: int,
+    decompressor: Callable[[], _Decompressor],
+    max_bytes: int,
 ) -> tuple[bytes, bool]:
     """Return the first decompressed bytes, and whether the last stream was read to its end.
 
@@ -343,7 +379,14 @@ def _open_zip(store: ReadStore, file: str, n_bytes: int) -> zipfile.ZipFile:
     """
     try:
         return zipfile.ZipFile(_StoreFile(store, file, n_bytes))
-    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OSError, UnicodeError) as err:
+    except (
+        zipfile.BadZipFile,
+        struct.error,
+        ValueError,
+        NotImplementedError,
+        OSError,
+        UnicodeError,
+    ) as err:
         raise CorruptError(f"the zip cannot be read: {err}", file=file) from err
 
 
@@ -353,7 +396,10 @@ def is_torch_zip(store: ReadStore, file: str, n_bytes: int) -> bool:
     """
     try:
         with _open_zip(store, file, n_bytes) as archive:
-            return any(name.rpartition("/")[2] in ("data.pkl", "constants.pkl") for name in archive.namelist())
+            return any(
+                name.rpartition("/")[2] in ("data.pkl", "constants.pkl")
+                for name in archive.namelist()
+            )
     except CorruptError:
         return True
 
@@ -411,7 +457,9 @@ def _read_zip(store: ReadStore, file: str, n_bytes: int, *, depth: int) -> Pickl
                 if n_read > _MAX_MEMBER_BYTES:
                     break
             elif data:
-                looked = _read_content(MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name)
+                looked = _read_content(
+                    MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name
+                )
                 uses |= looked.uses
                 unread += looked.unread
     return PickledContent(frozenset(uses), tuple(unread))

@@ -37,8 +37,12 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
         return []
     names = _listed(objects)
     if target.write.weights_only:
-        return [f"set aside below {ASIDE_KEY!r}, because torch.load's weights_only mode refuses these objects: {names}"]
-    return [f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"]
+        return [
+            f"set aside below {ASIDE_KEY!r}, because torch.load's weights_only mode refuses these objects: {names}"
+        ]
+    return [
+        f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"
+    ]
 
 
 def loadable(value: object, *, key: str | None = None, packages: Set[str] = frozenset()) -> object:
@@ -65,19 +69,27 @@ def loadable(value: object, *, key: str | None = None, packages: Set[str] = froz
 def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> list[str]:
     """Return a note that names the objects that ``loadable`` sets aside."""
     values = {key: item.value for key, item in target.objects.items()}
-    objects = {key: value for key, value in values.items() if not names_importable(value, packages=packages)}
+    objects = {
+        key: value
+        for key, value in values.items()
+        if not names_importable(value, packages=packages)
+    }
     if not objects:
         return []
     packages_named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
     needed = ", ".join(sorted(packages_named - _IMPORTABLE - packages))
-    return [f"set aside below {ASIDE_KEY!r}, because loading these objects needs {needed}: {_listed(objects)}"]
+    return [
+        f"set aside below {ASIDE_KEY!r}, because loading these objects needs {needed}: {_listed(objects)}"
+    ]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:
     """Return whether an inert value names only Python's, torch's and numpy's classes, or those of
     ``packages``.
     """
-    return all(name.module.partition(".")[0] in _IMPORTABLE | packages for name in globals_of(value))
+    return all(
+        name.module.partition(".")[0] in _IMPORTABLE | packages for name in globals_of(value)
+    )
 
 
 def _listed(objects: Mapping[str, object]) -> str:
@@ -90,7 +102,9 @@ def _listed(objects: Mapping[str, object]) -> str:
 def class_of(value: object) -> str:
     """Return the class of an inert value, or of the first object in it that is not plain."""
     if isinstance(value, RefusedKey):
-        return f"its key is {'a tensor' if isinstance(value.key, TensorLeaf) else class_of(value.key)}"
+        return (
+            f"its key is {'a tensor' if isinstance(value.key, TensorLeaf) else class_of(value.key)}"
+        )
     for node in walk(value):
         if isinstance(node, Global):
             return str(node)

@@ -155,7 +155,9 @@ class PatternedFiles:
         if parts[::2] != pattern.tail[::2]:
             return None
         # So must the local headers and the small records.
-        windows = store.read_spans(file, [(start, n_bytes) for start, n_bytes, _ in pattern._windows])
+        windows = store.read_spans(
+            file, [(start, n_bytes) for start, n_bytes, _ in pattern._windows]
+        )
         for window, (_, _, wanted) in zip(windows, pattern._windows, strict=True):
             if any(not window.startswith(data, at) for at, data in wanted):
                 return None
@@ -163,7 +165,9 @@ class PatternedFiles:
         arguments = _arguments(pattern, store.read(file, pattern._pickle_at, len(pattern._pickle)))
         if arguments is None:
             return None
-        return PatternedFile(pattern, file, dict(zip(pattern.records, parts[1::2], strict=True)), arguments)
+        return PatternedFile(
+            pattern, file, dict(zip(pattern.records, parts[1::2], strict=True)), arguments
+        )
 
 
 def _pattern(store: ReadStore, file: str) -> FilePattern:
@@ -175,7 +179,9 @@ def _pattern(store: ReadStore, file: str) -> FilePattern:
     archive = read_archive(store, file)
     pattern.records = archive.records
     # The numbers of deflated or big-endian records do not lie in the file as they are.
-    if any(record.packed_bytes is not None for record in archive.records.values()) or is_big_endian(store, archive):
+    if any(record.packed_bytes is not None for record in archive.records.values()) or is_big_endian(
+        store, archive
+    ):
         return pattern
     # Keep what is to be compared: pickle, local headers, directory.
     pickle = archive.record("data.pkl")
@@ -186,7 +192,9 @@ def _pattern(store: ReadStore, file: str) -> FilePattern:
     return pattern
 
 
-def _windows(store: ReadStore, archive: Archive) -> Iterator[tuple[int, int, list[tuple[int, bytes]]]]:
+def _windows(
+    store: ReadStore, archive: Archive
+) -> Iterator[tuple[int, int, list[tuple[int, bytes]]]]:
     """Yield the local headers and the small records in windows.
 
     Yields:
@@ -202,7 +210,11 @@ def _windows(store: ReadStore, archive: Archive) -> Iterator[tuple[int, int, lis
         if group and (span is None or span[1] - group[0][0] > _WINDOW_BYTES):
             start, n_bytes = group[0][0], group[-1][1] - group[0][0]
             data = store.read(archive.file, start, n_bytes)
-            yield start, n_bytes, [(first - start, data[first - start : stop - start]) for first, stop in group]
+            yield (
+                start,
+                n_bytes,
+                [(first - start, data[first - start : stop - start]) for first, stop in group],
+            )
             group = []
         if span is not None:
             group.append(span)
@@ -221,7 +233,11 @@ def _cut_tail(pattern: FilePattern, store: ReadStore, archive: Archive) -> None:
     # Find every CRC field of the directory.
     for _ in archive.records:
         n_name, n_extra, n_comment = CENTRAL.unpack_from(tail, position)[10:13]
-        names.append(tail[position + CENTRAL.size : position + CENTRAL.size + n_name].decode().partition("/")[2])
+        names.append(
+            tail[position + CENTRAL.size : position + CENTRAL.size + n_name]
+            .decode()
+            .partition("/")[2]
+        )
         cuts.append(position + _CRC_AT)
         position += CENTRAL.size + n_name + n_extra + n_comment
     if names != list(archive.records):
@@ -257,7 +273,9 @@ def _arguments(pattern: FilePattern, pickle: bytes) -> dict[str, int] | None:
         if differs_at is None:
             return {
                 hole.name: int.from_bytes(
-                    pickle[hole.start + 1 : hole.stop], "little", signed=pickle[hole.start] == _SIGNED
+                    pickle[hole.start + 1 : hole.stop],
+                    "little",
+                    signed=pickle[hole.start] == _SIGNED,
                 )
                 for hole in pattern._holes
             }
@@ -292,7 +310,9 @@ def _add_hole(pattern: FilePattern, position: int) -> bool:
     name = _argument_at(pattern._pickle, start, stop, file=pattern.file)
     if name is None or any(hole.name == name for hole in pattern._holes):
         return False
-    pattern._holes = sorted([*pattern._holes, _Hole(start, stop, name)], key=lambda hole: hole.start)
+    pattern._holes = sorted(
+        [*pattern._holes, _Hole(start, stop, name)], key=lambda hole: hole.start
+    )
     return True
 
 
@@ -312,7 +332,9 @@ def _argument_at(pickle: bytes, start: int, stop: int, *, file: str) -> str | No
     None if the value is not that of an argument, or stands elsewhere too.
     """
     # Parse the pickle with an unguessable name in place of the number, and see where it ends up.
-    mark = Global(f"hole_{secrets.token_hex(16)}", "here")  # nobody can have written that name into the file
+    mark = Global(
+        f"hole_{secrets.token_hex(16)}", "here"
+    )  # nobody can have written that name into the file
     marked = pickle[:start] + f"c{mark.module}\n{mark.name}\n".encode() + pickle[stop:]
     try:
         with noting_uses(passes_on=False):  # the mark is none of the file's names

@@ -112,7 +112,11 @@ def _is_flat(target: TargetCatalog) -> bool:
     for name, item in target.skeleton.items():
         is_tensor = isinstance(item, TensorLeaf) and item == TensorLeaf(str(name))
         is_object = item == ObjectLeaf(str(name)) if isinstance(item, ObjectLeaf) else False
-        if not (is_tensor or is_object or (name in target.objects and target.objects[name].value is item)):
+        if not (
+            is_tensor
+            or is_object
+            or (name in target.objects and target.objects[name].value is item)
+        ):
             return False
     return True
 
@@ -148,17 +152,23 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     root, hidden = load_object(store, stream, key=path)
     if not isinstance(root, dict) or not isinstance(root.get("objects"), dict):
         raise CorruptError(
-            "not an objects file written by ckpt", file=path, hint="move it away if you do not need its contents"
+            "not an objects file written by ckpt",
+            file=path,
+            hint="move it away if you do not need its contents",
         )
     version = root.get("ckpt_objects")
     if version != _VERSION:
         raise UnsupportedError(
-            f"version {version!r} of this file is not supported, only {_VERSION}", file=path, hint="update ckpt-toolkit"
+            f"version {version!r} of this file is not supported, only {_VERSION}",
+            file=path,
+            hint="update ckpt-toolkit",
         )
     objects: dict[str, StoredObject] = {}
     for key, value in root["objects"].items():
         if not isinstance(key, str):
-            raise CorruptError(f"an object's key is a {type(key).__name__}, not a string", file=path)
+            raise CorruptError(
+                f"an object's key is a {type(key).__name__}, not a string", file=path
+            )
         objects[key] = StoredObject(key, value=value)
     return ObjectsBeside(objects, _skeleton_with_leaves(root.get("skeleton"), file=path), hidden)
 
@@ -180,7 +190,9 @@ def _skeleton_with_leaves(plain_tree: object, *, file: str) -> object:
         if kind == "object":
             return ObjectLeaf(key)
         if kind not in _KINDS:
-            raise CorruptError(f"the skeleton has an entry of the unknown kind {kind[:40]!r}", file=file)
+            raise CorruptError(
+                f"the skeleton has an entry of the unknown kind {kind[:40]!r}", file=file
+            )
         return TensorLeaf(key, *_KINDS[kind])
 
     return map_leaves(skeleton, leaf_of)
@@ -200,7 +212,9 @@ def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
     for key in (*contents.objects, *contents.hidden):
         if key in catalog.tensors or key in catalog.hidden:
             raise CorruptError("an object has the same key as a tensor", file=OBJECTS_FILE, key=key)
-    result = replace(catalog.with_hidden(contents.hidden), objects={**catalog.objects, **contents.objects})
+    result = replace(
+        catalog.with_hidden(contents.hidden), objects={**catalog.objects, **contents.objects}
+    )
     if contents.skeleton is None:
         return result
     misplaced = _first_misplaced_key(contents, catalog.tensors)

@@ -36,7 +36,9 @@ def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | 
     return None
 
 
-def tar_members(store: ReadStore, file: str, start: int, n_bytes: int) -> dict[bytes, tuple[int, int]]:
+def tar_members(
+    store: ReadStore, file: str, start: int, n_bytes: int
+) -> dict[bytes, tuple[int, int]]:
     """Return the first byte and the length of the first members of a tar file, by name."""
     members: dict[bytes, tuple[int, int]] = {}
     at, stop = start, start + n_bytes

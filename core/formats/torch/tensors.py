@@ -82,7 +82,9 @@ class TensorHooks:
         attributes: key → names of the tensor's Python attributes, for tensors that have any.
     """
 
-    def __init__(self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
+    def __init__(
+        self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None
+    ) -> None:
         self._label = label
         self._count = 0
         self.locations: dict[str, Location] = {}
@@ -99,7 +101,9 @@ class TensorHooks:
             **(hooks or {}),
         }
 
-    def _leaf(self, location: Location, requires_grad: object, *, wrapper: str | None = None) -> TensorLeaf:
+    def _leaf(
+        self, location: Location, requires_grad: object, *, wrapper: str | None = None
+    ) -> TensorLeaf:
         leaf = TensorLeaf(f"{self._label}{self._count}", wrapper, requires_grad is True)
         self._count += 1
         self.locations[leaf.key] = location
@@ -137,25 +141,36 @@ class TensorHooks:
             return NotImplemented
         return self._build_tensor(storage, offset, size, stride, dtype, requires_grad)
 
-    def _parameter(self, data: object, requires_grad: object, hooks: object, state: object = None) -> object:
+    def _parameter(
+        self, data: object, requires_grad: object, hooks: object, state: object = None
+    ) -> object:
         if not isinstance(data, TensorLeaf):
             return NotImplemented
         leaf = self._leaf(self.locations[data.key], requires_grad, wrapper="parameter")
         self._note_attributes(leaf, state)
         return leaf
 
-    def _device_tensor(self, data: object, dtype: object, device: object, requires_grad: object) -> object:
+    def _device_tensor(
+        self, data: object, dtype: object, device: object, requires_grad: object
+    ) -> object:
         """Build a tensor of a device whose storages torch cannot write (XLA and others), saved via
         the CPU.
         """
-        if not isinstance(data, TensorLeaf) or dtype != Global("torch", self.locations[data.key].dtype):
+        if not isinstance(data, TensorLeaf) or dtype != Global(
+            "torch", self.locations[data.key].dtype
+        ):
             return NotImplemented
         return self._leaf(self.locations[data.key], requires_grad)
 
     def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
         """Build a tensor with Python attributes, or leave a subclass inert."""
         rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
-        if rebuild is None or rebuild == self._from_type or kind not in _PLAIN_CLASSES or not isinstance(args, tuple):
+        if (
+            rebuild is None
+            or rebuild == self._from_type
+            or kind not in _PLAIN_CLASSES
+            or not isinstance(args, tuple)
+        ):
             return NotImplemented
         leaf = rebuild(*args)
         if isinstance(leaf, TensorLeaf):
@@ -175,7 +190,13 @@ class TensorHooks:
             self.attributes[leaf.key] = tuple(names)
 
     def _build_tensor(
-        self, storage: object, offset: object, size: object, stride: object, dtype: object, requires_grad: object
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        dtype: object,
+        requires_grad: object,
     ) -> object:
         location = located(storage, offset, size, stride, dtype)
         return NotImplemented if location is None else self._leaf(location, requires_grad)
@@ -199,7 +220,9 @@ _PLAIN_CLASSES = (
 )
 
 
-def located(storage: object, offset: object, size: object, stride: object, dtype: object = None) -> Location | None:
+def located(
+    storage: object, offset: object, size: object, stride: object, dtype: object = None
+) -> Location | None:
     """Return the location of a tensor, from the arguments of its rebuild function.
 
     Args:
@@ -214,7 +237,11 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     """
     # Check everything the pickle states before any arithmetic with it.
     kind, key, numel = storage_of(storage)
-    if not isinstance(size, (tuple, list)) or not isinstance(stride, (tuple, list)) or len(size) != len(stride):
+    if (
+        not isinstance(size, (tuple, list))
+        or not isinstance(stride, (tuple, list))
+        or len(size) != len(stride)
+    ):
         raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
     for value in (offset, *size, *stride):
         if type(value) is not int or not 0 <= value < 1 << 63:
@@ -237,7 +264,9 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     itemsize = DTYPES[name].itemsize
     shape, strides = tuple(size), tuple(stride)
     if 0 not in shape:
-        last = offset + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
+        last = offset + sum(
+            (extent - 1) * step for extent, step in zip(shape, strides, strict=True)
+        )
         if (last + 1) * itemsize > storage_bytes:
             raise CorruptError(
                 f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
@@ -247,7 +276,8 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     # Shapes whose sizes overflow 63 bits cannot be counted by torch either.
     if prod(shape) >= 1 << 63:
         raise CorruptError(
-            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count", rule="torch.storage"
+            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count",
+            rule="torch.storage",
         )
     location = Location(
         f"data/{key}",
@@ -289,7 +319,12 @@ def storage_itemsize(kind: Global) -> int | None:
 def unknown_storage(node: object) -> Global | None:
     """Return the class of a bare storage if torch has no such class; None for anything else."""
     pid = node.value if isinstance(node, Persistent) else None
-    if not isinstance(pid, tuple) or len(pid) < 2 or pid[0] != "storage" or not isinstance(pid[1], Global):
+    if (
+        not isinstance(pid, tuple)
+        or len(pid) < 2
+        or pid[0] != "storage"
+        or not isinstance(pid[1], Global)
+    ):
         return None
     return None if storage_itemsize(pid[1]) is not None else pid[1]
 
@@ -303,11 +338,17 @@ def storage_of(storage: object) -> tuple[Global, str, int]:
     pid = storage.value if isinstance(storage, Persistent) else None
     if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
         _, kind, key, _, numel = pid
-        is_class = isinstance(kind, Global) and kind.module.split(".")[0] == "torch" and kind.name.endswith("Storage")
+        is_class = (
+            isinstance(kind, Global)
+            and kind.module.split(".")[0] == "torch"
+            and kind.name.endswith("Storage")
+        )
         if is_class and type(key) is str and type(numel) is int and 0 <= numel < 1 << 63:
             assert isinstance(kind, Global)
             return kind, key, numel
-    raise CorruptError(f"a tensor's storage is {pid!r:.120}" if pid is not None else "a tensor has no storage")
+    raise CorruptError(
+        f"a tensor's storage is {pid!r:.120}" if pid is not None else "a tensor has no storage"
+    )
 
 
 _KINDS = {
@@ -328,7 +369,11 @@ def unsupported_kind(value: object) -> str | None:
     """Return what an inert value stands for if it is a tensor that is not supported; else None."""
     if isinstance(value, Persistent):
         return "bare storage"
-    if not isinstance(value, Inert) or not isinstance(value.fn, Global) or value.fn.module.split(".")[0] != "torch":
+    if (
+        not isinstance(value, Inert)
+        or not isinstance(value.fn, Global)
+        or value.fn.module.split(".")[0] != "torch"
+    ):
         return None
     name, args = value.fn.name, value.args
     if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"):

@@ -23,7 +23,13 @@ from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
 from core.formats.torch.weights_only import put_back
 from core.formats.torch.zip.container import Record, check_kind, read_archive
-from core.formats.torch.zip.records import encoded, is_big_endian, pickle_limits, read_pickle, read_record
+from core.formats.torch.zip.records import (
+    encoded,
+    is_big_endian,
+    pickle_limits,
+    read_pickle,
+    read_record,
+)
 from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
@@ -70,7 +76,13 @@ class TorchTree:
 
 
 def parse(
-    store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, prefix: str = "", coords: Coords = ()
+    store: ReadStore,
+    file: str,
+    *,
+    start: int = 0,
+    n_bytes: int | None = None,
+    prefix: str = "",
+    coords: Coords = (),
 ) -> TorchTree:
     """Read a file of ``torch.save``; metadata only.
 
@@ -116,7 +128,9 @@ class _Content:
     version: str | None
 
 
-def _read_zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks) -> _Content:
+def _read_zip(
+    store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
+) -> _Content:
     """Read the pickle of a torch zip; none of its tensors' data."""
     archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     check_kind(archive)
@@ -124,18 +138,24 @@ def _read_zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: Ten
     data = read_pickle(store, file, pickle)
     value = load(data, label=file, hooks=reader.hooks, limits=pickle_limits(pickle))
     stated = archive.records.get("version")
-    version = read_record(store, file, stated) if stated is not None and stated.n_bytes <= 16 else b""
+    version = (
+        read_record(store, file, stated) if stated is not None and stated.n_bytes <= 16 else b""
+    )
     text = version.decode("ascii", "replace").strip()
     return _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
 
 
-def _read_legacy_stream(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks) -> _Content:
+def _read_legacy_stream(
+    store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
+) -> _Content:
     """Read the object of a stream of before torch 1.6; none of its tensors' data."""
     stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
     return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
 
 
-def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, dict[str, StoredArray]]:
+def load_object(
+    store: ReadStore, array: StoredArray, *, key: str
+) -> tuple[object, dict[str, StoredArray]]:
     """Read an object that is stored as a stream of its own.
 
     Args:
@@ -154,11 +174,17 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
     try:
         if stream_kind(store, extent.file, start, n_bytes) == "pickle":
             return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
-        tree = parse(store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords)
+        tree = parse(
+            store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords
+        )
         _refuse_endless(tree, prefix=f"{key}:")
         value = map_leaves(
             tree.value,
-            lambda entry: tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf,
+            lambda entry: (
+                tree.objects[entry.leaf.key].value
+                if isinstance(entry.leaf, ObjectLeaf)
+                else entry.leaf
+            ),
         )
     except CheckpointingException as err:
         err.key = err.key or key
@@ -198,10 +224,14 @@ def load_shared(
         # A torch file: every location of the hooks becomes an array.
         refuse_other_streams(store, file, start, n_bytes)
         with _file_in_errors(file), gc_paused():
-            content = (_read_legacy_stream if kind == "legacy" else _read_zip)(store, file, start, n_bytes, reader)
+            content = (_read_legacy_stream if kind == "legacy" else _read_zip)(
+                store, file, start, n_bytes, reader
+            )
             reading = _TreeBuilder(content, reader, "", array.coords)
             value = put_back(content.value)
-            arrays = {name: reading.array(name, location) for name, location in reader.locations.items()}
+            arrays = {
+                name: reading.array(name, location) for name, location in reader.locations.items()
+            }
     except CheckpointingException as err:
         err.key = err.key or key
         err.span = err.span or (start, start + n_bytes)
@@ -218,7 +248,8 @@ def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
     keys = [key.removeprefix(prefix) for key, kind in tree.unsupported.items() if kind == ENDLESS]
     if keys:
         raise UnsupportedError(
-            f"a container in the object contains itself, at {listed_keys(keys)}", hint="save it again without these"
+            f"a container in the object contains itself, at {listed_keys(keys)}",
+            hint="save it again without these",
         )
 
 
@@ -234,7 +265,9 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
         return kind
     if kind not in ("tar", "pickle"):
         return None
-    dangerous = sorted(str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes)))
+    dangerous = sorted(
+        str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes))
+    )
     if dangerous:
         raise UnsafeError(
             f"the pickle names {dangerous[0]}, which would run code when it is loaded",
@@ -248,7 +281,9 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
             hint="if you trust who wrote it, save its state dict anew with torch 1, where nothing else can be harmed",
         )
     raise UnsupportedError(
-        "a bare pickle, not a file of torch.save", file=file, hint="save it with torch.save where it came from"
+        "a bare pickle, not a file of torch.save",
+        file=file,
+        hint="save it with torch.save where it came from",
     )
 
 
@@ -361,13 +396,21 @@ class _TreeBuilder:
             is_big=content.is_big,
         )
         if extent is None:
-            is_whole = location.offset == 0 and location.strides is None and location.n_bytes == record.n_bytes
+            is_whole = (
+                location.offset == 0
+                and location.strides is None
+                and location.n_bytes == record.n_bytes
+            )
             crc = record.crc if is_whole and record.crc else None
-            extent = Extent(content.file, record.offset + location.offset, location.strides, crc=crc)
+            extent = Extent(
+                content.file, record.offset + location.offset, location.strides, crc=crc
+            )
         return StoredArray(key, location.dtype, location.shape, extent, self._coords)
 
 
-def keys_of(tree_entries: list[LeafEntry], *, reserved: Container[str] = ()) -> list[tuple[str, str]]:
+def keys_of(
+    tree_entries: list[LeafEntry], *, reserved: Container[str] = ()
+) -> list[tuple[str, str]]:
     """Return a unique key and the plain key of every entry.
 
     The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them
@@ -385,7 +428,9 @@ def keys_of(tree_entries: list[LeafEntry], *, reserved: Container[str] = ()) -> 
         # Escape dots in names where two paths join to the same key.
         chosen = key
         if count[key] > 1 and any("." in text_of(part) for part in entry.path):
-            chosen = ".".join(text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path)
+            chosen = ".".join(
+                text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path
+            )
         # Number what is still the same.
         base, number = chosen, 2
         while chosen in used or chosen in reserved or (chosen != key and chosen in count):
@@ -440,7 +485,11 @@ def _shared_containers(root: object) -> dict[str, str]:
     for entry in entries(root):
         if isinstance(entry.leaf, TensorLeaf):
             continue
-        repeated = [node for node in walk(entry.leaf, visited) if id(node) in first and not isinstance(node, tuple)]
+        repeated = [
+            node
+            for node in walk(entry.leaf, visited)
+            if id(node) in first and not isinstance(node, tuple)
+        ]
         if repeated:
             shared.setdefault(_dotted(entry.path), first[id(repeated[0])])
     return shared
@@ -489,7 +538,9 @@ def _check_unfolded_size(root: object) -> bool:
                 raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
             sizes[id(node)] = _OPEN
             n_paths_below = 1 + (
-                len(children) if is_flat(children) else sum(size(child, depth + 1) for child in children)
+                len(children)
+                if is_flat(children)
+                else sum(size(child, depth + 1) for child in children)
             )
             sizes[id(node)] = n_paths_below
         is_endless |= n_paths_below == _OPEN

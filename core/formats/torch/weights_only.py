@@ -55,7 +55,10 @@ def set_aside(root: object) -> object:
     try:
         note = {"version": _VERSION, "entries": to_plain(visitor.records)}
     except UnsupportedError as err:
-        err.key = next((join_path(_record_path(record)) for record in visitor.records if _is_endless(record)), None)
+        err.key = next(
+            (join_path(_record_path(record)) for record in visitor.records if _is_endless(record)),
+            None,
+        )
         raise
     # Add the note below the reserved key, whatever the root is.
     if kept is _REFUSED:
@@ -64,7 +67,9 @@ def set_aside(root: object) -> object:
     if mapping is None:
         return {ROOT_KEY: kept, ASIDE_KEY: note}
     if ASIDE_KEY in mapping or ROOT_KEY in mapping:
-        raise UnsupportedError(f"the checkpoint uses the reserved key {ASIDE_KEY!r}", hint="rename it with --rename")
+        raise UnsupportedError(
+            f"the checkpoint uses the reserved key {ASIDE_KEY!r}", hint="rename it with --rename"
+        )
     if isinstance(kept, Inert):
         return _with_entries(kept, [*kept.entries, (ASIDE_KEY, note)])
     return {**mapping, ASIDE_KEY: note}
@@ -163,7 +168,9 @@ class _AsideVisitor:
             return node if all(self.allows_key(member) for member in node) else _REFUSED
         return self._visit_inert(node, path) if kind is Inert else _REFUSED
 
-    def _visit_mapping(self, node: object, entries: list[tuple[object, object]], path: tuple[object, ...]) -> object:
+    def _visit_mapping(
+        self, node: object, entries: list[tuple[object, object]], path: tuple[object, ...]
+    ) -> object:
         """Return a mapping without the entries that are refused.
 
         ``node`` itself if it stays as it is.
@@ -181,7 +188,9 @@ class _AsideVisitor:
             return node
         return _with_entries(node, kept) if isinstance(node, Inert) else dict(kept)
 
-    def _visit_sequence(self, node: list[object] | tuple[object, ...], path: tuple[object, ...]) -> object:
+    def _visit_sequence(
+        self, node: list[object] | tuple[object, ...], path: tuple[object, ...]
+    ) -> object:
         """Return a list or tuple with None in place of refused elements.
 
         ``node`` itself if it stays as it is.
@@ -220,11 +229,17 @@ class _AsideVisitor:
         """Return whether weights_only builds a ``torch.device`` or a ``Counter`` with these arguments."""
         if node.fn == _DEVICE:
             return all(type(part) in (str, int) for part in node.args)
-        return len(node.args) == 1 and type(node.args[0]) is dict and self._is_clean(node.args[0], path)
+        return (
+            len(node.args) == 1
+            and type(node.args[0]) is dict
+            and self._is_clean(node.args[0], path)
+        )
 
     def _has_clean_state(self, node: Inert, path: tuple[object, ...]) -> bool:
         """Return whether an inert object has no state, or a dict in which nothing is refused."""
-        return node.state is NO_STATE or (type(node.state) is dict and self._is_clean(node.state, path))
+        return node.state is NO_STATE or (
+            type(node.state) is dict and self._is_clean(node.state, path)
+        )
 
     def _is_clean(self, value: object, path: tuple[object, ...]) -> bool:
         """Return whether nothing in ``value``, which lies below ``path``, is refused.
@@ -318,7 +333,12 @@ def _restore_points(note: object) -> _RestorePoint:
     guard = KeyGuard()
     for record in records if isinstance(records, list) else (None,):
         path = record.get("path") if isinstance(record, dict) else None
-        if not isinstance(record, dict) or not isinstance(path, list) or len(path) > MAX_DEPTH or "value" not in record:
+        if (
+            not isinstance(record, dict)
+            or not isinstance(path, list)
+            or len(path) > MAX_DEPTH
+            or "value" not in record
+        ):
             raise CorruptError(f"the reserved entry {ASIDE_KEY!r} is malformed")
         # Walk down the path, creating the places on the way.
         place = root
@@ -342,9 +362,14 @@ def _restore(node: object, place: _RestorePoint) -> object:
     if mapping is not None:
         # A mapping: restore below its entries, and insert what was set aside.
         entries = [
-            (key, _restore(item, place.below[key]) if key in place.below else item) for key, item in mapping.items()
+            (key, _restore(item, place.below[key]) if key in place.below else item)
+            for key, item in mapping.items()
         ]
-        missing = [(below.position, key, below.value) for key, below in place.below.items() if below.is_object]
+        missing = [
+            (below.position, key, below.value)
+            for key, below in place.below.items()
+            if below.is_object
+        ]
         entries = _merge_entries(entries, sorted(missing, key=lambda entry: entry[0]))
         if isinstance(place.value, Inert) and place.is_shell:
             return _with_entries(place.value, entries)
@@ -354,7 +379,9 @@ def _restore(node: object, place: _RestorePoint) -> object:
         items = list(node)
         for index, below in place.below.items():
             if type(index) is not int or not 0 <= index < len(items):
-                raise CorruptError(f"the reserved entry {ASIDE_KEY!r} names an element that does not exist")
+                raise CorruptError(
+                    f"the reserved entry {ASIDE_KEY!r} names an element that does not exist"
+                )
             items[index] = below.value if below.is_object else _restore(items[index], below)
         return tuple(items) if isinstance(node, tuple) else items
     raise CorruptError(f"the reserved entry {ASIDE_KEY!r} names a container that does not exist")

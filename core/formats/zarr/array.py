@@ -100,7 +100,9 @@ def checked_shape(value: object, name: str, *, least: int, file: str) -> Shape:
         raise CorruptError(f"{name} is not a list of at most {MAX_RANK} numbers", file=file)
     for number in value:
         if type(number) is not int or not least <= number <= _MAX_BYTES:
-            raise CorruptError(f"{name} holds {str(number)[:40]}, not a whole number from {least}", file=file)
+            raise CorruptError(
+                f"{name} holds {str(number)[:40]}, not a whole number from {least}", file=file
+            )
     return tuple(value)
 
 
@@ -111,10 +113,15 @@ def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> 
         CorruptError: their ranks differ, or so many bytes cannot be addressed.
     """
     if len(shape) != len(chunk_shape):
-        raise CorruptError(f"shape {list(shape)} and chunk shape {list(chunk_shape)} differ in rank", file=file)
+        raise CorruptError(
+            f"shape {list(shape)} and chunk shape {list(chunk_shape)} differ in rank", file=file
+        )
     for subject, extents in (("the array", shape), ("a chunk", chunk_shape)):
         if prod(extents) * itemsize(dtype) > _MAX_BYTES:
-            raise CorruptError(f"{subject} of shape {list(extents)} has more bytes than can be addressed", file=file)
+            raise CorruptError(
+                f"{subject} of shape {list(extents)} has more bytes than can be addressed",
+                file=file,
+            )
     return ChunkGrid(shape, chunk_shape)
 
 
@@ -126,6 +133,7 @@ def checked_order(value: object, rank: int, *, file: str) -> Shape:
     """
     if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
         raise CorruptError(
-            f"the order of a transpose is {str(value)[:80]}, not a permutation of {rank} axes", file=file
+            f"the order of a transpose is {str(value)[:80]}, not a permutation of {rank} axes",
+            file=file,
         )
     return tuple(value)

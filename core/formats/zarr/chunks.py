@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Box, Shape, boxes_of_flat_range, full_box
 from core.catalog.catalog import Fragment, whole_fragment
 from core.catalog.stored import Extent, StoredArray, array_name
-from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    TruncatedError,
+    raising,
+)
 from core.formats.zarr.decode import EncodedChunk
 from core.formats.zarr.fill import MOST_FILLED_BYTES, FillValue
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
@@ -112,7 +119,11 @@ def folder_chunks(
             )
     # Find out which missing chunks are the fill value, and report the others.
     absent = tuple(_absent_runs(size_of, grid.n_chunks))
-    if absent and not size_of and any("/" in name for name, _ in _list_files(store, folder, names.rank + 1, {})):
+    if (
+        absent
+        and not size_of
+        and any("/" in name for name, _ in _list_files(store, folder, names.rank + 1, {}))
+    ):
         fill = None  # chunks exist under names of another kind
     missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
     text = f"a chunk is missing: {len(size_of)} of {grid.n_chunks} exist"
@@ -122,7 +133,11 @@ def folder_chunks(
     chunk_bytes = array.coding.n_bytes
     sizes: dict[int, int] | columns[int] = {}
     if not (array.sharding is None and array.coding.is_plain):
-        sizes = size_of if absent else columns("q", (size_of[number] for number in range(grid.n_chunks)))
+        sizes = (
+            size_of
+            if absent
+            else columns("q", (size_of[number] for number in range(grid.n_chunks)))
+        )
 
     def place_of(index: Shape, number: int) -> ChunkLocation:
         n_bytes = sizes.get(number, chunk_bytes) if isinstance(sizes, dict) else sizes[number]
@@ -160,7 +175,9 @@ def _missing_numbers(
         return chain.from_iterable(range(*run) for run in absent), None
     # Chunks that once existed are lost, not left out.
     prefix = _path(folder, "")
-    lost_names = [name.removeprefix(prefix) for name in lost() if name.startswith(prefix)] if absent else []
+    lost_names = (
+        [name.removeprefix(prefix) for name in lost() if name.startswith(prefix)] if absent else []
+    )
     indices = (index for index in map(array.names.index, lost_names) if index is not None)
     return (number for number in map(grid.number_of, indices) if number is not None), fill
 
@@ -208,7 +225,9 @@ def _missing_error(message: str, file: str, key: str) -> MissingShardError:
     )
 
 
-def _size_problem(array: ZarrArray, size: int, *, file: str, key: str) -> CheckpointingException | None:
+def _size_problem(
+    array: ZarrArray, size: int, *, file: str, key: str
+) -> CheckpointingException | None:
     """Return the error about the length of a chunk's file; None if it is right."""
     if array.sharding is not None:
         n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
@@ -247,7 +266,13 @@ def _list_files(
 
 
 def fragments_of_chunks(
-    store: ReadStore, key: str, array: ZarrArray, chunks: Chunks, *, file: str, report: Report = raising
+    store: ReadStore,
+    key: str,
+    array: ZarrArray,
+    chunks: Chunks,
+    *,
+    file: str,
+    report: Report = raising,
 ) -> list[Fragment]:
     """Return the fragments of a tensor whose chunks' locations are known.
 
@@ -265,22 +290,30 @@ def fragments_of_chunks(
     array.coding.refuse_unknown(key=key, file=file)
     fragments: list[Fragment] = []
     strides, is_only = array.coding.strides, grid.n_chunks == 1
-    for number, index in enumerate(grid.indices()) if not chunks.absent else _stored_indices(grid, chunks.absent):
+    for number, index in (
+        enumerate(grid.indices()) if not chunks.absent else _stored_indices(grid, chunks.absent)
+    ):
         location, box = chunks.place_of(index, number), grid.box(index)
         if array.sharding is None:
             fragments.append(_fragment(key, array.coding, box, location, strides, is_only=is_only))
         else:
             try:
-                fragments += _shard_fragments(store, key, array, box, location, fill=chunks.fill, file=file)
+                fragments += _shard_fragments(
+                    store, key, array, box, location, fill=chunks.fill, file=file
+                )
             except CheckpointingException as err:
                 report(err)
     fragments += _filled_fragments(key, array, chunks, file)
     if 0 in grid.shape:
-        fragments.append(whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0))))
+        fragments.append(
+            whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0)))
+        )
     return fragments
 
 
-def _stored_indices(grid: ChunkGrid, absent: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Shape]]:
+def _stored_indices(
+    grid: ChunkGrid, absent: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Shape]]:
     """Yield number and index of every chunk between the missing ones."""
     for (_, start), (stop, _) in pairwise(((0, 0), *absent, (grid.n_chunks, 0))):
         for number in range(start, stop):
@@ -299,35 +332,69 @@ def _filled_fragments(key: str, array: ZarrArray, chunks: Chunks, file: str) -> 
             for run in boxes_of_flat_range(grid.counts, first, first + step):
                 steps = tuple(zip(run.offset, run.shape, grid.chunk_shape, grid.shape, strict=True))
                 offset = tuple(position * chunk for position, _, chunk, _ in steps)
-                end = (min((position + n_chunks) * chunk, extent) for position, n_chunks, chunk, extent in steps)
-                box = Box(offset, tuple(stop - start for start, stop in zip(offset, end, strict=True)))
+                end = (
+                    min((position + n_chunks) * chunk, extent)
+                    for position, n_chunks, chunk, extent in steps
+                )
+                box = Box(
+                    offset, tuple(stop - start for start, stop in zip(offset, end, strict=True))
+                )
                 number = grid.number_of(run.offset)
                 assert number is not None and chunks.fill is not None
                 chunk_file = chunks.place_of(run.offset, number).file
                 name = key if grid.n_chunks == 1 else array_name(key, box)
                 yield _filled_fragment(
-                    name, key, array.dtype, box, file, FillValue(chunks.fill, run.n_elements, chunk_file)
+                    name,
+                    key,
+                    array.dtype,
+                    box,
+                    file,
+                    FillValue(chunks.fill, run.n_elements, chunk_file),
                 )
 
 
-def _filled_fragment(name: str, key: str, dtype: str, box: Box, file: str, fill: FillValue) -> Fragment:
-    return Fragment(key, box, StoredArray(name, dtype, box.shape, Extent(file, 0, encoding=fill)), (0,) * box.rank)
+def _filled_fragment(
+    name: str, key: str, dtype: str, box: Box, file: str, fill: FillValue
+) -> Fragment:
+    return Fragment(
+        key,
+        box,
+        StoredArray(name, dtype, box.shape, Extent(file, 0, encoding=fill)),
+        (0,) * box.rank,
+    )
 
 
 def _fragment(
-    key: str, coding: ChunkCoding, box: Box, location: ChunkLocation, strides: Shape | None, *, is_only: bool = False
+    key: str,
+    coding: ChunkCoding,
+    box: Box,
+    location: ChunkLocation,
+    strides: Shape | None,
+    *,
+    is_only: bool = False,
 ) -> Fragment:
     """Return the fragment of one stored chunk."""
     name = key if is_only else array_name(key, box)
     if coding.is_plain:
         extent = Extent(location.file, location.offset, strides)
     else:
-        extent = Extent(location.file, location.offset, encoding=EncodedChunk(coding, location.n_bytes))
-    return Fragment(key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank)
+        extent = Extent(
+            location.file, location.offset, encoding=EncodedChunk(coding, location.n_bytes)
+        )
+    return Fragment(
+        key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank
+    )
 
 
 def _shard_fragments(
-    store: ReadStore, key: str, array: ZarrArray, box: Box, location: ChunkLocation, *, fill: bytes | None, file: str
+    store: ReadStore,
+    key: str,
+    array: ZarrArray,
+    box: Box,
+    location: ChunkLocation,
+    *,
+    fill: bytes | None,
+    file: str,
 ) -> Iterator[Fragment]:
     """Yield the fragments of one shard: its inner chunks, or one array if they are one run of plain
     bands.
@@ -350,7 +417,10 @@ def _shard_fragments(
         start, _ = index.place(0) or (0, 0)
         name = array_name(key, box)
         yield Fragment(
-            key, box, StoredArray(name, inner.dtype, shard_shape, Extent(location.file, start)), (0,) * box.rank
+            key,
+            box,
+            StoredArray(name, inner.dtype, shard_shape, Extent(location.file, start)),
+            (0,) * box.rank,
         )
         return
     # Otherwise each inner chunk is an array.
@@ -362,7 +432,12 @@ def _shard_fragments(
         part = stored_grid.box(inner_index).shift(box.offset)
         if span is None and fill is not None:
             yield _filled_fragment(
-                array_name(key, part), key, inner.dtype, part, file, FillValue(fill, 1, location.file, is_inner=True)
+                array_name(key, part),
+                key,
+                inner.dtype,
+                part,
+                file,
+                FillValue(fill, 1, location.file, is_inner=True),
             )
             continue
         if span is None:

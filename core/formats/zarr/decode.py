@@ -144,7 +144,11 @@ class EncodedChunk:
             raise
         if len(data) != coding.n_bytes:
             kind = TruncatedError if len(data) < coding.n_bytes else CorruptError
-            raise kind(f"the chunk decodes to {len(data)} bytes, not {coding.n_bytes}", file=extent.file, span=span)
+            raise kind(
+                f"the chunk decodes to {len(data)} bytes, not {coding.n_bytes}",
+                file=extent.file,
+                span=span,
+            )
         return _in_c_order(coding, data)
 
 
@@ -160,7 +164,9 @@ def _size_before(coding: ChunkCoding, number: int) -> tuple[int, bool]:
     return (n_bytes, True) if is_exact else (2 * n_bytes + (1 << 16), False)
 
 
-def _undo_codec(name: str, data: bytes, most_bytes: int, is_exact: bool) -> bytes | bytearray | memoryview:
+def _undo_codec(
+    name: str, data: bytes, most_bytes: int, is_exact: bool
+) -> bytes | bytearray | memoryview:
     """Return the bytes that a codec was given, at most one byte more than ``most_bytes``."""
     if name == "crc32c":
         if len(data) < _CRC_BYTES:
@@ -239,7 +245,9 @@ def _decode_blosc(data: bytes, most_bytes: int) -> memoryview:
     import tensorstore
 
     # One thread: the copy engine runs several of these already. The kvstore belongs to this context.
-    context = tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "cache_pool": {"total_bytes_limit": 0}})
+    context = tensorstore.Context(
+        {"data_copy_concurrency": {"limit": 1}, "cache_pool": {"total_bytes_limit": 0}}
+    )
     metadata = {
         "zarr_format": 2,
         "shape": [n_bytes],

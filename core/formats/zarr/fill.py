@@ -110,7 +110,9 @@ def fill_bytes(value: object, dtype: str, *, zarr_format: int) -> bytes | None:
     if kind.kind == "complex":
         if not isinstance(value, list) or len(value) != 2:
             return None
-        parts = [fill_bytes(part, f"float{4 * kind.itemsize}", zarr_format=zarr_format) for part in value]
+        parts = [
+            fill_bytes(part, f"float{4 * kind.itemsize}", zarr_format=zarr_format) for part in value
+        ]
         return None if None in parts else b"".join(part for part in parts if part is not None)
     if kind.kind == "bool":
         return bytes([value]) if isinstance(value, bool) else None
@@ -142,11 +144,19 @@ def _float_bytes(value: object, dtype: str) -> bytes | None:
         if dtype in _CODES:
             return struct.pack(_CODES[dtype], float(number))
         if isnan(number):
-            return _NAN_BITS[dtype].to_bytes(DTYPES[dtype].itemsize, "little") if dtype in _NAN_BITS else None
+            return (
+                _NAN_BITS[dtype].to_bytes(DTYPES[dtype].itemsize, "little")
+                if dtype in _NAN_BITS
+                else None
+            )
         if str(number) in ("0", "0.0") and dtype in _NAN_BITS:
             return bytes(DTYPES[dtype].itemsize)  # the usual fill value needs no heavy module
         # Writers state numbers that the type holds; rounding and saturating differ between libraries.
-        wide, narrow, back = struct.pack("<d", number), bytearray(DTYPES[dtype].itemsize), bytearray(8)
+        wide, narrow, back = (
+            struct.pack("<d", number),
+            bytearray(DTYPES[dtype].itemsize),
+            bytearray(8),
+        )
         cast_of("float64", dtype)(memoryview(wide), memoryview(narrow))
         cast_of(dtype, "float64")(memoryview(narrow), memoryview(back))
         return bytes(narrow) if bytes(back) == wide else None
@@ -185,7 +195,11 @@ def _listed_but_absent(store: ReadStore) -> tuple[str, ...]:
         return ()
     data = read_small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
     entries = parse_json_object(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES).get("files")
-    paths = (entry.get("path") for entry in entries if isinstance(entry, dict)) if isinstance(entries, list) else ()
+    paths = (
+        (entry.get("path") for entry in entries if isinstance(entry, dict))
+        if isinstance(entries, list)
+        else ()
+    )
     return tuple(path for path in paths if isinstance(path, str) and not store.exists(path))
 
 
@@ -225,7 +239,11 @@ def unstored(catalog: Catalog, *, reads_shards: bool = True) -> Iterator[Unstore
         if is_sharded and not reads_shards:
             continue
         arrays = (fragment.array for fragment in catalog.fragments(key))
-        filled = [(array, fill) for array in arrays if array is not None and (fill := fill_of(array)) is not None]
+        filled = [
+            (array, fill)
+            for array in arrays
+            if array is not None and (fill := fill_of(array)) is not None
+        ]
         if filled:
             first = filled[0][1]
             yield Unstored(

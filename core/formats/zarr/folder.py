@@ -57,12 +57,15 @@ def catalog_of_folders(
     @lru_cache(maxsize=4)
     def fragments_of(key: str) -> Sequence[Fragment]:
         zarr_folder = folders[key]
-        return fragments_of_chunks(store, key, zarr_folder.array, zarr_folder.chunks, file=zarr_folder.file)
+        return fragments_of_chunks(
+            store, key, zarr_folder.array, zarr_folder.chunks, file=zarr_folder.file
+        )
 
     incomplete = {
         key: zarr_folder.array.sharding is not None and not zarr_folder.chunks.absent
         for key, zarr_folder in folders.items()
-        if zarr_folder.chunks.absent or (zarr_folder.chunks.fill is not None and zarr_folder.array.sharding is not None)
+        if zarr_folder.chunks.absent
+        or (zarr_folder.chunks.fill is not None and zarr_folder.array.sharding is not None)
     }
     catalog = Catalog(
         format=format,
@@ -77,7 +80,9 @@ def catalog_of_folders(
     return catalog.with_facet(ZarrFacts(incomplete)) if incomplete else catalog
 
 
-def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]) -> Catalog:
+def without_unread(
+    catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]
+) -> Catalog:
     """Return the catalog of a hierarchy with objects in place of the arrays that were not read.
 
     Arrays of an unsupported kind are objects without a value, like such tensors in other formats
@@ -108,7 +113,9 @@ def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | Uns
 _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 
 
-def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]) -> FileImage:
+def metadata_image(
+    path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
+) -> FileImage:
     """Return the image of an array's metadata file.
 
     An array without elements lies in it, as it has no chunk.

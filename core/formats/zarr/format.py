@@ -45,7 +45,13 @@ from core.errors import CorruptError, MissingShardError, UnsafeError, Unsupporte
 from core.files.json_object import read_small_file
 from core.files.store import LocalStore
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_image, common_state, read_common_file, with_common_state
+from core.formats.mcore.common_state import (
+    COMMON_FILE,
+    common_image,
+    common_state,
+    read_common_file,
+    with_common_state,
+)
 from core.formats.mcore.metadata_json import (
     BACKEND_KEY,
     CONFIG,
@@ -58,7 +64,13 @@ from core.formats.mcore.objects import is_sharded_object, shard_grids
 from core.formats.torch.format import load_object, plan_tree
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.fill import lost_files
-from core.formats.zarr.folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
+from core.formats.zarr.folder import (
+    ZarrFolder,
+    catalog_of_folders,
+    chunk_files,
+    metadata_image,
+    without_unread,
+)
 from core.formats.zarr.grid import ChunkNames, grid_of_pieces, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
 from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
@@ -87,7 +99,9 @@ def sniff(store: ReadStore) -> bool:
                 return True
         except CorruptError:
             pass  # damaged: the other files decide
-    return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
+    return (
+        store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
+    )
 
 
 def read(store: ReadStore) -> Catalog:
@@ -115,7 +129,9 @@ def read(store: ReadStore) -> Catalog:
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
     # Arrays are directories; those that cannot be read are left for the caller to see.
-    for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
+    for folder, listing, is_array in folders_of(
+        store, is_array=lambda folder, listing: ARRAY_FILE in listing
+    ):
         if is_array:
             key = folder or ROOT_KEY
             try:
@@ -166,7 +182,9 @@ def stores_every_chunk(store: ReadStore) -> bool:
 def _read_metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
     """Read the metadata of an array; return it and the file that holds it."""
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
-    return parse_zarray(read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
+    return parse_zarray(
+        read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key
+    ), file
 
 
 def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
@@ -185,7 +203,10 @@ def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megat
         )
     if is_megatron and not listing and not store.folders(folder):
         raise MissingShardError(
-            "the directory is empty", file=folder, key=folder, hint="copy the checkpoint again, with all its files"
+            "the directory is empty",
+            file=folder,
+            key=folder,
+            hint="copy the checkpoint again, with all its files",
         )
 
 
@@ -197,7 +218,9 @@ def _read_objects(
         match = _OBJECT_FILE.match(name)
         if match is not None:
             file, key = f"{folder}/{name}", f"{folder}/{match[1]}"
-            value, arrays_inside = load_object(store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key)
+            value, arrays_inside = load_object(
+                store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key
+            )
             yield StoredObject(key, value=[value]), arrays_inside
 
 
@@ -238,7 +261,9 @@ def _array_images(target: TargetCatalog, key: str) -> Iterator[FileImage]:
 def _object_image(target: TargetCatalog, item: StoredObject) -> FileImage:
     """Return the image of a ShardedObject's file."""
     if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
-        raise UnsupportedError("the object is not a list of one value, as a ShardedObject must be", key=item.key)
+        raise UnsupportedError(
+            "the object is not a list of one value, as a ShardedObject must be", key=item.key
+        )
     name = item.key.rpartition("/")[2]
     plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=name)
     return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)

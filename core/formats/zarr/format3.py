@@ -49,7 +49,13 @@ from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objec
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.fill import lost_files
-from core.formats.zarr.folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
+from core.formats.zarr.folder import (
+    ZarrFolder,
+    catalog_of_folders,
+    chunk_files,
+    metadata_image,
+    without_unread,
+)
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr.metadata3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.formats.zarr.shards import dense_index, index_bytes
@@ -98,7 +104,9 @@ def read(store: ReadStore) -> Catalog:
         if METADATA_FILE not in listing:
             return False
         file = _metadata_file(folder)
-        kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
+        kind, metadata = node_of(
+            read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file
+        )
         if kind == "array":
             nodes[folder] = metadata
         elif not folder:
@@ -147,7 +155,9 @@ def stores_every_chunk(store: ReadStore) -> bool:
     """
     if not store.exists(METADATA_FILE):
         return False
-    kind, metadata = node_of(read_small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
+    kind, metadata = node_of(
+        read_small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE
+    )
     return kind == "group" and _own_attributes(metadata) is not None
 
 
@@ -195,7 +205,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         images.append(objects)
     has_number = target.iteration is not None and not target.write.is_release
     own_attributes = {"iteration": target.iteration} if has_number else {}
-    images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: own_attributes}), is_metadata=True))
+    images.append(
+        literal_file(METADATA_FILE, group_json({_ATTRIBUTE: own_attributes}), is_metadata=True)
+    )
     return images
 
 
@@ -206,7 +218,9 @@ def _array_images(target: TargetCatalog, key: str, *, shard_bytes: int) -> Itera
     inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
     text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
     yield metadata_image(_metadata_file(key), text, grid, arrays)
-    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays):
+    for path, array in chunk_files(
+        key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays
+    ):
         yield _chunk_image(path, array, inner_shape)
 
 
@@ -214,7 +228,9 @@ def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | No
     """Return the shape of the bands into which every chunk is cut; None if chunks are not cut."""
     if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
         return None
-    inner_shape = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
+    inner_shape = row_bands(
+        grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1)
+    )
     return inner_shape if ChunkGrid(grid.chunk_shape, inner_shape).n_chunks <= _MAX_INNER else None
 
 

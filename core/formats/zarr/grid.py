@@ -65,8 +65,13 @@ class ChunkGrid:
 
     def box(self, index: Shape) -> Box:
         """Return the region of the tensor in a chunk, cut at the tensor's edges."""
-        offset = tuple(position * step for position, step in zip(index, self.chunk_shape, strict=True))
-        extent = (min(step, n - start) for step, n, start in zip(self.chunk_shape, self.shape, offset, strict=True))
+        offset = tuple(
+            position * step for position, step in zip(index, self.chunk_shape, strict=True)
+        )
+        extent = (
+            min(step, n - start)
+            for step, n, start in zip(self.chunk_shape, self.shape, offset, strict=True)
+        )
         return Box(offset, tuple(extent))
 
 
@@ -104,7 +109,9 @@ def grid_of_pieces(
     for array, box in pieces:
         if any(start % step for start, step in zip(box.offset, chunk_shape, strict=True)):
             raise _irregular(key)
-        array_at[tuple(start // step for start, step in zip(box.offset, chunk_shape, strict=True))] = array
+        array_at[
+            tuple(start // step for start, step in zip(box.offset, chunk_shape, strict=True))
+        ] = array
     if len(array_at) != len(pieces) or len(array_at) != grid.n_chunks:
         raise _irregular(key)
     return grid, array_at
@@ -180,7 +187,11 @@ class ChunkNames:
             return () if name == self.name(()) else None
         prefix = f"c{self.separator}" if self.has_prefix else ""
         parts = name.removeprefix(prefix).split(self.separator)
-        if not name.startswith(prefix) or len(parts) != self.rank or not all(map(_INDEX.match, parts)):
+        if (
+            not name.startswith(prefix)
+            or len(parts) != self.rank
+            or not all(map(_INDEX.match, parts))
+        ):
             return None
         return tuple(map(int, parts))
 

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object
-from core.formats.zarr.array import PICKLE_CODECS, ZarrArray, checked_grid, checked_shape, pickled_array, required
+from core.formats.zarr.array import (
+    PICKLE_CODECS,
+    ZarrArray,
+    checked_grid,
+    checked_shape,
+    pickled_array,
+    required,
+)
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.dtypes import v2_dtype, v2_spelling
 from core.formats.zarr.fill import fill_bytes
@@ -64,7 +71,9 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     _refuse_pickles(metadata, file=file, key=key)
     dtype, is_big_endian = _dtype(required(metadata, "dtype", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
-    chunk_shape = checked_shape(required(metadata, "chunks", file=file), "chunks", least=1, file=file)
+    chunk_shape = checked_shape(
+        required(metadata, "chunks", file=file), "chunks", least=1, file=file
+    )
     for name in _NEEDED:
         required(metadata, name, file=file)
     order = metadata["order"]
@@ -72,11 +81,17 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
         raise CorruptError(f"order is {str(order)[:40]!r}, neither C nor F", file=file)
     separator = metadata.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise CorruptError(f"dimension_separator is {str(separator)[:40]!r}, neither '.' nor '/'", file=file)
+        raise CorruptError(
+            f"dimension_separator is {str(separator)[:40]!r}, neither '.' nor '/'", file=file
+        )
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     axes = tuple(range(len(shape)))
     coding = ChunkCoding(
-        dtype, chunk_shape, axes if order == "C" else axes[::-1], is_big_endian, _codecs(metadata, file=file)
+        dtype,
+        chunk_shape,
+        axes if order == "C" else axes[::-1],
+        is_big_endian,
+        _codecs(metadata, file=file),
     )
     fill = fill_bytes(metadata["fill_value"], dtype, zarr_format=2)
     return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding, fill=fill)
@@ -92,7 +107,9 @@ def _refuse_pickles(metadata: dict[str, object], *, file: str, key: str) -> None
     codecs = [*(filters if isinstance(filters, list) else ()), metadata.get("compressor")]
     names = [codec.get("id") for codec in codecs if isinstance(codec, dict)]
     is_of_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
-    if not PICKLE_CODECS.isdisjoint(map(str, names)) or (is_of_objects and _OBJECT_CODECS.isdisjoint(map(str, names))):
+    if not PICKLE_CODECS.isdisjoint(map(str, names)) or (
+        is_of_objects and _OBJECT_CODECS.isdisjoint(map(str, names))
+    ):
         raise pickled_array(file, key)
 
 
@@ -114,7 +131,10 @@ def _codecs(metadata: dict[str, object], *, file: str) -> tuple[str, ...]:
     if filters is not None and not isinstance(filters, list):
         raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
     names = []
-    for codec, role in (*((item, "filter") for item in filters or ()), (metadata.get("compressor"), "compressor")):
+    for codec, role in (
+        *((item, "filter") for item in filters or ()),
+        (metadata.get("compressor"), "compressor"),
+    ):
         if codec is None and role == "compressor":
             continue
         name = codec.get("id") if isinstance(codec, dict) else None

@@ -53,7 +53,15 @@ _MAX_VALUES = 16_000_000
 _SHARDING = "sharding_indexed"
 _KNOWN = frozenset(
     (
-        *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"),
+        *(
+            "zarr_format",
+            "node_type",
+            "shape",
+            "data_type",
+            "chunk_grid",
+            "chunk_key_encoding",
+            "codecs",
+        ),
         *("fill_value", "attributes", "dimension_names", "storage_transformers"),
     )
 )
@@ -92,7 +100,9 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     """
     # Refuse what a reader must understand but does not.
     for name, value in metadata.items():
-        if name not in _KNOWN and not (isinstance(value, dict) and value.get("must_understand") is False):
+        if name not in _KNOWN and not (
+            isinstance(value, dict) and value.get("must_understand") is False
+        ):
             raise UnsupportedError(f"the member {name[:80]!r} is not supported", file=file, key=key)
     if metadata.get("storage_transformers"):
         raise UnsupportedError("storage transformers are not supported", file=file, key=key)
@@ -101,9 +111,13 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     # Parse element type, grid and names.
     dtype = _dtype(required(metadata, "data_type", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
-    kind, config = _name_and_config(required(metadata, "chunk_grid", file=file), "chunk_grid", file=file)
+    kind, config = _name_and_config(
+        required(metadata, "chunk_grid", file=file), "chunk_grid", file=file
+    )
     if kind != "regular":
-        raise UnsupportedError(f"a chunk grid of the kind {kind!r} is not supported", file=file, key=key)
+        raise UnsupportedError(
+            f"a chunk grid of the kind {kind!r} is not supported", file=file, key=key
+        )
     chunk_shape = checked_shape(config.get("chunk_shape"), "chunk_shape", least=1, file=file)
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     names = _chunk_names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
@@ -113,7 +127,9 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     if any(name == _SHARDING for name, _ in codecs):
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
         return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
-    return ZarrArray(dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill)
+    return ZarrArray(
+        dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill
+    )
 
 
 def _unpickles(codecs: object) -> bool:
@@ -123,7 +139,9 @@ def _unpickles(codecs: object) -> bool:
         config = codec.get("configuration") if isinstance(codec, dict) else None
         if isinstance(name, str) and name in PICKLE_CODECS:
             return True
-        if isinstance(config, dict) and any(map(_unpickles, (config.get("codecs"), config.get("index_codecs")))):
+        if isinstance(config, dict) and any(
+            map(_unpickles, (config.get("codecs"), config.get("index_codecs")))
+        ):
             return True
     return False
 
@@ -163,14 +181,21 @@ def _chunk_names(value: object, rank: int, *, file: str) -> ChunkNames:
     """Parse the encoding of chunk keys."""
     kind, config = _name_and_config(value, "chunk_key_encoding", file=file)
     if kind not in ("default", "v2"):
-        raise UnsupportedError(f"a chunk key encoding of the kind {kind!r} is not supported", file=file)
+        raise UnsupportedError(
+            f"a chunk key encoding of the kind {kind!r} is not supported", file=file
+        )
     separator = config.get("separator", "/" if kind == "default" else ".")
     if separator not in (".", "/"):
-        raise CorruptError(f"the separator of chunk keys is {str(separator)[:40]!r}, neither '.' nor '/'", file=file)
+        raise CorruptError(
+            f"the separator of chunk keys is {str(separator)[:40]!r}, neither '.' nor '/'",
+            file=file,
+        )
     return ChunkNames(rank, str(separator), has_prefix=kind == "default")
 
 
-def _coding(codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file: str, key: str) -> ChunkCoding:
+def _coding(
+    codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file: str, key: str
+) -> ChunkCoding:
     """Axes in the order that the transposes leave, then ``bytes``, then codecs of bytes."""
     order = tuple(range(len(shape)))
     rest = list(codecs)
@@ -194,35 +219,48 @@ def _coding(codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file:
     n_bytes = itemsize(dtype)
     if endian is None and n_bytes > 1:
         raise CorruptError(f"the codec 'bytes' does not tell the byte order of {dtype}", file=file)
-    return ChunkCoding(dtype, shape, order, endian == "big" and n_bytes > 1, tuple(name for name, _ in rest))
+    return ChunkCoding(
+        dtype, shape, order, endian == "big" and n_bytes > 1, tuple(name for name, _ in rest)
+    )
 
 
 def _chain(codecs: list[tuple[str, Config]]) -> str:
     return " → ".join(name for name, _ in codecs)
 
 
-def _sharding(codecs: list[tuple[str, Config]], dtype: str, shard_shape: Shape, *, file: str, key: str) -> Sharding:
+def _sharding(
+    codecs: list[tuple[str, Config]], dtype: str, shard_shape: Shape, *, file: str, key: str
+) -> Sharding:
     """Parse the codec of shards."""
     if len(codecs) != 1:
-        raise UnsupportedError(f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key)
+        raise UnsupportedError(
+            f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key
+        )
     config = codecs[0][1]
-    inner_shape = checked_shape(config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file)
+    inner_shape = checked_shape(
+        config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file
+    )
     if len(inner_shape) != len(shard_shape) or any(
         extent % part for extent, part in zip(shard_shape, inner_shape, strict=True)
     ):
         raise CorruptError(
-            f"inner chunks of shape {list(inner_shape)} do not divide shards of {list(shard_shape)}", file=file
+            f"inner chunks of shape {list(inner_shape)} do not divide shards of {list(shard_shape)}",
+            file=file,
         )
     inner = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
     if any(name == _SHARDING for name, _ in inner):
         raise UnsupportedError("shards within shards are not supported", file=file, key=key)
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
-        raise CorruptError(f"index_location is {str(location)[:40]!r}, neither start nor end", file=file)
+        raise CorruptError(
+            f"index_location is {str(location)[:40]!r}, neither start nor end", file=file
+        )
     index = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
     names = [name for name, _ in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or index[0][1].get("endian") != "little":
-        raise UnsupportedError(f"a shard index of the codecs {_chain(index)} is not supported", file=file, key=key)
+        raise UnsupportedError(
+            f"a shard index of the codecs {_chain(index)} is not supported", file=file, key=key
+        )
     coding = _coding(inner, dtype, inner_shape, file=file, key=key)
     return Sharding(coding, has_crc="crc32c" in names, is_index_first=location == "start")
 
@@ -252,7 +290,10 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
             "node_type": "array",
             "shape": list(grid.shape),
             "data_type": v3_spelling(dtype, key=key),
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(grid.chunk_shape)},
+            },
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": v3_fill_value(dtype),
             "codecs": codecs,

@@ -73,7 +73,14 @@ class ShardIndex:
 
 
 def read_index(
-    store: ReadStore, file: str, *, start: int, n_bytes: int, n_inner: int, sharding: Sharding, key: str
+    store: ReadStore,
+    file: str,
+    *,
+    start: int,
+    n_bytes: int,
+    n_inner: int,
+    sharding: Sharding,
+    key: str,
 ) -> ShardIndex:
     """Read the index of a shard; check its CRC, and that every inner chunk lies in the shard.
 
@@ -135,7 +142,9 @@ def dense_index(n_inner: int, inner_bytes: int) -> bytes:
     """Return the index, with its CRC, of a shard whose inner chunks follow each other in C order
     from byte 0.
     """
-    pairs = b"".join(struct.pack("<QQ", number * inner_bytes, inner_bytes) for number in range(n_inner))
+    pairs = b"".join(
+        struct.pack("<QQ", number * inner_bytes, inner_bytes) for number in range(n_inner)
+    )
     return pairs + crc32c(pairs).to_bytes(_CRC_BYTES, "little")
 
 

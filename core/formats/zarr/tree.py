@@ -22,7 +22,9 @@ Listing = Mapping[str, int]
 """File name → bytes."""
 
 
-def folders_of(store: ReadStore, *, is_array: Callable[[str, Listing], bool]) -> Iterator[tuple[str, Listing, bool]]:
+def folders_of(
+    store: ReadStore, *, is_array: Callable[[str, Listing], bool]
+) -> Iterator[tuple[str, Listing, bool]]:
     """Yield every directory of the hierarchy, the files in it, and whether it is an array.
 
     Directories inside arrays are not visited.
@@ -45,10 +47,16 @@ def folders_of(store: ReadStore, *, is_array: Callable[[str, Listing], bool]) ->
         yield folder, listing, has_array
         if has_array:
             continue
-        subfolders = [f"{folder}/{name}" if folder else name for name in store.folders(folder) if _is_visible(name)]
+        subfolders = [
+            f"{folder}/{name}" if folder else name
+            for name in store.folders(folder)
+            if _is_visible(name)
+        ]
         for path in subfolders:
             if path.count("/") >= _MAX_DEPTH:
-                raise UnsafeError(f"directories are nested more than {_MAX_DEPTH} deep", file=path[:200])
+                raise UnsafeError(
+                    f"directories are nested more than {_MAX_DEPTH} deep", file=path[:200]
+                )
             _check_text(path)
         waiting += reversed(subfolders)
 
@@ -83,7 +91,9 @@ def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
     Raises:
         UnsupportedError: some keys cannot.
     """
-    problems = {key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None}
+    problems = {
+        key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None
+    }
     if problems:
         first, *other_keys = problems
         rest = f"; nor can {listed_keys(other_keys)}" if other_keys else ""

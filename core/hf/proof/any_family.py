@@ -44,10 +44,14 @@ def find_problems(
     yield from find_size_problems(tensors, config)
     yield from _check_output_layer(tensors, config)
     yield from _check_quantization(tensors, scheme, narrow, has_own_file=has_own_file)
-    yield from find_deviations(tensors, config, is_quantized=scheme is not None or has_own_file or bool(narrow))
+    yield from find_deviations(
+        tensors, config, is_quantized=scheme is not None or has_own_file or bool(narrow)
+    )
 
 
-def _check_output_layer(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+def _check_output_layer(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+) -> Iterator[Problem]:
     """Yield a problem if the configuration requires an output layer and there is none."""
     stated = config.get("architectures")
     architecture = str(stated[0]) if isinstance(stated, list) and stated else ""
@@ -57,7 +61,9 @@ def _check_output_layer(tensors: Mapping[str, TensorMeta], config: Mapping[str, 
     if len(embeddings) != 1 or any(map(_OUTPUT.fullmatch, tensors)):
         return
     (embedding,) = embeddings
-    if not any(embedding.shape[0] in meta.shape for meta in tensors.values() if meta.key != embedding.key):
+    if not any(
+        embedding.shape[0] in meta.shape for meta in tensors.values() if meta.key != embedding.key
+    ):
         yield Problem(
             kind="ties",
             message="config.json states untied embeddings, but there is no output layer",

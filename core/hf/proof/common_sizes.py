@@ -26,12 +26,20 @@ from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import TensorMeta
 from core.hf.proof.problem import Problem
 
-_EMBEDDING = re.compile(r"(?:.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+_EMBEDDING = re.compile(
+    r"(?:.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight"
+)
 _LAYER = re.compile(r"((?:[^.]+\.)*?(?:layers|h|blocks|layer))\.(\d{1,6})\.")
 _VOCABULARY = ("vocab_size", "n_vocab")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d{1,6})\.")
 _STACKED_EXPERTS = re.compile(r".*\.experts\.\w+")
 _HEADS = re.compile(r".*(num_heads|attention_heads|n_heads?)")
@@ -42,7 +50,9 @@ _PROJECTION = re.compile(
     r"((?:model\.)?language_model\.(?:model\.)?layers|(?:model\.)?layers)\.\d{1,6}\."
     r"(?:self_attn\.([qkv]_proj|qkv_proj)|mlp\.(gate_proj|up_proj|gate_up_proj))\.weight"
 )
-_INNER_PROJECTION = re.compile(r"(.*\.layers?)\.\d{1,6}\.(?:(?:mlp\.)?(fc1)|intermediate\.(dense))\.weight")
+_INNER_PROJECTION = re.compile(
+    r"(.*\.layers?)\.\d{1,6}\.(?:(?:mlp\.)?(fc1)|intermediate\.(dense))\.weight"
+)
 _MOST_SIZES = 32
 """Maximum number of different sizes of one kind; with more, their combinations are not compared."""
 _MOST_NAMED = 6
@@ -54,7 +64,9 @@ def embeddings_of(tensors: Mapping[str, TensorMeta]) -> list[TensorMeta]:
     return [meta for key, meta in tensors.items() if _EMBEDDING.fullmatch(key)]
 
 
-def find_size_problems(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+def find_size_problems(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+) -> Iterator[Problem]:
     """Yield contradictions between tensors and the sizes stated in a configuration.
 
     Args:
@@ -71,7 +83,9 @@ def find_size_problems(tensors: Mapping[str, TensorMeta], config: Mapping[str, o
 
 
 def _check_embedding(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], parts: tuple[Mapping[str, object], ...]
+    tensors: Mapping[str, TensorMeta],
+    config: Mapping[str, object],
+    parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
     """Yield a problem if the only embedding has an extent that the configuration states nowhere."""
     embeddings = embeddings_of(tensors)
@@ -79,7 +93,9 @@ def _check_embedding(
         return
     (meta,) = embeddings
     rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
-    is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1  # packed weights have other extents
+    is_wide = (
+        dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
+    )  # packed weights have other extents
     if rows is None or hidden is None or len(meta.shape) != 2 or not is_wide:
         return
     numbers = {number for _, number in _all_numbers(config)}
@@ -94,7 +110,9 @@ def _check_embedding(
 
 
 def _check_layers(
-    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], parts: tuple[Mapping[str, object], ...]
+    tensors: Mapping[str, TensorMeta],
+    config: Mapping[str, object],
+    parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
     """Yield a problem if the only stack has a number of layers that is stated nowhere."""
     count = None if _first_number(parts, _VOCABULARY) is None else _first_number(parts, _LAYERS)
@@ -110,7 +128,9 @@ def _check_layers(
     # The number must be stated somewhere, and none may be missing below the last.
     last = max(numbers)
     stated = {number for name, number in _all_numbers(config) if _COUNTS_LAYERS.fullmatch(name)}
-    if last + 1 not in stated | {count + number for number in stated}:  # draft layers may follow the others
+    if last + 1 not in stated | {
+        count + number for number in stated
+    }:  # draft layers may follow the others
         yield Problem(
             kind="layers",
             message=f"config.json states {count} layers, but there are tensors of {last + 1}",
@@ -131,7 +151,9 @@ def _check_layers(
         )
 
 
-def _check_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+def _check_experts(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+) -> Iterator[Problem]:
     """Yield problems if the number of experts is stated nowhere, or a layer lacks some."""
     # Count the experts of each layer, stored as single tensors or stacked in one.
     numbers_of: dict[str, set[int]] = {}
@@ -145,7 +167,11 @@ def _check_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, objec
     counts = Counter((*count_of.values(), *n_stacked.values()))
     stated = [number for name, number in _all_numbers(config) if name in _EXPERTS]
     # If a single layer has fewer experts than the stated number, its last experts are missing.
-    if len(counts) == 2 and min(counts) < max(counts) in stated and counts[min(counts)] == 1 < counts[max(counts)]:
+    if (
+        len(counts) == 2
+        and min(counts) < max(counts) in stated
+        and counts[min(counts)] == 1 < counts[max(counts)]
+    ):
         count_of = {prefix: max(counts) for prefix in count_of}
     for prefix, numbers in numbers_of.items():
         n_experts = count_of[prefix]
@@ -159,7 +185,9 @@ def _check_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, objec
                 is_lack=True,
             )
     if stated and len(counts) == 1 and max(counts) not in _possible_expert_counts(config, stated):
-        last = next((f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None))
+        last = next(
+            (f"{prefix}.{max(counts) - 1}" for prefix in numbers_of), next(iter(n_stacked), None)
+        )
         yield Problem(
             kind="experts",
             message=f"config.json states {stated[0]} experts, but there are tensors of {max(counts)}",
@@ -200,10 +228,16 @@ class _HeadSizes:
         numbers = list(_all_numbers(config))
         # In latent attention, heads have parts of several widths, so nothing follows from the number of heads.
         is_latent = any("lora_rank" in name for name, _ in numbers)
-        heads = {number for name, number in numbers if _HEADS.fullmatch(name) and number > 0 and not is_latent}
+        heads = {
+            number
+            for name, number in numbers
+            if _HEADS.fullmatch(name) and number > 0 and not is_latent
+        }
         groups = {number for name, number in numbers if _GROUPS.fullmatch(name)}
         inner = {number for name, number in numbers if _INNER.fullmatch(name)}
-        return cls(frozenset(heads), frozenset(groups), frozenset(_head_widths(config)), frozenset(inner))
+        return cls(
+            frozenset(heads), frozenset(groups), frozenset(_head_widths(config)), frozenset(inner)
+        )
 
     def rows_of(self, name: str, *, may_be_gated: bool) -> set[int]:
         """Return the numbers of rows that a projection may have; empty if nothing is stated.
@@ -218,14 +252,25 @@ class _HeadSizes:
         if name == "qkv_proj":
             if not self.groups:
                 return set()
-            return {(n + 2 * m) * width for n in self.heads for m in (*self.groups, n) for width in self.widths}
+            return {
+                (n + 2 * m) * width
+                for n in self.heads
+                for m in (*self.groups, n)
+                for width in self.widths
+            }
         if name in ("k_proj", "v_proj"):
-            return {n * width for n in self.groups for width in self.widths} if self.heads else set()
-        factors = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(name, (1,))  # a gate may lie in the same matrix
+            return (
+                {n * width for n in self.groups for width in self.widths} if self.heads else set()
+            )
+        factors = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(
+            name, (1,)
+        )  # a gate may lie in the same matrix
         return {number * factor for number in self.inner for factor in factors}
 
 
-def _check_projections(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> Iterator[Problem]:
+def _check_projections(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
+) -> Iterator[Problem]:
     """Yield a problem for projections whose number of rows follows from no stated size.
 
     If layers differ from each other, there are kinds of layers of which the configuration may state
@@ -257,13 +302,19 @@ def _projections(
     tensors: Mapping[str, TensorMeta], config: Mapping[str, object]
 ) -> Iterator[tuple[str, list[TensorMeta]]]:
     """Yield (last part of the module name, matrices of all layers) for each stack of layers."""
-    has_one_part = not any(isinstance(part, Mapping) and "model_type" in part for part in config.values())
+    has_one_part = not any(
+        isinstance(part, Mapping) and "model_type" in part for part in config.values()
+    )
     metas_of: dict[tuple[str, str], list[TensorMeta]] = {}
     for meta in tensors.values():
         match = _PROJECTION.fullmatch(meta.key)
         if match is None and has_one_part:
             match = _INNER_PROJECTION.fullmatch(meta.key)
-        is_wide = len(meta.shape) == 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
+        is_wide = (
+            len(meta.shape) == 2
+            and dtype_of(meta.dtype).kind == "float"
+            and itemsize(meta.dtype) > 1
+        )
         if match is not None and is_wide:
             metas_of.setdefault((match[1], match[2] or match[3]), []).append(meta)
     for (_, name), metas in metas_of.items():

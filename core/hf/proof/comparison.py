@@ -131,7 +131,9 @@ class _Case:
         return name.removesuffix(".weight") in self.quantized
 
 
-def _prepare_case(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
+def _prepare_case(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described
+) -> _Case:
     """Gather everything that the comparison needs.
 
     Raises:
@@ -141,7 +143,9 @@ def _prepare_case(tensors: Mapping[str, TensorMeta], config: Mapping[str, object
     stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
     counts = _count_parts(stored, config, model.family)
     # Describe the model with the smaller of stated and stored counts: a difference in counts is one problem, not many.
-    routed = {meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape}
+    routed = {
+        meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape
+    }
     is_as_stated = counts.stored_experts == counts.experts or counts.experts in routed
     of_family = expected_tensors(
         config,
@@ -161,7 +165,9 @@ def _prepare_case(tensors: Mapping[str, TensorMeta], config: Mapping[str, object
     owners = ((key, owner_of(key, modules)) for key in unmatched) if is_quantized else ()
     owner_by_key = {key: owner for key, owner in owners if owner is not None}
     quantized = frozenset(owner_by_key.values())
-    return _Case(config, model, stored, body, counts, scheme, expected, unmatched, owner_by_key, quantized)
+    return _Case(
+        config, model, stored, body, counts, scheme, expected, unmatched, owner_by_key, quantized
+    )
 
 
 def _find_all(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
@@ -197,7 +203,9 @@ def _check_counts(case: _Case) -> Iterator[Problem]:
             yield Problem(
                 kind=kind,
                 message=f"{CONFIG} states {stated:,} {kind}, but there are tensors of {stored:,}",
-                key=next((key for match, key in matches if match and int(match[1]) == stored - 1), None),
+                key=next(
+                    (key for match, key in matches if match and int(match[1]) == stored - 1), None
+                ),
                 expected=f"{stated} {kind}",
                 found=str(stored),
                 is_lack=stored < stated,
@@ -214,7 +222,10 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
     if item.stack is not None and item.stack[0] in case.stored:
         if item.names[0].rpartition(".experts.")[2].partition(".")[0] == "0":
             name, (_, *extents) = item.stack
-            shape = (case.counts.stored_experts, *extents)  # a wrong number of experts is reported separately
+            shape = (
+                case.counts.stored_experts,
+                *extents,
+            )  # a wrong number of experts is reported separately
             yield from _check_stored(case, case.stored[name], name, shape)
         return
     if item.is_optional:
@@ -276,7 +287,9 @@ def _check_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Ite
         yield from _check_scales(case, meta, name, case.scheme)
 
 
-def _check_scales(case: _Case, meta: TensorMeta, name: str, scheme: QuantizationScheme) -> Iterator[Problem]:
+def _check_scales(
+    case: _Case, meta: TensorMeta, name: str, scheme: QuantizationScheme
+) -> Iterator[Problem]:
     """Yield the problems of the scales of a float8 weight."""
     key = scale_key(name, case.stored)
     if key is None and scheme.needs_scales:
@@ -309,8 +322,16 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
             expected="quantization_config",
             found="none",
         )
-    narrow = (is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float" for meta in case.stored.values())
-    if case.scheme is not None and case.scheme.is_never_wide and not case.owner_of and not any(narrow):
+    narrow = (
+        is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float"
+        for meta in case.stored.values()
+    )
+    if (
+        case.scheme is not None
+        and case.scheme.is_never_wide
+        and not case.owner_of
+        and not any(narrow)
+    ):
         yield Problem(
             kind="quantization",
             message=f"{CONFIG} states quantized weights ({case.scheme.method}), but there are none",
@@ -343,7 +364,10 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
 def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
     """Return the prefix of the tensors of a model's body; models without a head have none."""
     bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
-    return next((body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)), BODY)
+    return next(
+        (body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)),
+        BODY,
+    )
 
 
 def _body_prefixes(body: str) -> tuple[str, ...]:
@@ -357,7 +381,9 @@ def _as_language_model(key: str, body: str) -> str:
     return BODY + key.removeprefix(body) if is_of_body else key
 
 
-def _count_parts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family) -> _Counts:
+def _count_parts(
+    stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family
+) -> _Counts:
     """Count the stated and stored layers and experts.
 
     Raises:
@@ -370,12 +396,20 @@ def _count_parts(stored: Mapping[str, TensorMeta], config: Mapping[str, object],
     n_mtp = 0
     while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
         n_mtp += 1
-    n_stored = max((layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_mtp), default=0)
+    n_stored = max(
+        (layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_mtp), default=0
+    )
     if n_mtp and n_stored > n_layers:
         n_stored -= n_mtp
     n_experts = stated_experts(config, family)
     if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
         n_experts = 0  # all layers are dense, whatever number is stated
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
-    experts += [meta.shape[0] for name, meta in stored.items() if _STACKED.fullmatch(name) and len(meta.shape) == 3]
-    return _Counts(n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp)
+    experts += [
+        meta.shape[0]
+        for name, meta in stored.items()
+        if _STACKED.fullmatch(name) and len(meta.shape) == 3
+    ]
+    return _Counts(
+        n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp
+    )

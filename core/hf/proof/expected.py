@@ -27,8 +27,14 @@ BODY = "model."
 """Prefix of all tensor names but the head's, in models that have a head."""
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
-    "ForTokenClassification": {"score.weight": ("labels", "hidden_size"), "score.bias": ("labels",)},
-    "ForQuestionAnswering": {"qa_outputs.weight": ("ends", "hidden_size"), "qa_outputs.bias": ("ends",)},
+    "ForTokenClassification": {
+        "score.weight": ("labels", "hidden_size"),
+        "score.bias": ("labels",),
+    },
+    "ForQuestionAnswering": {
+        "qa_outputs.weight": ("ends", "hidden_size"),
+        "qa_outputs.bias": ("ends",),
+    },
 }
 """End of a class name → tensors of its head and their shapes, the same in every family
 (``modeling_layers.py``). ``ends`` are the start and end of an answer."""
@@ -74,7 +80,10 @@ def describe_model(config: Mapping[str, object]) -> Described | None:
     speculative decoding that calls itself a Llama, have names of their own.
     """
     model_type = config.get("model_type")
-    family = next((f for f in families().values() if model_type == f.model_type or model_type in f.aliases), None)
+    family = next(
+        (f for f in families().values() if model_type == f.model_type or model_type in f.aliases),
+        None,
+    )
     if family is None:
         return None
     stated = config.get("architectures")
@@ -97,9 +106,16 @@ def expected_head(config: Mapping[str, object], model: Described) -> tuple[Expec
         CorruptError: the configuration does not state a size.
     """
     names = config.get("id2label")
-    n_labels = len(names) if isinstance(names, Mapping) and names else count_of(config, "num_labels", default=2)
+    n_labels = (
+        len(names)
+        if isinstance(names, Mapping) and names
+        else count_of(config, "num_labels", default=2)
+    )
     sizes = {"labels": n_labels, "ends": 2, "hidden_size": count_of(config, "hidden_size")}
-    return tuple(Expected((name,), tuple(sizes[size] for size in shape)) for name, shape in model.head.items())
+    return tuple(
+        Expected((name,), tuple(sizes[size] for size in shape))
+        for name, shape in model.head.items()
+    )
 
 
 def unchecked_text(config: Mapping[str, object]) -> str | None:
@@ -133,7 +149,13 @@ def stated_experts(config: Mapping[str, object], family: Family) -> int:
 
 
 def expected_tensors(
-    config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
+    config: Mapping[str, object],
+    family: Family,
+    *,
+    n_layers: int,
+    n_experts: int,
+    n_rows_router: int,
+    n_mtp: int,
 ) -> Iterator[Expected]:
     """Yield every tensor of a model, including the head of an untied one.
 
@@ -149,7 +171,12 @@ def expected_tensors(
         CorruptError: the configuration does not state a size.
     """
     model = _model_from(
-        config, family, n_layers=n_layers, n_experts=n_experts, n_rows_router=n_rows_router, n_mtp=n_mtp
+        config,
+        family,
+        n_layers=n_layers,
+        n_experts=n_experts,
+        n_rows_router=n_rows_router,
+        n_mtp=n_mtp,
     )
     for pair in pairs_of(family, model):
         stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
@@ -160,7 +187,13 @@ def expected_tensors(
 
 
 def _model_from(
-    config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
+    config: Mapping[str, object],
+    family: Family,
+    *,
+    n_layers: int,
+    n_experts: int,
+    n_rows_router: int,
+    n_mtp: int,
 ) -> Model:
     """Return the model that a configuration describes.
 
@@ -198,7 +231,10 @@ def _model_from(
             traits.add("q_lora")
             sizes["q_lora"] = count_of(config, "q_lora_rank")
     if "moe" in family.requires:
-        sizes |= {"experts": n_rows_router, "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"])}
+        sizes |= {
+            "experts": n_rows_router,
+            "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"]),
+        }
         if "shared_expert" in family.requires:
             sizes["shared_ffn"] = count_of(config, "n_shared_experts") * sizes["moe_ffn"]
     return Model(

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "missing", "unexpected", "shape", "dtype", "layers", "experts", "sisters", "ties", "quantization", "config"
+    "missing",
+    "unexpected",
+    "shape",
+    "dtype",
+    "layers",
+    "experts",
+    "sisters",
+    "ties",
+    "quantization",
+    "config",
 ]
 
 
@@ -33,4 +42,6 @@ class Problem:
 def more_text(problems: tuple[Problem, ...]) -> str:
     """Return the number of further problems as the end of a sentence."""
     n_more = len(problems) - 1
-    return f" (and {n_more:,} more {'difference' if n_more == 1 else 'differences'})" if n_more else ""
+    return (
+        f" (and {n_more:,} more {'difference' if n_more == 1 else 'differences'})" if n_more else ""
+    )

@@ -9,7 +9,13 @@ from collections.abc import Collection, Mapping
 
 from core.catalog.catalog import Catalog, TensorMeta
 from core.changes.rename import is_optimizer_key
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+)
 from core.hf.config import CONFIG
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import BODY, describe_model, unchecked_text
@@ -74,7 +80,9 @@ def check_model(
     # What does not make the model unusable is noted.
     notes = _dtype_notes(weights, config) if is_strict else []
     if problems:
-        notes.append(f"{model_type} models do not have {_keys_text(problems)}; transformers ignores them")
+        notes.append(
+            f"{model_type} models do not have {_keys_text(problems)}; transformers ignores them"
+        )
     unchecked = unchecked_text(config)
     if unchecked is not None:
         notes.append(f"not checked: {unchecked}")
@@ -97,13 +105,16 @@ def _prefix_error(
         f"the names begin with {prefix!r}, unlike those of {model_type} models"
         + (f"; without it, {remaining[0].message}{more_text(remaining)}" if remaining else ""),
         key=next(key for key in weights if key.startswith(prefix)),
-        hint=f"remove it with {options}" + (f", and give the {CONFIG} of this model" if remaining else ""),
+        hint=f"remove it with {options}"
+        + (f", and give the {CONFIG} of this model" if remaining else ""),
     )
 
 
 def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
     """Raise if all names have the prefix of a training framework."""
-    wrapper = next((text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None)
+    wrapper = next(
+        (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
+    )
     if wrapper is not None and weights:
         raise UnknownTensorError(
             f"all names begin with {wrapper!r}, as in a training framework's state dict; transformers knows no such "
@@ -115,11 +126,16 @@ def _refuse_wrapper(weights: Mapping[str, TensorMeta]) -> None:
 
 def _dtype_notes(weights: Mapping[str, TensorMeta], config: Mapping[str, object]) -> list[str]:
     """Return a note if the weights have another element type than the configuration states."""
-    stated = next((config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None)
+    stated = next(
+        (config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)),
+        None,
+    )
     dtypes = {meta.dtype for meta in weights.values()}
     if stated is None or len(dtypes) != 1 or str(stated).removeprefix("torch.") in dtypes:
         return []
-    return [f"{CONFIG} states {stated}, the weights are {min(dtypes)}: transformers casts them when loading by default"]
+    return [
+        f"{CONFIG} states {stated}, the weights are {min(dtypes)}: transformers casts them when loading by default"
+    ]
 
 
 def fitting_prefix(
@@ -140,7 +156,9 @@ def fitting_prefix(
         return None
     (embedding,) = model.family.first[0].hf
     names = (embedding, embedding.removeprefix(BODY))
-    prefixes = dict.fromkeys(key.removesuffix(name) for name in names for key in tensors if key.endswith("." + name))
+    prefixes = dict.fromkeys(
+        key.removesuffix(name) for name in names for key in tensors if key.endswith("." + name)
+    )
     for prefix in list(prefixes)[:_MOST_PREFIXES]:
         stripped = _without(tensors, prefix)
         if len(stripped) == len(tensors) and _names_fit(find_differences(stripped, config)):
@@ -161,9 +179,18 @@ def _without(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, Tensor
 def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingException:
     """Return the error for several problems, which describes the first."""
     first = problems[0]
-    is_count = first.kind in ("layers", "experts")  # more likely the config.json of another model than lost tensors
+    is_count = first.kind in (
+        "layers",
+        "experts",
+    )  # more likely the config.json of another model than lost tensors
     is_absent = first.is_lack and not is_count
-    kind = MissingShardError if is_absent else UnknownTensorError if first.kind == "unexpected" else CorruptError
+    kind = (
+        MissingShardError
+        if is_absent
+        else UnknownTensorError
+        if first.kind == "unexpected"
+        else CorruptError
+    )
     return kind(
         f"not the {model_type} model that {CONFIG} describes: {first.message}{more_text(problems)}",
         key=first.key,

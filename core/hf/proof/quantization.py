@@ -90,9 +90,17 @@ def scheme_of(config: Mapping[str, object]) -> QuantizationScheme | None:
         stated = config.get(name)
         if isinstance(stated, Mapping) and stated:
             block = stated.get("weight_block_size")
-            is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-            method = str(stated.get("quant_method", "bitsandbytes" if stated.get("load_in_8bit") else ""))
-            return QuantizationScheme(method, (block[0], block[1]) if is_pair and isinstance(block, list) else None)
+            is_pair = (
+                isinstance(block, list)
+                and len(block) == 2
+                and all(type(n) is int and n > 0 for n in block)
+            )
+            method = str(
+                stated.get("quant_method", "bitsandbytes" if stated.get("load_in_8bit") else "")
+            )
+            return QuantizationScheme(
+                method, (block[0], block[1]) if is_pair and isinstance(block, list) else None
+            )
     return None
 
 

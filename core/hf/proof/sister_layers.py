@@ -113,7 +113,10 @@ def _stacks(
     for prefix, layers in stacks.items():
         if len(layers) > 1:
             n_layers = max(layers) + 1
-            kind_of = {number: tuple(stated.kind_of(number, n_layers) for stated in lists) for number in layers}
+            kind_of = {
+                number: tuple(stated.kind_of(number, n_layers) for stated in lists)
+                for number in layers
+            }
             yield _Stack(prefix, layers, kind_of, is_of_experts=pattern is _EXPERT)
 
 
@@ -159,7 +162,9 @@ def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
     """Yield a problem for every tensor that an incomplete layer lacks."""
     # Group the layers by the set of names that they have.
     names_of = {
-        number: frozenset(f"{_module(name)}." for name in layer) if is_quantized else frozenset(layer)
+        number: frozenset(f"{_module(name)}." for name in layer)
+        if is_quantized
+        else frozenset(layer)
         for number, layer in stack.layers.items()
     }
     numbers_of: dict[frozenset[str], list[int]] = {}
@@ -170,7 +175,11 @@ def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
     least = min(2, len(names_of) - 1)
     for names, numbers in numbers_of.items():
         # A single layer may be incomplete if several others have its names and more.
-        wider = [(len(group), other) for other, group in numbers_of.items() if names < other and len(group) >= least]
+        wider = [
+            (len(group), other)
+            for other, group in numbers_of.items()
+            if names < other and len(group) >= least
+        ]
         if len(numbers) > 1 or not wider:
             continue
         (number,) = numbers
@@ -188,14 +197,21 @@ def _find_missing(stack: _Stack, *, is_quantized: bool) -> Iterator[Problem]:
                 kind="sisters",
                 message=f"missing from this {kind}, but present in {n_sisters:,} others",
                 key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
-                expected=f"the tensor, {example[name].shape}" if name in example else "the tensors of a module",
+                expected=f"the tensor, {example[name].shape}"
+                if name in example
+                else "the tensors of a module",
                 found="no such tensor",
                 is_lack=True,
             )
 
 
 def _is_lost(
-    stack: _Stack, number: int, lost: frozenset[str], example: Mapping[str, TensorMeta], *, n_sisters: int
+    stack: _Stack,
+    number: int,
+    lost: frozenset[str],
+    example: Mapping[str, TensorMeta],
+    *,
+    n_sisters: int,
 ) -> bool:
     """Return whether tensors that a layer lacks were lost, not left out by the model's design.
 
@@ -215,7 +231,9 @@ def _is_lost(
         if len(stack.layers) == 2:
             return all(map(_USUAL.fullmatch, lost))
         is_matrix = any(
-            len(meta.shape) > 1 for name, meta in example.items() if name in lost or f"{_module(name)}." in lost
+            len(meta.shape) > 1
+            for name, meta in example.items()
+            if name in lost or f"{_module(name)}." in lost
         )
         return stack.is_inner(number) or is_matrix
     if not stack.is_inner(number):
@@ -245,7 +263,9 @@ def _find_odd_shapes(stack: _Stack) -> Iterator[Problem]:
         (usual, n_sisters), (odd, _) = counts
         number = next(number for number, shape in shape_of.items() if shape == odd)
         sisters = (sister for sister in shape_of if sister != number)
-        if stack.is_inner(number) and any(stack.kind_of[sister] == stack.kind_of[number] for sister in sisters):
+        if stack.is_inner(number) and any(
+            stack.kind_of[sister] == stack.kind_of[number] for sister in sisters
+        ):
             yield Problem(
                 kind="sisters",
                 message=f"shape {odd}, but {usual} in the {n_sisters:,} other "

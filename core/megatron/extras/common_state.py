@@ -34,7 +34,16 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
-from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, ValueCounter, as_mapping, attributes, walk
+from core.pickle.inert import (
+    NO_STATE,
+    Global,
+    Inert,
+    TensorLeaf,
+    ValueCounter,
+    as_mapping,
+    attributes,
+    walk,
+)
 from core.pickle.nesting import MAX_DEPTH, join_path
 
 OPTIMIZER = "optimizer"
@@ -192,7 +201,12 @@ class PlannedEntry:
 
 
 def plan_entry(
-    catalog: Catalog, value: object, name: str, coords: Coords, *, weights: ValueCounter | None = None
+    catalog: Catalog,
+    value: object,
+    name: str,
+    coords: Coords,
+    *,
+    weights: ValueCounter | None = None,
 ) -> PlannedEntry:
     """Plan an entry of a rank's file: its tensors become arrays of that file.
 
@@ -238,7 +252,9 @@ class _LeafRenamer:
         if self.weights is not None and self.weights.of(node):
             return node
         if len(path) > MAX_DEPTH:
-            raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
+            raise CorruptError(
+                f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8])
+            )
         if isinstance(node, TensorLeaf):
             return replace(node, key=self.new_key(join_path(path), node.key))
         if id(node) not in self.copies:
@@ -255,7 +271,9 @@ class _LeafRenamer:
             return tuple(self.copy(item, (*path, index)) for index, item in enumerate(node))
         assert isinstance(node, Inert)
         copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
-        copy.args = tuple(self.copy(item, (*path, f"args.{index}")) for index, item in enumerate(node.args))
+        copy.args = tuple(
+            self.copy(item, (*path, f"args.{index}")) for index, item in enumerate(node.args)
+        )
         copy.state = self.copy(node.state, (*path, "state"))
         copy.items = [self.copy(item, (*path, index)) for index, item in enumerate(node.items)]
         copy.entries = [(key, self.copy(item, (*path, key))) for key, item in node.entries]
@@ -348,7 +366,9 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
     return RankExtras(common, objects, states, tuple(dropped))
 
 
-def _reason_to_drop(name: object, roots: Sequence[tuple[str, Mapping[object, object]]]) -> str | None:
+def _reason_to_drop(
+    name: object, roots: Sequence[tuple[str, Mapping[object, object]]]
+) -> str | None:
     """Return why an entry cannot be kept for all ranks, or None if it can.
 
     Raises:
@@ -356,7 +376,12 @@ def _reason_to_drop(name: object, roots: Sequence[tuple[str, Mapping[object, obj
     """
     first_folder, first_root = roots[0]
     differing = next(
-        (folder for folder, root in roots if name not in root or not same(root[name], first_root.get(name))), None
+        (
+            folder
+            for folder, root in roots
+            if name not in root or not same(root[name], first_root.get(name))
+        ),
+        None,
     )
     if differing is not None:
         if name in OF_THE_RUN:

@@ -41,7 +41,9 @@ MAX_READ = 1 << 20
 _MEASURED = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
 
 
-def disagreement(values: Sequence[object], arrays: Sequence[StoredArray], store: ReadStore | None) -> str | None:
+def disagreement(
+    values: Sequence[object], arrays: Sequence[StoredArray], store: ReadStore | None
+) -> str | None:
     """Return why a state cannot be kept, in words for a note; None if all ranks that hold it hold the same.
 
     Args:
@@ -58,7 +60,10 @@ def disagreement(values: Sequence[object], arrays: Sequence[StoredArray], store:
         return None
 
     # Say why: states of delayed scaling hold measurements, whose keys are in the pickle.
-    contents = [*_bytes_in(values), *(data for array in arrays[:1] if (data := _read(array, store)) is not None)]
+    contents = [
+        *_bytes_in(values),
+        *(data for array in arrays[:1] if (data := _read(array, store)) is not None),
+    ]
     if any(word in data for data in contents for word in _MEASURED):
         return "delayed FP8 scaling, not the same on all ranks; Transformer Engine measures it anew"
     return "not the same on all ranks; Transformer Engine makes it anew"
@@ -89,11 +94,21 @@ def _read(array: StoredArray, store: ReadStore | None) -> bytes | None:
 
 
 def _bytes_in(values: Iterable[object]) -> list[bytes]:
-    return [bytes(leaf) for value in values for leaf in walk(value) if isinstance(leaf, (bytes, bytearray))]
+    return [
+        bytes(leaf)
+        for value in values
+        for leaf in walk(value)
+        if isinstance(leaf, (bytes, bytearray))
+    ]
 
 
 def adapt_expert_states(
-    catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, expert_names: str | None
+    catalog: Catalog,
+    topology: Topology,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    expert_names: str | None,
 ) -> Catalog:
     """Return the global form with the extra states of experts as the destination's rank files have them.
 
@@ -134,7 +149,12 @@ def adapt_expert_states(
 
 
 def _new_state_keys(
-    catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, expert_names: str | None
+    catalog: Catalog,
+    topology: Topology,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    expert_names: str | None,
 ) -> Mapping[str, str | None]:
     """Return the key of every experts' state that cannot be kept → the key of the empty state in its place.
 
@@ -149,7 +169,11 @@ def _new_state_keys(
             new_keys[key] = None
         elif expert.number is not None and expert_names == "te_grouped":
             new_keys[key] = f"{expert.before}{expert.rest}"
-        elif rules.is_packed_state(key) and topology.ep != facts.topology.ep and _holds_something(catalog, key):
+        elif (
+            rules.is_packed_state(key)
+            and topology.ep != facts.topology.ep
+            and _holds_something(catalog, key)
+        ):
             new_keys[key] = key
     return new_keys
 

@@ -74,7 +74,9 @@ def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank
     if entries is None:
         raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)
     if depth > MAX_DEPTH:
-        raise CorruptError(f"state dicts are nested deeper than {MAX_DEPTH} levels", key=prefix, rank=rank)
+        raise CorruptError(
+            f"state dicts are nested deeper than {MAX_DEPTH} levels", key=prefix, rank=rank
+        )
 
     # Note what writing needs in order to give the same dicts.
     into.nesting[prefix] = is_ordered(container)
@@ -90,7 +92,9 @@ def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank
         into.entries[full_name] = leaf
 
 
-def nested(entries: Mapping[object, object], versions: Mapping[str, object], nesting: Nesting) -> object:
+def nested(
+    entries: Mapping[object, object], versions: Mapping[str, object], nesting: Nesting
+) -> object:
     """Return the state dict of a chunk, nested as others of the model are, without empty dicts.
 
     Args:
@@ -114,11 +118,15 @@ def nested(entries: Mapping[object, object], versions: Mapping[str, object], nes
     inside: dict[str, dict[object, object]] = {}
     for module, version in versions.items():
         owner = module if module in nesting else _around(module, nesting)
-        inside.setdefault(owner, {})[module.removeprefix(owner).removeprefix("." if owner else "")] = version
+        inside.setdefault(owner, {})[
+            module.removeprefix(owner).removeprefix("." if owner else "")
+        ] = version
     return _finished(branches[""], inside, nesting)
 
 
-def _finished(branch: _NestedDict, versions: Mapping[str, dict[object, object]], nesting: Nesting) -> object:
+def _finished(
+    branch: _NestedDict, versions: Mapping[str, dict[object, object]], nesting: Nesting
+) -> object:
     entries = {
         name: _finished(leaf, versions, nesting) if isinstance(leaf, _NestedDict) else leaf
         for name, leaf in branch.entries.items()

@@ -43,4 +43,12 @@ def place_of(name: str, rules: Rules) -> Place:
         if name.startswith(before.removesuffix("layers.")):
             return 2 + 2 * number, 0, 0, 0, 0, module, field
     place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
-    return (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)), 0, 0, place, 0, module, field
+    return (
+        (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)),
+        0,
+        0,
+        place,
+        0,
+        module,
+        field,
+    )

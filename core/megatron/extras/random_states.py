@@ -58,7 +58,11 @@ class RandomStates:
         if missing is None:
             return None
         place = f"TP rank {missing.tp}, PP rank {missing.pp}"
-        place += f", EP rank {missing.ep}, ETP rank {missing.etp}" if topology.ep > 1 or own.ep > 1 else ""
+        place += (
+            f", EP rank {missing.ep}, ETP rank {missing.etp}"
+            if topology.ep > 1 or own.ep > 1
+            else ""
+        )
         return f"of {own}, which has none for {place}"
 
 
@@ -109,7 +113,9 @@ class KeptStates:
     dropped: tuple[str, ...] = ()
 
 
-def kept_states(catalog: Catalog, own: Topology, topology: Topology, *, rng: str | None) -> KeptStates:
+def kept_states(
+    catalog: Catalog, own: Topology, topology: Topology, *, rng: str | None
+) -> KeptStates:
     """Return the random state of every rank of a destination.
 
     Args:

@@ -92,7 +92,8 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     n_chunks, rest = divmod(len(layout), pp)
     if rest or n_chunks != (vpp or n_chunks):
         raise CorruptError(
-            f"{LAYOUT} has {len(layout)} parts, but the arguments say PP {pp} and VPP {vpp or 1}", file=file
+            f"{LAYOUT} has {len(layout)} parts, but the arguments say PP {pp} and VPP {vpp or 1}",
+            file=file,
         )
     return n_chunks
 
@@ -126,8 +127,15 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     n_experts = _n_experts(fields, topology)
     moe = _numbers(_moe_pattern(fields, n_layers)) if hybrid is None else hybrid.moe_layers
     linear = _linear_layers(fields, n_layers)
-    is_allotted = any(isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES))
-    is_alike = fields.get("moe_layer_freq", 1) in (None, 1) and not linear and not is_allotted and hybrid is None
+    is_allotted = any(
+        isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES)
+    )
+    is_alike = (
+        fields.get("moe_layer_freq", 1) in (None, 1)
+        and not linear
+        and not is_allotted
+        and hybrid is None
+    )
 
     return ModelFacts(
         topology=topology,
@@ -144,7 +152,9 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         is_mla=attention.is_mla,
         vocab_size=_vocab_size(fields),
         divisible_by=(
-            None if fields.get("pad_vocab_size") is False else size_in(fields, "make_vocab_size_divisible_by") or 128
+            None
+            if fields.get("pad_vocab_size") is False
+            else size_in(fields, "make_vocab_size_divisible_by") or 128
         ),
         pipeline=pipeline_of(fields),
         n_experts=n_experts,
@@ -153,7 +163,8 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         expert_names=None if n_experts is None else _expert_names(fields),
         linear_layers=linear,
         is_allotted=is_allotted,
-        is_prediction_renamed="mtp_hybrid_override_pattern" in fields or "hybrid_layer_pattern" in fields,
+        is_prediction_renamed="mtp_hybrid_override_pattern" in fields
+        or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         n_predictions=n_predictions,
         sizes=_named_sizes(fields, is_mla=attention.is_mla),
@@ -207,7 +218,9 @@ def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
-def _stacks(fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int]) -> dict[str, int]:
+def _stacks(
+    fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int]
+) -> dict[str, int]:
     """Return the number of layers of every stack, the main one first.
 
     Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has ``num_layers`` of them,
@@ -232,7 +245,9 @@ def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
     """
     n_experts = size_in(fields, "num_experts")
     if n_experts is None and topology.ep > 1:
-        raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)")
+        raise UnsupportedError(
+            f"the arguments say EP {topology.ep}, but not how many experts (num_experts)"
+        )
     if n_experts is not None and n_experts % topology.ep:
         raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
     return n_experts
@@ -265,7 +280,11 @@ def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int
     if pattern is not None:
         return _numbers(pattern)
     step = size_in(fields, "linear_attention_freq")
-    return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
+    return (
+        frozenset()
+        if step is None
+        else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
+    )
 
 
 def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[bool] | None:
@@ -278,7 +297,9 @@ def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[boo
     if not isinstance(items, list):
         return None
     if len(items) != n_layers or not all(item in (0, 1) for item in items):
-        raise CorruptError(f"argument {name} is a list of {len(items)}, not of 0 or 1 for each of {n_layers} layers")
+        raise CorruptError(
+            f"argument {name} is a list of {len(items)}, not of 0 or 1 for each of {n_layers} layers"
+        )
     return [bool(item) for item in items]
 
 
@@ -313,7 +334,9 @@ def _expert_names(fields: Mapping[str, object]) -> str:
     """
     if not fields.get("moe_grouped_gemm"):
         return "sequential"
-    is_legacy = fields.get("transformer_impl") == "local" or fields.get("moe_use_legacy_grouped_gemm")
+    is_legacy = fields.get("transformer_impl") == "local" or fields.get(
+        "moe_use_legacy_grouped_gemm"
+    )
     return "grouped" if is_legacy else "te_grouped"
 
 
@@ -324,7 +347,9 @@ def _vocab_size(fields: Mapping[str, object]) -> int | None:
     """
     size = size_in(fields, "vocab_size")
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")
-    return size + 1 if size is not None and is_null and "null_tokenizer_eod_id" not in fields else size
+    return (
+        size + 1 if size is not None and is_null and "null_tokenizer_eod_id" not in fields else size
+    )
 
 
 def _required_size(fields: Mapping[str, object], name: str) -> int:
@@ -350,18 +375,42 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
 
 
 LAYOUT_FIELDS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "hidden_size", "num_attention_heads"),
-    *("num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "padded_vocab_size"),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+    ),
+    *(
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+    ),
+    *(
+        "num_query_groups",
+        "group_query_attention",
+        "kv_channels",
+        "ffn_hidden_size",
+        "padded_vocab_size",
+    ),
     *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl"),
     *("vocab_size", "make_vocab_size_divisible_by"),
     *("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers", "linear_attention_freq"),
-    *("num_experts", "moe_layer_freq", "moe_grouped_gemm", "moe_ffn_hidden_size", "multi_latent_attention"),
+    *(
+        "num_experts",
+        "moe_layer_freq",
+        "moe_grouped_gemm",
+        "moe_ffn_hidden_size",
+        "multi_latent_attention",
+    ),
 )
 """Arguments on which the ranks of one checkpoint must agree."""
 
 
-def disagreements(args: object, other: object, *, rank: str, other_rank: str) -> Iterator[CorruptError]:
+def disagreements(
+    args: object, other: object, *, rank: str, other_rank: str
+) -> Iterator[CorruptError]:
     """Yield an error for every layout argument in which two ranks differ, with both values."""
     fields, other_fields = fields_of(args), fields_of(other)
     for name in LAYOUT_FIELDS:
@@ -386,7 +435,9 @@ def with_vocab_size(args: object, n_rows: int) -> object:
     return copy
 
 
-def replaced(args: object, changes: Mapping[str, object], *, added: Mapping[str, object] | None = None) -> object:
+def replaced(
+    args: object, changes: Mapping[str, object], *, added: Mapping[str, object] | None = None
+) -> object:
     """Return a copy of the arguments with other values.
 
     Arguments in ``changes`` are changed where they exist, those in ``added`` are set in any case.

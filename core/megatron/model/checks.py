@@ -7,7 +7,14 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Shape
-from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError, raising
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+    raising,
+)
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.hybrid import SYMBOLS
 from core.megatron.model.topology import Topology
@@ -19,7 +26,9 @@ ADAPTER = ".adapter."
 """Part of the names of parameters that adapt others."""
 
 
-def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising) -> None:
+def check_complete(
+    names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising
+) -> None:
     """Raise unless a model is complete.
 
     It must have its embeddings, all its layers, all their experts, and the same parameters in
@@ -37,7 +46,11 @@ def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, rep
         return  # adapters alone, without the model that they adapt
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
-            report(MissingShardError("the tensor is not in the checkpoint", key=name, rule="layout.tensor"))
+            report(
+                MissingShardError(
+                    "the tensor is not in the checkpoint", key=name, rule="layout.tensor"
+                )
+            )
     subs: dict[str, dict[int, set[str]]] = {stack: {} for stack in rules.stacks}
     for name in present:
         layer = rules.layer_of(name)
@@ -63,7 +76,9 @@ def check_predictions(facts: ModelFacts, topology: Topology) -> None:
         )
 
 
-def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts, rules: Rules, report: Report) -> None:
+def _check_stack(
+    stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts, rules: Rules, report: Report
+) -> None:
     """Report missing and surplus layers of a stack, and parameters that some layers lack.
 
     Args:
@@ -100,7 +115,11 @@ def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts,
             expert = rules.expert_of(absent)
             if expert is None or expert.number in numbers:
                 problem = "other layers have this tensor"
-                report(MissingShardError(problem, key=str(Layer(stack, layer, absent)), rule="layout.tensor"))
+                report(
+                    MissingShardError(
+                        problem, key=str(Layer(stack, layer, absent)), rule="layout.tensor"
+                    )
+                )
 
 
 def _kind(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> object:
@@ -111,7 +130,10 @@ def _kind(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> obj
     """
     kind = facts.kind_of(stack, layer)
     if kind is None:
-        return next((start for start in SYMBOLS.values() if any(sub.startswith(start) for sub in subs)), None)
+        return next(
+            (start for start in SYMBOLS.values() if any(sub.startswith(start) for sub in subs)),
+            None,
+        )
     if stack != PREDICTION_STACK and facts.pattern is not None and isinstance(kind, str):
         if not any(sub.startswith(SYMBOLS[kind]) for sub in subs):
             raise CorruptError(
@@ -139,13 +161,20 @@ def _check_experts(
     wanted = set(range(facts.n_experts or 0)) if facts.has_experts(stack, layer) else set()
     name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
-        problem = f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
+        problem = (
+            f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
+        )
         report(MissingShardError(problem, key=name, rule="layout.experts"))
     if numbers - wanted:
         problem = (
-            f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)}"
+            f"there are experts {listed(sorted(numbers - wanted))}, "
+            f"but the arguments give this layer {len(wanted)}"
         )
-        report(CorruptError(f"{problem} (num_experts, moe_layer_freq)", key=name, rule="layout.experts"))
+        report(
+            CorruptError(
+                f"{problem} (num_experts, moe_layer_freq)", key=name, rule="layout.experts"
+            )
+        )
 
 
 def _experts_in(subs: Iterable[str], rules: Rules) -> set[int]:
@@ -159,7 +188,9 @@ def fc2_of(name: str) -> str:
     return name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
 
 
-def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: ModelFacts) -> None:
+def check_shape(
+    name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: ModelFacts
+) -> None:
     """Raise unless a tensor's global shape fits its rule and the arguments.
 
     Args:
@@ -181,7 +212,8 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
     if wanted is not None and shape[0] != wanted:
         each = f" for each of {facts.n_heads} heads" if rule.unit == "heads" else ""
         raise CorruptError(
-            f"the arguments say {wanted} rows ({' + '.join(rule.extent)}{each}), but there are {shape[0]}", key=name
+            f"the arguments say {wanted} rows ({' + '.join(rule.extent)}{each}), but there are {shape[0]}",
+            key=name,
         )
 
 
@@ -189,7 +221,9 @@ def extent_of(rule: Rule, facts: ModelFacts) -> int | None:
     """Return the extent of axis 0 that the arguments give, or None where they do not say."""
     if not rule.extent or not all(name in facts.sizes for name in rule.extent):
         return None
-    return sum(facts.sizes[name] for name in rule.extent) * (facts.n_heads if rule.unit == "heads" else 1)
+    return sum(facts.sizes[name] for name in rule.extent) * (
+        facts.n_heads if rule.unit == "heads" else 1
+    )
 
 
 def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:

@@ -69,7 +69,9 @@ class Cut:
         """Return the pieces of one rank's shard."""
         if self.axis is None:
             return replicated_pieces(self.shape)
-        return split_axis(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
+        return split_axis(
+            self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n
+        )
 
     def fragments(self, key: str, rank: Rank, array: PlannedArray) -> list[TargetFragment]:
         """Return the fragments of a tensor that lie in an array, which is one rank's shard."""
@@ -77,7 +79,10 @@ class Cut:
             replicated_pieces(self.shape) if self.n == 1 else self.pieces(rank)
         )  # parts follow each other on both sides
         if self.is_transposed:
-            swapped = [(Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1]) for piece in pieces]
+            swapped = [
+                (Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1])
+                for piece in pieces
+            ]
             return [Fragment(key, box, array, at) for box, at in swapped]
         return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
 
@@ -96,10 +101,16 @@ def cuts_of(
         UnknownTensorError: no rule fits a name.
         UnsupportedError, CorruptError: as for ``cut_of``.
     """
-    facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
+    facts = with_sizes(
+        facts,
+        {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
+        rules,
+    )
     model = catalog.facet(MegatronModel) or MegatronModel()
     cuts = {}
-    cut_of_kind: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
+    cut_of_kind: dict[
+        tuple[int, Shape], Cut
+    ] = {}  # one of each kind; rules live as long as their table
     for key, meta in catalog.tensors.items():
         rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
         kind = (id(rule), meta.shape)
@@ -112,7 +123,9 @@ def cuts_of(
     return cuts
 
 
-def cut_of(meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None) -> Cut:
+def cut_of(
+    meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None
+) -> Cut:
     """Return how a tensor is cut.
 
     Args:
@@ -126,7 +139,9 @@ def cut_of(meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topolog
     if axis is None:
         return Cut(meta.shape, None, (), n, rule.group)
     if axis >= len(meta.shape):
-        raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key)
+        raise CorruptError(
+            f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key
+        )
     if rule.unit == "heads":
         check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=n, key=meta.key)
     shape = meta.shape

@@ -94,7 +94,11 @@ class ModelFacts:
 
     def padded_rows(self, n_rows: int, *, tp: int) -> int:
         """Return the rows that a vocabulary of ``n_rows`` has at a TP size, padding included."""
-        return n_rows if self.divisible_by is None else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
+        return (
+            n_rows
+            if self.divisible_by is None
+            else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
+        )
 
     def pipeline_at(self, pp: int, vpp: int = 1) -> Pipeline:
         """Return the default distribution of layers over so many stages and chunks.
@@ -141,9 +145,13 @@ class ModelFacts:
         main = self.kind.stacks[0]
         stages = Stages(pp, vpp, {main: split}, mtp)
         other_stacks = {
-            stack: split_layers(n, pp=1, vpp=1) for stack, n in self.stacks.items() if stack in self.kind.stacks[1:]
+            stack: split_layers(n, pp=1, vpp=1)
+            for stack, n in self.stacks.items()
+            if stack in self.kind.stacks[1:]
         }
-        predictions = {PREDICTION_STACK: stages.in_one_chunk(n_mtp, stages.chunk_at("mtp"))} if n_mtp else {}
+        predictions = (
+            {PREDICTION_STACK: stages.in_one_chunk(n_mtp, stages.chunk_at("mtp"))} if n_mtp else {}
+        )
         return replace(stages, splits={main: split, **other_stacks, **predictions})
 
     def is_cut_by_pattern(self, pp: int, vpp: int = 1) -> bool:
@@ -168,7 +176,11 @@ class ModelFacts:
             return stack
         if self.pattern is not None:
             return self.pattern.layers[layer]
-        return None if self.is_allotted else (stack, layer in self.moe_layers, layer in self.linear_layers)
+        return (
+            None
+            if self.is_allotted
+            else (stack, layer in self.moe_layers, layer in self.linear_layers)
+        )
 
 
 def pipeline_notes(facts: ModelFacts, pipeline: Pipeline) -> list[str]:
@@ -186,5 +198,7 @@ def _cut_layers(cuts: tuple[int, ...], pp: int, vpp: int) -> LayerSplit:
         CorruptError: the pattern does not have as many chunks.
     """
     if len(cuts) != pp * vpp:
-        raise CorruptError(f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of {vpp} chunks")
+        raise CorruptError(
+            f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of {vpp} chunks"
+        )
     return LayerSplit(tuple(cuts[first : first + pp] for first in range(0, pp * vpp, pp)))

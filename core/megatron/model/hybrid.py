@@ -87,7 +87,9 @@ def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
     layers = "".join(chunks)
     n_layers = fields.get("num_layers")
     if n_layers not in (None, len(layers)):
-        raise CorruptError(f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}")
+        raise CorruptError(
+            f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}"
+        )
 
     # A pattern without cuts leaves the distribution of layers to other arguments.
     cuts = tuple(map(len, chunks)) if len(chunks) > 1 else ()

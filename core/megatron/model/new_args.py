@@ -53,7 +53,11 @@ def update_args(
     if is_grouped is not None:
         changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
     changes |= {name: False for name in unset if fields.get(name)}
-    changes |= {name: recut(text, counts) for name in PATTERNS if isinstance(text := fields.get(name), str) and text}
+    changes |= {
+        name: recut(text, counts)
+        for name in PATTERNS
+        if isinstance(text := fields.get(name), str) and text
+    }
 
     # The distribution of layers.
     added = changes_for(fields, pipeline)
@@ -82,7 +86,10 @@ def update_args(
             "inprocess_active_world_size": world_size,
         }
         if (topology.vpp > 1) != (own.vpp > 1):  # Megatron's defaults with and without model chunks
-            changes |= {"overlap_p2p_comm": topology.vpp > 1, "align_param_gather": topology.vpp > 1}
+            changes |= {
+                "overlap_p2p_comm": topology.vpp > 1,
+                "align_param_gather": topology.vpp > 1,
+            }
         if fields.get("expert_tensor_parallel_size") is not None:
             changes |= {
                 "expert_tensor_parallel_size": topology.expert_tp,
@@ -101,7 +108,11 @@ def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, ob
         "expert_model_parallel_size": (topology.ep, 1),
         "expert_tensor_parallel_size": (topology.expert_tp, topology.tp),
     }
-    return {name: size for name, (size, usual) in sizes.items() if fields.get(name) is None and size != usual}
+    return {
+        name: size
+        for name, (size, usual) in sizes.items()
+        if fields.get(name) is None and size != usual
+    }
 
 
 def dp_at(args: object, topology: Topology) -> int | None:
@@ -121,7 +132,9 @@ def _sizes(topology: Topology) -> tuple[int, ...]:
     return topology.tp, topology.pp, topology.vpp, topology.ep, topology.expert_tp
 
 
-def _stage_and_dp(fields: Mapping[str, object], own: Topology, topology: Topology) -> tuple[int, int]:
+def _stage_and_dp(
+    fields: Mapping[str, object], own: Topology, topology: Topology
+) -> tuple[int, int]:
     """Return (ranks of a pipeline stage, data parallel size) with new sizes.
 
     There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP

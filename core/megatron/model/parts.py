@@ -79,9 +79,13 @@ def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _F
     """Compare a list of parts with an extent; a single unknown size is the remainder."""
     values = [part.value(sizes) for part in parts]
     total = sum(value for value in values if value is not None)
-    unknown = tuple(dict.fromkeys(part.text for part, value in zip(parts, values, strict=True) if value is None))
+    unknown = tuple(
+        dict.fromkeys(part.text for part, value in zip(parts, values, strict=True) if value is None)
+    )
     if not unknown:
-        return _Fit([value for value in values if value is not None] if total == extent else None, (), total)
+        return _Fit(
+            [value for value in values if value is not None] if total == extent else None, (), total
+        )
     remainder, rest = divmod(extent - total, values.count(None))
     if len(unknown) > 1 or remainder < 1 or rest:
         return _Fit(None, unknown, total)
@@ -153,7 +157,9 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
                 continue
             value, other = from_shapes.setdefault(size.name, (shape[size.axis], name))
             if shape[size.axis] != value:
-                raise CorruptError(f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name)
+                raise CorruptError(
+                    f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name
+                )
 
     # … and compare them with those that the arguments tell.
     sizes = dict(facts.sizes)
@@ -164,5 +170,7 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
         if size.name in from_shapes:
             extent, name = from_shapes[size.name]
             if sizes.setdefault(size.name, extent) != extent:
-                raise CorruptError(f"{size.name} is {extent}, but {sizes[size.name]} by the arguments", key=name)
+                raise CorruptError(
+                    f"{size.name} is {extent}, but {sizes[size.name]} by the arguments", key=name
+                )
     return replace(facts, sizes=sizes)

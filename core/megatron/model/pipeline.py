@@ -32,7 +32,16 @@ from core.errors import UnsupportedError, UsageError
 LETTERS = "ELtm"
 """Embedding, loss, layer, layer of multi-token prediction."""
 OPTIONS = "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
-_WORDS = {"embedding": "E", "loss": "L", "decoder": "t", "mtp": "m", "e": "E", "l": "L", "t": "t", "m": "m"}
+_WORDS = {
+    "embedding": "E",
+    "loss": "L",
+    "decoder": "t",
+    "mtp": "m",
+    "e": "E",
+    "l": "L",
+    "t": "t",
+    "m": "m",
+}
 _MAX_LETTERS = 1 << 16
 
 
@@ -59,19 +68,27 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         given = {
-            "layers of the first or last pipeline stage": self.first is not None or self.last is not None,
+            "layers of the first or last pipeline stage": self.first is not None
+            or self.last is not None,
             "embedding or loss that count as a layer": self.counts_embedding or self.counts_loss,
             "a pipeline layout": self.layout is not None,
             "a pipeline stage for the embedding alone": self.has_embedding_stage,
         }
         options = [option for option, is_given in given.items() if is_given]
         if len(options) > 1:
-            raise UsageError(f"{options[0]} and {options[1]} exclude each other", hint="Megatron takes one of them")
+            raise UsageError(
+                f"{options[0]} and {options[1]} exclude each other",
+                hint="Megatron takes one of them",
+            )
 
     def __str__(self) -> str:
         if self.layout is not None:
             return f"layout {layout_text(self.layout)}"
-        parts = [f"{name} {count}" for name, count in (("first", self.first), ("last", self.last)) if count is not None]
+        parts = [
+            f"{name} {count}"
+            for name, count in (("first", self.first), ("last", self.last))
+            if count is not None
+        ]
         parts += ["embedding counts"] * self.counts_embedding + ["loss counts"] * self.counts_loss
         parts += ["embedding alone"] * self.has_embedding_stage
         return ", ".join(parts)
@@ -130,7 +147,12 @@ class LayerSplit:
 @lru_cache(maxsize=64)
 def _places(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, int, int], ...]:
     """Return (vp_rank, pp_rank, local number) of every layer."""
-    return tuple((v, p, n) for v, row in enumerate(counts) for p, count in enumerate(row) for n in range(count))
+    return tuple(
+        (v, p, n)
+        for v, row in enumerate(counts)
+        for p, count in enumerate(row)
+        for n in range(count)
+    )
 
 
 def split_layers(
@@ -156,16 +178,24 @@ def split_layers(
     elif how.has_embedding_stage:
         if pp == 1:
             raise UsageError("a pipeline stage for the embedding alone needs more than one stage")
-        split = _by_stage([0, *_even(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)], vpp)
+        split = _by_stage(
+            [0, *_even(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)], vpp
+        )
     else:
         n_others = how.counts_embedding + how.counts_loss
-        split = _without_ends(_by_stage(_even(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp), vpp), how)
+        split = _without_ends(
+            _by_stage(_even(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp), vpp), how
+        )
     if split.n_layers != n_layers:
-        raise UsageError(f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}")
+        raise UsageError(
+            f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}"
+        )
     return split
 
 
-def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0, n_mtp: int = 0) -> list[int]:
+def _even(
+    n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0, n_mtp: int = 0
+) -> list[int]:
     """Return the layers, and units that count as layers, of each of several equal stages.
 
     Args:
@@ -175,10 +205,16 @@ def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: in
     """
     n_units = n_layers + n_others
     if n_units % (n_stages * vpp):
-        amount = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_others else "")
+        amount = f"{n_layers} layers" + (
+            f" (with embedding or loss: {n_units})" if n_others else ""
+        )
         chunks = f" of {vpp} model chunks" if vpp > 1 else ""
-        sizes = [size + n_before for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0]
-        works = f"PP sizes that do: {_numbers(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
+        sizes = [
+            size + n_before for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0
+        ]
+        works = (
+            f"PP sizes that do: {_numbers(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
+        )
         example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
         raise UnsupportedError(
             f"{amount} do not divide over {n_stages} pipeline stages{chunks}",
@@ -193,7 +229,9 @@ def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
     n_middle_stages = pp - (first is not None) - (last is not None)
     n_middle = n_layers - (first or 0) - (last or 0)
     given = " and ".join(
-        f"{count} layers {place}" for place, count in (("first", first), ("last", last)) if count is not None
+        f"{count} layers {place}"
+        for place, count in (("first", first), ("last", last))
+        if count is not None
     )
     if pp == 1:
         raise UsageError(
@@ -240,7 +278,9 @@ def _without_ends(split: LayerSplit, how: Pipeline) -> LayerSplit:
     return LayerSplit(tuple(map(tuple, rows)))
 
 
-def _by_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int) -> LayerSplit:
+def _by_layout(
+    n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int
+) -> LayerSplit:
     """Return the split that a layout string describes.
 
     Raises:
@@ -254,10 +294,14 @@ def _by_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp
     problem = _problem_of_layout(n_layers, pp, vpp, layout, n_mtp=n_mtp)
     if problem is not None:
         raise UsageError(f"the pipeline layout {layout_text(layout)} {problem}")
-    return LayerSplit(tuple(tuple(part.count("t") for part in layout[v * pp : (v + 1) * pp]) for v in range(vpp)))
+    return LayerSplit(
+        tuple(tuple(part.count("t") for part in layout[v * pp : (v + 1) * pp]) for v in range(vpp))
+    )
 
 
-def _problem_of_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int) -> str | None:
+def _problem_of_layout(
+    n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int
+) -> str | None:
     """Return what is wrong with the letters of a layout, or None."""
     text = "".join(layout)
     if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
@@ -265,12 +309,16 @@ def _problem_of_layout(n_layers: int, pp: int, vpp: int, layout: Sequence[str], 
     if text.count("t") != n_layers:
         return f"has {text.count('t')} layers (t), but the model has {n_layers}"
     if text.count("m") != n_mtp:
-        return f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
+        return (
+            f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
+        )
     if "t" in text.partition("m")[2]:
         return "has layers (t) after those of multi-token prediction (m)"
     with_mtp = [number for number, part in enumerate(layout) if "m" in part]
     if len(with_mtp) > 1 or any(number < pp * (vpp - 1) for number in with_mtp):
-        return "has multi-token prediction (m) in several model chunks, or not in its stage's last one"
+        return (
+            "has multi-token prediction (m) in several model chunks, or not in its stage's last one"
+        )
     return None
 
 
@@ -284,7 +332,9 @@ def parse_layout(text: str) -> tuple[str, ...]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         n_letters = len(short) + sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, short))
         if n_letters > _MAX_LETTERS:
-            raise UsageError(f"the pipeline layout has more than {_MAX_LETTERS} letters", hint=text[:80])
+            raise UsageError(
+                f"the pipeline layout has more than {_MAX_LETTERS} letters", hint=text[:80]
+            )
         short = re.sub(pattern, lambda m: m[1] * int(m[2]), short)
     wrong = sorted(set(short) - set(LETTERS) - {"|"})
     if wrong:
@@ -308,7 +358,8 @@ def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
         wrong = next((word for word in row if word.strip().lower() not in _WORDS), None)
         if wrong is not None:
             raise UsageError(
-                f"the pipeline layout has {wrong!r}", hint="it is made of embedding, decoder, mtp and loss"
+                f"the pipeline layout has {wrong!r}",
+                hint="it is made of embedding, decoder, mtp and loss",
             )
         chunks.append("".join(_WORDS[word.strip().lower()] for word in row))
     return tuple(chunks)
@@ -326,7 +377,8 @@ def layout_text(layout: Sequence[str]) -> str:
 
 def _short(part: str) -> str:
     return "".join(
-        f"{letter}*{n}" if n > 3 else letter * n for letter, n in ((x, len(list(y))) for x, y in groupby(part))
+        f"{letter}*{n}" if n > 3 else letter * n
+        for letter, n in ((x, len(list(y))) for x, y in groupby(part))
     )
 
 

@@ -49,7 +49,9 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
             has_embedding_stage=bool(fields.get(EMBEDDING_STAGE)),
         )
     except UsageError as err:
-        raise CorruptError(f"in the training arguments, {err.message}", file=file, hint=err.hint) from err
+        raise CorruptError(
+            f"in the training arguments, {err.message}", file=file, hint=err.hint
+        ) from err
 
 
 def layout_of(value: object) -> tuple[str, ...] | None:
@@ -81,9 +83,16 @@ def _of_object(value: Inert) -> tuple[str, ...]:
     if isinstance(fields.get("input_data"), (str, list)):
         return layout_of(fields["input_data"]) or ()
     stages = fields.get("layout")
-    if not isinstance(stages, list) or not stages or not all(isinstance(stage, list) and stage for stage in stages):
+    if (
+        not isinstance(stages, list)
+        or not stages
+        or not all(isinstance(stage, list) and stage for stage in stages)
+    ):
         raise UsageError(f"{LAYOUT} is a {value.class_name} without a layout")
-    return layout_of([stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)]) or ()
+    return (
+        layout_of([stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)])
+        or ()
+    )
 
 
 def _word(item: object) -> str:
@@ -117,7 +126,9 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     # Counts have two names; the ones that the arguments have are changed.
     for names, was, now in ((FIRST, own.first, pipeline.first), (LAST, own.last, pipeline.last)):
         if was != now:
-            existing = [name for name in names if name in fields] or ([names[0]] if now is not None else [])
+            existing = [name for name in names if name in fields] or (
+                [names[0]] if now is not None else []
+            )
             wanted |= dict.fromkeys(existing, now)
     for name, was, now in (
         (COUNTS_EMBEDDING, own.counts_embedding, pipeline.counts_embedding),

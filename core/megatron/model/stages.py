@@ -68,4 +68,8 @@ class Stages:
 
     def in_one_chunk(self, n_layers: int, where: tuple[int, int]) -> LayerSplit:
         """Return the split of a stack whose layers are all in one chunk, (vp, pp)."""
-        return LayerSplit(tuple(tuple(n_layers * ((v, p) == where) for p in range(self.pp)) for v in range(self.vpp)))
+        return LayerSplit(
+            tuple(
+                tuple(n_layers * ((v, p) == where) for p in range(self.pp)) for v in range(self.vpp)
+            )
+        )

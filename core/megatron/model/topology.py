@@ -151,7 +151,9 @@ def rank_dir(topology: Topology, rank: Rank) -> str:
     return name
 
 
-def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1) -> list[dict[str, Coords]]:
+def rank_dirs(
+    topology: Topology, *, world_size: int | None = None, cp: int = 1
+) -> list[dict[str, Coords]]:
     """Return the sets of directories that a training run may have written.
 
     Each maps names of directories to the coordinates of their ranks.
@@ -176,9 +178,17 @@ def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1)
     n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
     candidates = []
     for n_writers in (max(n_dense, n_expert), n_expert):  # since core 0.19, and before
-        ranks = [topology.rank_of(q, p) for p in range(topology.pp) for q in range(min(n_writers, n_stage))]
+        ranks = [
+            topology.rank_of(q, p)
+            for p in range(topology.pp)
+            for q in range(min(n_writers, n_stage))
+        ]
         candidates.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
-    return [names for n, names in enumerate((*candidates, full_set)) if names not in (*candidates, full_set)[:n]]
+    return [
+        names
+        for n, names in enumerate((*candidates, full_set))
+        if names not in (*candidates, full_set)[:n]
+    ]
 
 
 def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
@@ -218,9 +228,13 @@ def matched_dirs(
     if missing:
         parts.append(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if unexpected:
-        parts.append(f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not expected")
+        parts.append(
+            f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not expected"
+        )
     if missing:
-        raise MissingShardError(text + " and ".join(parts), hint="copy the checkpoint again, with all of its files")
+        raise MissingShardError(
+            text + " and ".join(parts), hint="copy the checkpoint again, with all of its files"
+        )
     raise CorruptError(text + " and ".join(parts), hint="move directories of other runs away")
 
 

@@ -33,7 +33,9 @@ class TrueRows:
     notes: tuple[str, ...] = ()
 
 
-def find_true_rows(facts: ModelFacts, *, given: int | None, keep_padded: bool, stored: Sequence[int]) -> TrueRows:
+def find_true_rows(
+    facts: ModelFacts, *, given: int | None, keep_padded: bool, stored: Sequence[int]
+) -> TrueRows:
     """Find the number of rows of the true vocabulary.
 
     Args:
@@ -59,7 +61,9 @@ def find_true_rows(facts: ModelFacts, *, given: int | None, keep_padded: bool, s
     if any(rows < n_rows for rows in stored):
         problem = f"a vocabulary of {n_rows} does not fit the {min(stored)} rows that are stored"
         if given is None:
-            raise CorruptError(problem, hint="the training arguments and the tensors contradict each other")
+            raise CorruptError(
+                problem, hint="the training arguments and the tensors contradict each other"
+            )
         raise UsageError(problem, hint="give the true vocabulary size, without padding")
     if given is None and not all(explains(facts, n_rows, rows) for rows in stored):
         note = f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, so it is ignored"
@@ -69,7 +73,10 @@ def find_true_rows(facts: ModelFacts, *, given: int | None, keep_padded: bool, s
 
 def explains(facts: ModelFacts, n_rows: int, stored: int) -> bool:
     """Return whether ``stored`` rows are a vocabulary of ``n_rows``, without padding or with that of some TP size."""
-    return stored in {n_rows, *(facts.padded_rows(n_rows, tp=tp) for tp in (facts.topology.tp, *_TP_SIZES))}
+    return stored in {
+        n_rows,
+        *(facts.padded_rows(n_rows, tp=tp) for tp in (facts.topology.tp, *_TP_SIZES)),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,9 @@ class CutVocab:
     notes: tuple[str, ...]
 
 
-def cut_vocab(shapes: Mapping[str, Shape], facts: ModelFacts, *, n_rows: int | None, target_tp: int | None) -> CutVocab:
+def cut_vocab(
+    shapes: Mapping[str, Shape], facts: ModelFacts, *, n_rows: int | None, target_tp: int | None
+) -> CutVocab:
     """Cut the padding rows of vocabulary tensors, where the true vocabulary is known.
 
     Args:
@@ -133,5 +142,8 @@ def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | N
         )
     padded = facts.padded_rows(n_rows, tp=tp)
     if rows not in (n_rows, padded):
-        raise CorruptError(f"{rows} rows are neither the {n_rows} true ones nor {padded} with padding", key=meta.key)
+        raise CorruptError(
+            f"{rows} rows are neither the {n_rows} true ones nor {padded} with padding",
+            key=meta.key,
+        )
     return padded

@@ -105,7 +105,9 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
     return ReadEntries(optimizer, steps, first.sharding, tuple(dropped))
 
 
-def _step_of(chain: Sequence[_ChainedOptimizer], groups: Sequence[ParamGroup]) -> tuple[object, tuple[str, ...]]:
+def _step_of(
+    chain: Sequence[_ChainedOptimizer], groups: Sequence[ParamGroup]
+) -> tuple[object, tuple[str, ...]]:
     """Return (number of steps of all members, keys of the tensors that hold it)."""
     keys = tuple(dict.fromkeys(key for member in chain for key in member.steps))
     if chain[0].kind == "distributed" and all("step" in group.settings for group in groups):
@@ -127,10 +129,14 @@ def _members(entry: object) -> list[Mapping[object, object]]:
         items = [mapping[name] for name in sorted(mapping)]  # type: ignore[type-var]
     elif isinstance(entry, list) and entry:
         items = entry
-    members: list[Mapping[object, object]] = [member for item in items if (member := as_mapping(item)) is not None]
+    members: list[Mapping[object, object]] = [
+        member for item in items if (member := as_mapping(item)) is not None
+    ]
     if len(members) != len(items):
         raise UnsupportedError(
-            "the form of the optimizer's entry is not known", key="optimizer", hint="leave it out with --no-optim"
+            "the form of the optimizer's entry is not known",
+            key="optimizer",
+            hint="leave it out with --no-optim",
         )
     return members
 
@@ -147,7 +153,9 @@ def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _Chain
     state = as_mapping(settings.get("state")) or {}
     step = state.get("common_step", entry.get("common_step"))
     per_param = as_mapping(entry.get("param_state")) or {}
-    leaves = [leaf.key for leaf in walk([step, *per_param.values()]) if isinstance(leaf, TensorLeaf)]
+    leaves = [
+        leaf.key for leaf in walk([step, *per_param.values()]) if isinstance(leaf, TensorLeaf)
+    ]
     read = {"optimizer", "param_groups", "common_step", SHARDING} | _TENSORS
     return _ChainedOptimizer(
         kind,
@@ -202,11 +210,16 @@ def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
     dense = [group for group in optimizer.groups if not group.is_expert]
     expert = [group for group in optimizer.groups if group.is_expert]
     if dense and expert:
-        return {number: _member_entry(optimizer, part, sharding) for number, part in enumerate((dense, expert))}
+        return {
+            number: _member_entry(optimizer, part, sharding)
+            for number, part in enumerate((dense, expert))
+        }
     return _member_entry(optimizer, optimizer.groups, sharding)
 
 
-def _member_entry(optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str) -> dict[object, object]:
+def _member_entry(
+    optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str
+) -> dict[object, object]:
     """Return the entry of one member, in megatron-core's form."""
     inner: dict[object, object] = {}
     if optimizer.step is not None and optimizer.kind != "distributed":

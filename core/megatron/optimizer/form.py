@@ -43,7 +43,9 @@ TITLES = {
 """Format name → a few words for people."""
 
 _BUCKETS = re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+")
-_BY_STATE = re.compile(rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)")
+_BY_STATE = re.compile(
+    rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)"
+)
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[a-z_0-9]+$")
 _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 

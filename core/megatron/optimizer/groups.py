@@ -81,14 +81,27 @@ class Policy:
             is_vector = is_vector and "q_layernorm." not in name and "k_layernorm." not in name
         elif self.exempt == "embeddings":
             is_vector = is_vector or "embedding" in name
-        has_own_lr = name.endswith(_ENDS) if self.own_lr == "ends" else n_axes > 1 and "embedding" not in name
+        has_own_lr = (
+            name.endswith(_ENDS)
+            if self.own_lr == "ends"
+            else n_axes > 1 and "embedding" not in name
+        )
         return Traits(is_vector, is_expert, has_own_lr)
 
 
 def policies_of(args: Mapping[str, object]) -> Iterator[Policy]:
     """Yield all policies, that of the training arguments first."""
-    keeps_qk = args.get("apply_wd_to_qk_layernorm") or args.get("no_weight_decay_cond_type") in _QK_CONDITIONS
-    exempt = "qk_norms" if keeps_qk else "embeddings" if args.get("embedding_init_method_std") else "vectors"
+    keeps_qk = (
+        args.get("apply_wd_to_qk_layernorm")
+        or args.get("no_weight_decay_cond_type") in _QK_CONDITIONS
+    )
+    exempt = (
+        "qk_norms"
+        if keeps_qk
+        else "embeddings"
+        if args.get("embedding_init_method_std")
+        else "vectors"
+    )
     own_lr = "matrices" if args.get("use_mup") and not args.get("decoupled_lr") else "ends"
     kinds = sorted(("vectors", "qk_norms", "embeddings"), key=lambda kind: kind != exempt)
     rates = sorted(("ends", "matrices"), key=lambda kind: kind != own_lr)
@@ -106,7 +119,9 @@ def traits_of(settings: Mapping[str, object]) -> Traits:
     return Traits(decay == 0, bool(settings.get(EXPERT)), has_own_lr)
 
 
-def identity(settings: Mapping[str, object], *, is_expert: bool | None = None) -> tuple[object, ...]:
+def identity(
+    settings: Mapping[str, object], *, is_expert: bool | None = None
+) -> tuple[object, ...]:
     """Return the values that tell a group from the others of an optimizer.
 
     Args:
@@ -187,13 +202,21 @@ def assign(
     sizes = ", ".join(str(len(group.shapes)) for group in groups)
     facts = f"{len(params)} parameters in groups of {sizes or 'none'}"
     if assignments:
-        raise UnsupportedError(f"several assignments to the optimizer's groups fit ({facts})", hint=_HINT)
+        raise UnsupportedError(
+            f"several assignments to the optimizer's groups fit ({facts})", hint=_HINT
+        )
     if refused is not None:
-        raise UnsupportedError(f"no master rounds to it in any assignment ({facts})", key=refused, hint=_HINT)
-    raise UnsupportedError(f"names and shapes do not fit the optimizer's groups ({facts})", hint=_HINT)
+        raise UnsupportedError(
+            f"no master rounds to it in any assignment ({facts})", key=refused, hint=_HINT
+        )
+    raise UnsupportedError(
+        f"names and shapes do not fit the optimizer's groups ({facts})", hint=_HINT
+    )
 
 
-def by_policy(params: Sequence[Trained], groups: Sequence[Slots], policy: Policy) -> Assignment | None:
+def by_policy(
+    params: Sequence[Trained], groups: Sequence[Slots], policy: Policy
+) -> Assignment | None:
     """Return the assignment that a policy makes, whether it fits or not.
 
     None if the policy cannot tell the groups apart.
@@ -228,7 +251,10 @@ def fits(assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slo
     for members, group in zip(assignment, groups, strict=True):
         if len(members) != len(group.shapes):
             return False
-        if any(shape not in (None, params[i].shape) for i, shape in zip(members, group.shapes, strict=True)):
+        if any(
+            shape not in (None, params[i].shape)
+            for i, shape in zip(members, group.shapes, strict=True)
+        ):
             return False
         half = [params[i].shape for i in members if params[i].dtype in HALF]
         if group.masters is not None and half != list(group.masters):
@@ -253,7 +279,9 @@ def _disagreeing(
     return None
 
 
-def _ways(params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | None) -> list[Assignment]:
+def _ways(
+    params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | None
+) -> list[Assignment]:
     """Return up to two assignments that fit, whatever the settings say; parameters may be frozen.
 
     Goes through the parameters once. A state is how many entries and masters of each group are taken; it keeps two of
@@ -268,13 +296,16 @@ def _ways(params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | N
             for number, group in enumerate(groups):
                 after = _after(taken[number], param, group)
                 is_master = after is not None and after[1] > taken[number][1]
-                if after is None or (is_master and agrees is not None and not agrees(i, number, after[1] - 1)):
+                if after is None or (
+                    is_master and agrees is not None and not agrees(i, number, after[1] - 1)
+                ):
                     continue
                 _extend(grown, (*taken[:number], after, *taken[number + 1 :]), ways, (i, number))
         frontier = grown
         if len(frontier) > _MAX_STATES:
             raise UnsupportedError(
-                "too many assignments of parameters to the optimizer's groups fit by their shapes", hint=_HINT
+                "too many assignments of parameters to the optimizer's groups fit by their shapes",
+                hint=_HINT,
             )
     full = tuple((len(group.shapes), len(group.masters or ())) for group in groups)
     return [_unrolled(way, len(groups)) for way in frontier.get(full, [])]
@@ -293,7 +324,10 @@ def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, i
 
 
 def _extend(
-    grown: dict[_State, list[_Way]], taken: _State, ways: Sequence[_Way], choice: tuple[int, int] | None
+    grown: dict[_State, list[_Way]],
+    taken: _State,
+    ways: Sequence[_Way],
+    choice: tuple[int, int] | None,
 ) -> None:
     """Extend the ways that lead to a state; without a choice, the parameter is frozen."""
     have = grown.setdefault(taken, [])

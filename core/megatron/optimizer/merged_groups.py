@@ -50,9 +50,15 @@ class MergedGroups:
         own_groups: dict[tuple[object, ...], bool] = {}
         for stored, params in groups:
             group_id = identity(stored)
-            number = list(self._groups).index(group_id) if group_id in self._groups else len(self._groups)
+            number = (
+                list(self._groups).index(group_id)
+                if group_id in self._groups
+                else len(self._groups)
+            )
             prefix = f"optimizer.groups.{number}"
-            settings = {name: self._renamed(value, f"{prefix}.{name}") for name, value in stored.items()}
+            settings = {
+                name: self._renamed(value, f"{prefix}.{name}") for name, value in stored.items()
+            }
             names = dict.fromkeys(params)
             if group_id in own_groups:
                 raise UnsupportedError(
@@ -68,7 +74,9 @@ class MergedGroups:
                 home = self._home.setdefault(name, (group_id, rank))
                 if home[0] != group_id:
                     other = self._groups[home[0]]
-                    differing = (key for key, value in settings.items() if value != other.settings.get(key))
+                    differing = (
+                        key for key, value in settings.items() if value != other.settings.get(key)
+                    )
                     setting = next(differing, "")
                     raise CorruptError(
                         f"its param group has {setting} {settings.get(setting)!r} here, "
@@ -91,7 +99,12 @@ class MergedGroups:
         return renamed_leaves(value, new_key)
 
     def _settle(
-        self, group_id: tuple[object, ...], settings: Mapping[str, object], rank: str, *, is_empty: bool
+        self,
+        group_id: tuple[object, ...],
+        settings: Mapping[str, object],
+        rank: str,
+        *,
+        is_empty: bool,
     ) -> None:
         """Compare the settings of a group with those of other ranks, or take them as the first."""
         group = self._groups.get(group_id)
@@ -116,7 +129,9 @@ class MergedGroups:
 
     def groups(self) -> tuple[ParamGroup, ...]:
         """Return the groups in order, dense ones first."""
-        groups = [ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()]
+        groups = [
+            ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()
+        ]
         return tuple(sorted(groups, key=lambda group: group.is_expert))
 
     @property
@@ -127,11 +142,21 @@ class MergedGroups:
         """
         if any(len(of_rank) < len(self._groups) for of_rank in self._of_rank):
             return True
-        return False if any(is_empty for of_rank in self._of_rank for is_empty in of_rank.values()) else None
+        return (
+            False
+            if any(is_empty for of_rank in self._of_rank for is_empty in of_rank.values())
+            else None
+        )
 
 
 _ABSENT = "absent"
 
 
 def _text(value: object) -> str:
-    return "a tensor" if isinstance(value, TensorLeaf) else repr(value) if value != _ABSENT else _ABSENT
+    return (
+        "a tensor"
+        if isinstance(value, TensorLeaf)
+        else repr(value)
+        if value != _ABSENT
+        else _ABSENT
+    )

@@ -46,7 +46,12 @@ def is_master(
     """
     if prod(master.shape) != prod(weight.shape):
         return False
-    return rounds_to(sample(store, master, bind=bind), master.dtype, sample(store, weight, bind=bind), weight.dtype)
+    return rounds_to(
+        sample(store, master, bind=bind),
+        master.dtype,
+        sample(store, weight, bind=bind),
+        weight.dtype,
+    )
 
 
 def are_masters(
@@ -68,13 +73,21 @@ def are_masters(
     for number, (master, weight) in enumerate(pairs):
         alike.setdefault((master.dtype, weight.dtype), []).append(number)
     return all(
-        rounds_to(b"".join(masters[i] for i in numbers), master, b"".join(weights[i] for i in numbers), weight)
+        rounds_to(
+            b"".join(masters[i] for i in numbers),
+            master,
+            b"".join(weights[i] for i in numbers),
+            weight,
+        )
         for (master, weight), numbers in alike.items()
     )
 
 
 def _samples(
-    store: ReadStore, arrays: Sequence[StoredArray], *, bind: Callable[[ReadStore, StoredArray], StoredArray]
+    store: ReadStore,
+    arrays: Sequence[StoredArray],
+    *,
+    bind: Callable[[ReadStore, StoredArray], StoredArray],
 ) -> list[bytes]:
     """Return ``sample`` of every array."""
     samples = [b""] * len(arrays)
@@ -112,8 +125,14 @@ def sample(
     extent, size = array.extent, itemsize(array.dtype)
     runs = _runs(prod(array.shape))
     if extent.strides is None:
-        return b"".join(store.read(extent.file, extent.offset + start * size, n * size) for start, n in runs)
-    places = [_place(index, array.shape, extent.strides) for start, n in runs for index in range(start, start + n)]
+        return b"".join(
+            store.read(extent.file, extent.offset + start * size, n * size) for start, n in runs
+        )
+    places = [
+        _place(index, array.shape, extent.strides)
+        for start, n in runs
+        for index in range(start, start + n)
+    ]
     return b"".join(store.read(extent.file, extent.offset + place * size, size) for place in places)
 
 
@@ -124,7 +143,11 @@ def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str
         UnsupportedError: the cast is not made.
     """
     if master_dtype != weight_dtype:
-        few = rounding_of(master_dtype, weight_dtype) if len(master) <= MOST * itemsize(master_dtype) else None
+        few = (
+            rounding_of(master_dtype, weight_dtype)
+            if len(master) <= MOST * itemsize(master_dtype)
+            else None
+        )
         if few is not None:
             master = few(master)
         else:
@@ -185,7 +208,9 @@ def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
 
     NaNs stay NaNs, with bits of their own.
     """
-    return {("float32", "bfloat16"): _to_bfloat16, ("float32", "float16"): _to_float16}.get((source, target))
+    return {("float32", "bfloat16"): _to_bfloat16, ("float32", "float16"): _to_float16}.get(
+        (source, target)
+    )
 
 
 def is_nan(data: bytes, dtype: str) -> bool | None:
@@ -264,6 +289,10 @@ def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, St
     }
     for piece in catalog.fragments(master):
         weight = boxes.get(piece.box)
-        if weight is not None and piece.array is not None and prod(piece.array.shape) == piece.box.n_elements:
+        if (
+            weight is not None
+            and piece.array is not None
+            and prod(piece.array.shape) == piece.box.n_elements
+        ):
             return weight, piece.array
     return None

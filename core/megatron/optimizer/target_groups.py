@@ -18,7 +18,14 @@ from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
 from core.megatron.model.version import OPTION, MegatronVersion
-from core.megatron.optimizer.groups import EXPERT, Policy, identity, policies_of, traits_of, without_unused_traits
+from core.megatron.optimizer.groups import (
+    EXPERT,
+    Policy,
+    identity,
+    policies_of,
+    traits_of,
+    without_unused_traits,
+)
 from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
@@ -50,7 +57,9 @@ class TargetGroups:
         if not self.omits_empty:
             all_groups = range(len(self.settings))
             own = (
-                list(all_groups) if self.is_sorted else [*own, *(number for number in all_groups if number not in own)]
+                list(all_groups)
+                if self.is_sorted
+                else [*own, *(number for number in all_groups if number not in own)]
             )
         return own
 
@@ -82,7 +91,11 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
             return place[number, is_expert]
         group = optimizer.groups[number]
         group_id = identity(group.settings, is_expert=is_expert)
-        settings = group.settings if EXPERT not in group.settings else {**group.settings, EXPERT: is_expert}
+        settings = (
+            group.settings
+            if EXPERT not in group.settings
+            else {**group.settings, EXPERT: is_expert}
+        )
         _check_same(wanted.setdefault(group_id, settings), settings)
         return place.setdefault((number, is_expert), group_id)
 
@@ -91,7 +104,9 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
     for name in params:
         number = sources[name]
         is_expert = (
-            optimizer.groups[number].is_expert if splits is None else splits and rules.expert_of(name) is not None
+            optimizer.groups[number].is_expert
+            if splits is None
+            else splits and rules.expert_of(name) is not None
         )
         of_name[name] = settle(number, is_expert)
     for number, group in enumerate(optimizer.groups):
@@ -100,7 +115,10 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
 
     # Dense groups come first, each kind in the order of the source.
     base = [identity(group.settings, is_expert=False) for group in optimizer.groups]
-    order = sorted(wanted, key=lambda group_id: (bool(group_id[2]), base.index((*group_id[:2], False, *group_id[3:]))))
+    order = sorted(
+        wanted,
+        key=lambda group_id: (bool(group_id[2]), base.index((*group_id[:2], False, *group_id[3:]))),
+    )
     is_sorted = all(_USUAL_RATE in group.settings for group in optimizer.groups)
     omits_empty = bool(optimizer.omits_empty)
 
@@ -144,13 +162,18 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
     return {name: value for name, value in settings.items() if name != _USUAL_RATE}
 
 
-def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list[tuple[object, ...]]:
+def _in_order(
+    groups: Mapping[tuple[object, ...], Mapping[str, object]],
+) -> list[tuple[object, ...]]:
     """Return groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
 
     Raises:
         UnsupportedError: two groups are alike in weight decay and experts.
     """
-    place = {group_id: (bool(group_id[2]), traits_of(settings).is_exempt) for group_id, settings in groups.items()}
+    place = {
+        group_id: (bool(group_id[2]), traits_of(settings).is_exempt)
+        for group_id, settings in groups.items()
+    }
     if len(set(place.values())) < len(place):
         raise UnsupportedError(
             "the source's param groups differ in more than weight decay and experts, so that their order in "
@@ -185,7 +208,11 @@ def _splits(target: ReshardTarget) -> bool | None:
 def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, object]) -> None:
     """Raise unless two groups that become one agree."""
     for name in dict.fromkeys([*settings, *other_settings]):
-        if name not in settings or name not in other_settings or not same(settings[name], other_settings[name]):
+        if (
+            name not in settings
+            or name not in other_settings
+            or not same(settings[name], other_settings[name])
+        ):
             raise UnsupportedError(
                 f"experts and other parameters come to one param group, but their {name} is {settings.get(name)!r} and "
                 f"{other_settings.get(name)!r}",
@@ -202,10 +229,14 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
     """
     groups = target.optimizer.groups
     if all(group.params is not None for group in groups):
-        numbers = {name: number for number, group in enumerate(groups) for name in group.params or ()}
+        numbers = {
+            name: number for number, group in enumerate(groups) for name in group.params or ()
+        }
         missing = next((name for name in params if name not in numbers), None)
         if missing is not None:
-            raise CorruptError("the optimizer has states of it, but no param group has it", key=missing)
+            raise CorruptError(
+                "the optimizer has states of it, but no param group has it", key=missing
+            )
         return numbers
     for policy in policies_of(fields_of(target.args)):
         numbers = _groups_by_policy(policy, target, params)
@@ -218,7 +249,9 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
     )
 
 
-def _groups_by_policy(policy: Policy, target: ReshardTarget, params: Mapping[str, int]) -> dict[str, int]:
+def _groups_by_policy(
+    policy: Policy, target: ReshardTarget, params: Mapping[str, int]
+) -> dict[str, int]:
     """Return the number of the group that a policy gives each parameter; {} if it cannot tell the groups apart."""
     wanted = [traits_of(group.settings) for group in target.optimizer.groups]
     if len(set(wanted)) < len(wanted):

@@ -36,7 +36,9 @@ class ModelChunk:
     stages: Stages
     facts: ModelFacts
     rules: Rules
-    known: dict[str, tuple[str, Expert | None]] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[str, tuple[str, Expert | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """Name → (name with its layer renumbered, the expert in that); for all ranks of one ``where``."""
 
     @property
@@ -55,7 +57,10 @@ class ModelChunk:
         places = {}
         for place, name in enumerate(names):
             expert = self.rules.expert_of(name)
-            places[name] = (place if expert is None else first.setdefault(expert.before, place), place)
+            places[name] = (
+                place if expert is None else first.setdefault(expert.before, place),
+                place,
+            )
         return places
 
     def layer_name(self, name: str) -> str:
@@ -69,7 +74,11 @@ class ModelChunk:
             layer = self.rules.layer_of(name)
             global_name = name
             if layer is not None:
-                global_name = str(replace(layer, number=layer.number + self.stages.offset(layer.stack, *self.where)))
+                global_name = str(
+                    replace(
+                        layer, number=layer.number + self.stages.offset(layer.stack, *self.where)
+                    )
+                )
             entry = self.known[name] = (global_name, self.rules.expert_of(global_name))
         return entry
 
@@ -120,7 +129,9 @@ class ModelChunk:
         """Return the experts on the first axis of a tensor."""
         if len(array.shape) < 2 or array.shape[0] != self.n_experts:
             raise CorruptError(
-                f"a tensor of {self.n_experts} experts has the shape {array.shape}", key=name, rank=self.folder
+                f"a tensor of {self.n_experts} experts has the shape {array.shape}",
+                key=name,
+                rank=self.folder,
             )
         shape = array.shape[1:]
         return [part_of(array, number * prod(shape), shape) for number in range(self.n_experts)]
@@ -134,12 +145,16 @@ def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
     if name in entries:
         # Chunks of another VPP would be left out silently.
         if (vpp == 1 and len(chunks) > 1) or (vpp > 1 and "model" in chunks):
-            raise CorruptError(f"there are the model chunks {', '.join(chunks)}, but VPP is {vpp}", rank=rank)
+            raise CorruptError(
+                f"there are the model chunks {', '.join(chunks)}, but VPP is {vpp}", rank=rank
+            )
         return entries[name]
     if vpp == 1 or not chunks:
         raise MissingShardError(
             f"there is no entry {name!r}" + (f", only {', '.join(chunks)}" if chunks else ""),
             rank=rank,
-            hint="is virtual_pipeline_model_parallel_size in the arguments right?" if chunks else None,
+            hint="is virtual_pipeline_model_parallel_size in the arguments right?"
+            if chunks
+            else None,
         )
     return {}

@@ -73,11 +73,15 @@ class Homes:
                     hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
                 )
             if self.stages.n_layers(PREDICTION_STACK) and key.startswith(FINAL_NORM):
-                place = "last_layer"  # multi-token prediction may be in a chunk of its own behind it
+                place = (
+                    "last_layer"  # multi-token prediction may be in a chunk of its own behind it
+                )
             return Home(*self.stages.chunk_at(place), None, key)
         if layer.number >= self.stages.n_layers(layer.stack):
             n_layers = self.stages.n_layers(layer.stack)
-            raise CorruptError(f"there is no layer {layer.number} in a model of {n_layers}", key=key)
+            raise CorruptError(
+                f"there is no layer {layer.number} in a model of {n_layers}", key=key
+            )
 
         # Layers are numbered anew in every chunk, experts in every expert parallel rank.
         vp, pp, number = self.stages.chunk_of(layer.stack, layer.number)
@@ -107,7 +111,11 @@ class Homes:
         """Return the homes of a module; none where it does not exist, all where no row says."""
         layer = self.rules.layer_of(name + ".")
         if layer is None and self.rules.stage_of(name) is None:
-            return [Home(vp, pp, None, name) for pp in range(self.topology.pp) for vp in range(self.topology.vpp)]
+            return [
+                Home(vp, pp, None, name)
+                for pp in range(self.topology.pp)
+                for vp in range(self.topology.vpp)
+            ]
         if layer is not None and layer.number >= self.stages.n_layers(layer.stack):
             return []
         homes = self.homes(name + "." if layer is not None else name)
@@ -174,7 +182,14 @@ def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[
             continue
         linear, _, field = expert.rest.partition(".")
         start = module_of.setdefault(expert.before, place)
-        keys.append((start, linear_of.setdefault((expert.before, linear), place), field.startswith("_"), place))
+        keys.append(
+            (
+                start,
+                linear_of.setdefault((expert.before, linear), place),
+                field.startswith("_"),
+                place,
+            )
+        )
     return [pairs[place] for place in sorted(range(len(pairs)), key=keys.__getitem__)]
 
 

@@ -63,10 +63,14 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         for key, item in catalog.objects.items()
         if item.key.endswith(EXTRA_STATE) and (item.value is not None or item.raw_key is not None)
     ]
-    dropped = [f"{key} (of the other transformer implementation)" for key in (*filled, *filled_objects)]
+    dropped = [
+        f"{key} (of the other transformer implementation)" for key in (*filled, *filled_objects)
+    ]
 
     new_of = {
-        key: _renamed(key, facts, rules, to_fused=to_fused) for key in catalog.tensors if not key.endswith(EXTRA_STATE)
+        key: _renamed(key, facts, rules, to_fused=to_fused)
+        for key in catalog.tensors
+        if not key.endswith(EXTRA_STATE)
     }
     old_of = {new: old for old, new in new_of.items()}
 
@@ -88,7 +92,11 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         common={**common_of(catalog), "args": args},
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
         dropped=(*catalog.dropped, *dropped),
-    ).with_facet(replace(model, order=None, module_versions={}, is_down_proj_cut=facts.is_mla and not to_fused))
+    ).with_facet(
+        replace(
+            model, order=None, module_versions={}, is_down_proj_cut=facts.is_mla and not to_fused
+        )
+    )
 
 
 def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: bool) -> None:
@@ -99,7 +107,8 @@ def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: boo
     """
     if facts.kind.is_legacy:
         raise UnsupportedError(
-            "models with the names of megatron.legacy have no such implementation", hint="leave --transformer-impl out"
+            "models with the names of megatron.legacy have no such implementation",
+            hint="leave --transformer-impl out",
         )
     if model.expert_names == "te_grouped" and not to_fused:
         raise UnsupportedError(
@@ -130,7 +139,12 @@ def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> st
 def _with_names(optimizer: Optimizer, new_of: dict[str, str]) -> Optimizer:
     """Return the optimizer with new names of the parameters in its groups."""
     groups = tuple(
-        replace(group, params=None if group.params is None else tuple(new_of.get(name, name) for name in group.params))
+        replace(
+            group,
+            params=None
+            if group.params is None
+            else tuple(new_of.get(name, name) for name in group.params),
+        )
         for group in optimizer.groups
     )
     return replace(optimizer, groups=groups)

@@ -59,7 +59,10 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
         return catalog
 
     # Join their extents on the axis of the parts, where the first part stands.
-    runs = {param: _runs(param, axis, parts, order[param]) for param, (axis, parts) in parts_of_key.items()}
+    runs = {
+        param: _runs(param, axis, parts, order[param])
+        for param, (axis, parts) in parts_of_key.items()
+    }
     tensors: dict[str, TensorMeta] = {}
     for key, meta in catalog.tensors.items():
         param = key.rpartition(".")[0]
@@ -82,7 +85,9 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
 
 
-def _runs(param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]) -> list[_PartRange]:
+def _runs(
+    param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]
+) -> list[_PartRange]:
     """Return the ranges of the parts of a parameter on its axis, in order."""
     first_part = next(iter(parts.values()))
     runs: list[_PartRange] = []
@@ -91,9 +96,12 @@ def _runs(param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequenc
         meta = parts.get(name)
         if meta is None:
             raise MissingShardError(
-                "this part of the parameter is missing; the others are present", key=f"{param}.{name}"
+                "this part of the parameter is missing; the others are present",
+                key=f"{param}.{name}",
             )
-        if meta.dtype != first_part.dtype or _with(meta.shape, axis, 0) != _with(first_part.shape, axis, 0):
+        if meta.dtype != first_part.dtype or _with(meta.shape, axis, 0) != _with(
+            first_part.shape, axis, 0
+        ):
             raise CorruptError(
                 f"{meta.dtype} of shape {meta.shape}, but another part of {param} is {first_part.dtype} of "
                 f"{first_part.shape}",
@@ -104,7 +112,9 @@ def _runs(param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequenc
     return runs
 
 
-def separate_parts(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
+def separate_parts(
+    catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool
+) -> Catalog[ArrayT]:
     """Return a catalog in which every part of such a parameter is a tensor of its own.
 
     Args:

@@ -34,7 +34,12 @@ class Origin:
 
 
 def origins_of(
-    catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules, *, report: Report = raising
+    catalog: Catalog,
+    names: Mapping[str, str],
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    report: Report = raising,
 ) -> dict[str, Origin]:
     """Return for every global per-layer name where it comes from.
 
@@ -67,8 +72,18 @@ def origins_of(
             wanted = tuple(number + 1 for number in at)
             if shape[: len(wanted)] != wanted:
                 of = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
-                report(CorruptError(f"a stack of shape {shape} in a model of {of}", key=key, rule="layout.stacks"))
-                members = [(at, name) for at, name in members if all(i < n for i, n in zip(at, shape, strict=False))]
+                report(
+                    CorruptError(
+                        f"a stack of shape {shape} in a model of {of}",
+                        key=key,
+                        rule="layout.stacks",
+                    )
+                )
+                members = [
+                    (at, name)
+                    for at, name in members
+                    if all(i < n for i, n in zip(at, shape, strict=False))
+                ]
             for at, name in members:
                 add(name, key, at)
         except CheckpointingException as err:
@@ -85,10 +100,13 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
     if stacked is not None:
         stack, sub = stacked[0], _sub(stacked[1], facts, rules)
-        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))]
+        names = [
+            ((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))
+        ]
         if not names:
             raise CorruptError(
-                f"the other tensors are those of a {facts.kind.kind} model, which has no such layers", key=name
+                f"the other tensors are those of a {facts.kind.kind} model, which has no such layers",
+                key=name,
             )
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
@@ -102,7 +120,9 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
         elif expert.number is not None:
             members.append((at, expert.numbered(expert.number)))
         else:
-            members += [((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)]
+            members += [
+                ((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)
+            ]
     return members
 
 
@@ -124,7 +144,8 @@ def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
         other = catalog.tensors[key]
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise CorruptError(
-                f"{other.dtype} of shape {other.shape}, but its twin is {first.dtype} of {first.shape}", key=key
+                f"{other.dtype} of shape {other.shape}, but its twin is {first.dtype} of {first.shape}",
+                key=key,
             )
     return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
 
@@ -138,11 +159,15 @@ class OriginFragments:
         metas: their final shapes, which may have fewer rows than what is stored.
     """
 
-    def __init__(self, catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, TensorMeta]) -> None:
+    def __init__(
+        self, catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, TensorMeta]
+    ) -> None:
         self._catalog = catalog
         self._origins = origins
         self._metas = metas
-        self._unstacked = lru_cache(maxsize=32)(lambda key, depth: _unstacked(catalog.fragments(key), depth))
+        self._unstacked = lru_cache(maxsize=32)(
+            lambda key, depth: _unstacked(catalog.fragments(key), depth)
+        )
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
         """Return the fragments of one tensor; those of the catalog for a key that has no origin."""
@@ -172,7 +197,8 @@ def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...
             if piece.array is not None:
                 first = len(at) - len(shape)  # where the first stacking axis is in the array
                 at = tuple(
-                    start + (steps[axis - first] if 0 <= axis - first < depth else 0) for axis, start in enumerate(at)
+                    start + (steps[axis - first] if 0 <= axis - first < depth else 0)
+                    for axis, start in enumerate(at)
                 )
             index = tuple(start + step for start, step in zip(offset, steps, strict=False))
             fragments_at.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))

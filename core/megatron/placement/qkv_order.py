@@ -56,12 +56,19 @@ class OldRows:
         assert array is not None
         at, box = fragment.at, fragment.box
         for row in range(at[0] // self.channels, -(-(at[0] + box.shape[0]) // self.channels)):
-            first, stop = max(row * self.channels, at[0]), min((row + 1) * self.channels, at[0] + box.shape[0])
+            first, stop = (
+                max(row * self.channels, at[0]),
+                min((row + 1) * self.channels, at[0] + box.shape[0]),
+            )
             head, part = divmod(row, self.n_parts)
-            inside = Box((box.offset[0] + first - at[0], *box.offset[1:]), (stop - first, *box.shape[1:]))
+            inside = Box(
+                (box.offset[0] + first - at[0], *box.offset[1:]), (stop - first, *box.shape[1:])
+            )
             channel = first - row * self.channels
             if self.has_parts_last:
-                yield replace(fragment, box=inside, array=self._view(array, head, part), at=(channel, *at[1:]))
+                yield replace(
+                    fragment, box=inside, array=self._view(array, head, part), at=(channel, *at[1:])
+                )
             else:
                 start = (part * self.n_heads + head) * self.channels + channel
                 yield replace(fragment, box=inside, at=(start, *at[1:]))
@@ -102,9 +109,13 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
     if version >= 2 or match is None:
         return None
     if version not in (0, 1):
-        raise UnsupportedError(f"how checkpoint_version {version} orders the rows is not known", key=name)
+        raise UnsupportedError(
+            f"how checkpoint_version {version} orders the rows is not known", key=name
+        )
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
-        raise UnsupportedError(f"checkpoint_version {version} with query groups, or without a hidden size", key=name)
+        raise UnsupportedError(
+            f"checkpoint_version {version} with query groups, or without a hidden size", key=name
+        )
     n_parts, n_heads = (3 if match[1] else 2), facts.n_heads // facts.topology.tp
     if n_rows != n_parts * n_heads * facts.head_dim:
         raise CorruptError(

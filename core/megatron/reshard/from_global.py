@@ -62,7 +62,9 @@ def unshard_global(
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     entries = _separate_entries(catalog)
-    facts = facts_of(entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
+    facts = facts_of(
+        entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
+    )
     dropped: list[str] = []
     carries_optimizer = entries.has_optimizer and optim == "carry"
     if entries.has_optimizer and not carries_optimizer:
@@ -81,7 +83,9 @@ def unshard_global(
     facts_of_args, facts = facts, stored.facts
     vocab = _vocab_shapes(metas, rules)
     stored_rows = [shape[0] for shape in vocab.values() if shape]
-    true_rows = find_true_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows)
+    true_rows = find_true_rows(
+        facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows
+    )
     _check_shapes(metas, facts, rules)
     cut = cut_vocab(vocab, facts, n_rows=true_rows.n_rows, target_tp=target_tp)
     metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
@@ -123,7 +127,9 @@ def unshard_global(
     )
     if not carries_optimizer:
         return model
-    states = read_states(catalog, model, entries.optimizer, facts, rules, prefix=prefix, store=store)
+    states = read_states(
+        catalog, model, entries.optimizer, facts, rules, prefix=prefix, store=store
+    )
     return with_states(model, states)
 
 
@@ -147,18 +153,24 @@ class _SeparatedEntries:
 
     def model_keys(self, catalog: Catalog) -> list[str]:
         """Return the keys of the catalog's tensors that are the model's."""
-        return [key for key in catalog.tensors if not is_optimizer_key(key) and key not in self.tensors]
+        return [
+            key for key in catalog.tensors if not is_optimizer_key(key) and key not in self.tensors
+        ]
 
 
 def _separate_entries(catalog: Catalog) -> _SeparatedEntries:
     """Separate the entries of a catalog by what becomes of them."""
     entries = common_entries(catalog)
     optimizer = entries.pop(OPTIMIZER, None)
-    sharded = {str(name): value for name, value in entries.items() if sharded_object(str(name)) is not None}
+    sharded = {
+        str(name): value for name, value in entries.items() if sharded_object(str(name)) is not None
+    }
     common = {name: value for name, value in entries.items() if str(name) not in sharded}
     tensors = {leaf.key for leaf in walk([common, sharded]) if isinstance(leaf, TensorLeaf)}
     has_states = any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects]))
-    return _SeparatedEntries(common, optimizer, optimizer is not None or has_states, sharded, tensors)
+    return _SeparatedEntries(
+        common, optimizer, optimizer is not None or has_states, sharded, tensors
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,9 @@ class _StoredTensors:
     facts: ModelFacts
 
 
-def _find_tensors(catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules) -> _StoredTensors:
+def _find_tensors(
+    catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules
+) -> _StoredTensors:
     """Find every tensor of the model in the stored ones.
 
     Args:
@@ -189,7 +203,9 @@ def _find_tensors(catalog: Catalog, names: Mapping[str, str], facts: ModelFacts,
     origins = origins_of(catalog, names, facts, rules)
     metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
-    return _StoredTensors(origins, metas, with_gate(facts, {name: meta.shape for name, meta in metas.items()}))
+    return _StoredTensors(
+        origins, metas, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
+    )
 
 
 def _vocab_shapes(metas: Mapping[str, TensorMeta], rules: Rules) -> dict[str, Shape]:
@@ -202,7 +218,9 @@ def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rul
         rule = rules.rule_of(name)
         axis = rule.cut_axis
         if axis is not None and axis >= len(meta.shape):
-            raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name)
+            raise CorruptError(
+                f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name
+            )
         partner = metas.get(fc2_of(name))
         check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
 
@@ -222,7 +240,9 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
 def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
     """Return whether tensors have Megatron's names for attention, which no other model has in such layers."""
     attention = [key for key in catalog.tensors if ".self_attention." in key]
-    return any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention)
+    return any(
+        rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention
+    )
 
 
 def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
@@ -230,7 +250,11 @@ def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]
     for key, meta in catalog.tensors.items():
         name = key.removeprefix(prefix)
         stacked = rules.stacked_of(name)
-        yield str(Layer(stacked[0], meta.shape[0] - 1, stacked[1])) if stacked and meta.shape else name
+        yield (
+            str(Layer(stacked[0], meta.shape[0] - 1, stacked[1]))
+            if stacked and meta.shape
+            else name
+        )
 
 
 def prefix_of(catalog: Catalog, rules: Rules) -> str:
@@ -240,7 +264,10 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
         UnsupportedError: the keys are not Megatron's.
     """
     for prefix in _PREFIXES:
-        if any(key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :]) for key in catalog.tensors):
+        if any(
+            key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
+            for key in catalog.tensors
+        ):
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
@@ -270,7 +297,9 @@ def _torch_dist_facts(catalog: Catalog) -> dict[type, object]:
     if facts is None:
         return {}
     if facts.mcore_data is not None:
-        mcore_data = {key: {} if is_optimizer_key(key) else entry for key, entry in facts.mcore_data.items()}
+        mcore_data = {
+            key: {} if is_optimizer_key(key) else entry for key, entry in facts.mcore_data.items()
+        }
         facts = replace(facts, mcore_data=mcore_data)
     return {TorchDistFacts: facts}
 
@@ -355,14 +384,18 @@ def _rename_objects(
 
         # Everything but extra states keeps its key, or is in the common state.
         is_state = (shard[0] if shard else key).endswith(_EXTRA)
-        name = _name_of_state(key, prefix, facts, rules) if is_state and item.raw_key is None else None
+        name = (
+            _name_of_state(key, prefix, facts, rules) if is_state and item.raw_key is None else None
+        )
         if name is None:
             if is_state or shard is not None:
                 objects[key] = item
             continue
         rules.rule_of(name)
         value = item.value
-        if shard is not None and isinstance(value, list) and len(value) == 1:  # as torch_dist keeps it
+        if (
+            shard is not None and isinstance(value, list) and len(value) == 1
+        ):  # as torch_dist keeps it
             value = value[0]
         if isinstance(value, TensorLeaf):
             tensors[name] = value.key

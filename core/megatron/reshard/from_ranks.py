@@ -27,7 +27,14 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TensorMeta,
+    metas_of,
+    whole_fragment,
+)
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
@@ -47,7 +54,14 @@ from core.megatron.extras.common_state import (
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened
 from core.megatron.model.args import facts_of
-from core.megatron.model.checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes
+from core.megatron.model.checks import (
+    check_complete,
+    check_predictions,
+    check_shape,
+    extent_of,
+    fc2_of,
+    gate_notes,
+)
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
@@ -101,13 +115,20 @@ def unshard_ranks(
 
     # Join the shapes of the ranks, and check them against the arguments.
     stored_rows = _vocab_rows(model, facts)
-    true_rows = find_true_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows)
-    stored = {name: global_shape_of(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
+    true_rows = find_true_rows(
+        facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows
+    )
+    stored = {
+        name: global_shape_of(name, tensor, facts.topology)
+        for name, tensor in model.tensors.items()
+    }
     facts_of_args, facts = facts, with_sizes(facts, stored, rules)
     check_shapes(model, stored, facts)
     order = sorted(model.order, key=model.order.__getitem__)
     shapes = {name: stored[name] for name in order if name in stored}
-    cut = cut_vocab(_vocab_shapes(model, shapes), facts, n_rows=true_rows.n_rows, target_tp=target_tp)
+    cut = cut_vocab(
+        _vocab_shapes(model, shapes), facts, n_rows=true_rows.n_rows, target_tp=target_tp
+    )
     shapes |= cut.shapes
     notes += [*true_rows.notes, *gate_notes(facts_of_args, facts), *cut.notes]
     for key, state in states.items():
@@ -124,10 +145,14 @@ def unshard_ranks(
             f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
         )
 
-    states_without_tensors = {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
+    states_without_tensors = {
+        name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()
+    }
     objects = extras.objects | states_without_tensors
     parts = (common, *(item.value for item in objects.values()), *extras.rng_states.values())
-    hidden = {leaf.key: catalog.meta(leaf.key) for leaf in walk(parts) if isinstance(leaf, TensorLeaf)}
+    hidden = {
+        leaf.key: catalog.meta(leaf.key) for leaf in walk(parts) if isinstance(leaf, TensorLeaf)
+    }
     hidden |= metas_of({key: arrays[0] for key, arrays in copies.items()})
     megatron = replace(
         _described_files(model, ranks),
@@ -138,7 +163,10 @@ def unshard_ranks(
     )
     return replace(
         catalog,
-        tensors={name: TensorMeta(name, tensors[name].parts[0].array.dtype, shapes[name]) for name in shapes},
+        tensors={
+            name: TensorMeta(name, tensors[name].parts[0].array.dtype, shapes[name])
+            for name in shapes
+        },
         objects=objects,
         hidden=hidden,
         fragments_of=_RankFragments(catalog, tensors, shapes, copies, facts).fragments_of,
@@ -208,14 +236,18 @@ def _optimizer_kind(catalog: Catalog, model: RankModel) -> str | None:
     return "in model_optim_rng.pt" if is_in_files else None
 
 
-def _state_tensors(optimizer: RankStates, model: RankModel, facts: ModelFacts) -> dict[str, RankTensor]:
+def _state_tensors(
+    optimizer: RankStates, model: RankModel, facts: ModelFacts
+) -> dict[str, RankTensor]:
     """Return every state of every parameter of the model, as the ranks hold it."""
     tensors: dict[str, RankTensor] = {}
     for state in optimizer.states:
         chunk = state.param.chunk
         for _, global_name, array in chunk.arrays(state.param.name, state.array):
             name = global_name
-            if name not in model.tensors:  # a copy of shared embeddings, which is no tensor of its own
+            if (
+                name not in model.tensors
+            ):  # a copy of shared embeddings, which is no tensor of its own
                 tied = chunk.rules.rule_of(name).tied
                 assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
                 name = tied
@@ -234,7 +266,9 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
         A note for each of them.
     """
     dropped: list[str] = []
-    tensors = {name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"}
+    tensors = {
+        name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"
+    }
     for name in (*tensors, *(name for name in model.extra_states if name not in tensors)):
         arrays = [part.array for part in tensors[name].parts] if name in tensors else []
         reason = disagreement(model.extra_states.get(name, ()), arrays, store)
@@ -267,7 +301,9 @@ def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
     return is_cut
 
 
-def global_shape_of(name: str, tensor: RankTensor, topology: Topology, *, like: RankTensor | None = None) -> Shape:
+def global_shape_of(
+    name: str, tensor: RankTensor, topology: Topology, *, like: RankTensor | None = None
+) -> Shape:
     """Return the global shape of a tensor, checking that the ranks agree.
 
     Args:
@@ -288,12 +324,16 @@ def global_shape_of(name: str, tensor: RankTensor, topology: Topology, *, like: 
                 rank=part.folder,
             )
     if axis is not None and axis >= len(first.array.shape):
-        raise CorruptError(f"the tensor has {len(first.array.shape)} axes, but its rule cuts axis {axis}", key=name)
+        raise CorruptError(
+            f"the tensor has {len(first.array.shape)} axes, but its rule cuts axis {axis}", key=name
+        )
     return global_shape(first.array.shape, axis, topology.size_of(tensor.rule.group))
 
 
 def _vocab_shapes(model: RankModel, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {name: shape for name, shape in shapes.items() if model.tensors[name].rule.kind == "vocab"}
+    return {
+        name: shape for name, shape in shapes.items() if model.tensors[name].rule.kind == "vocab"
+    }
 
 
 def _vocab_rows(model: RankModel, facts: ModelFacts) -> list[int]:
@@ -365,7 +405,9 @@ class _RankFragments:
                     yield from tensor.old_rows.fragments(fragment)
 
 
-def _cut_pieces(key: str, rule: Rule, shape: Shape, part: RankPart, facts: ModelFacts) -> list[ShardPiece]:
+def _cut_pieces(
+    key: str, rule: Rule, shape: Shape, part: RankPart, facts: ModelFacts
+) -> list[ShardPiece]:
     """Return the pieces of a tensor that a rank's array holds, without padding."""
     axis = rule.cut_axis
     if axis is None:

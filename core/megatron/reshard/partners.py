@@ -61,14 +61,26 @@ def check_partners(names: Iterable[str], kind: ModelKind, rules: Rules, *, repor
 
     for (stack, number), subs in sorted(layers.items()):
         for missing, partner in _missing(subs):
-            if missing not in subs_of_stack[stack]:  # where other layers have it, ``check_complete`` reports it
+            if (
+                missing not in subs_of_stack[stack]
+            ):  # where other layers have it, ``check_complete`` reports it
                 problem = f"the layer has {partner}, but not this"
-                report(MissingShardError(problem, key=str(Layer(stack, number, missing)), rule="layout.tensor"))
+                report(
+                    MissingShardError(
+                        problem, key=str(Layer(stack, number, missing)), rule="layout.tensor"
+                    )
+                )
 
     # A stack whose layers have norms ends with one.
-    has_norms = any(sub.endswith((_NORM, _FUSED_NORM)) for subs in subs_of_stack.values() for sub in subs)
+    has_norms = any(
+        sub.endswith((_NORM, _FUSED_NORM)) for subs in subs_of_stack.values() for sub in subs
+    )
     if has_norms and not any(name.startswith("decoder.final") for name in present):
-        report(MissingShardError("the tensor is not in the checkpoint", key=_FINAL, rule="layout.tensor"))
+        report(
+            MissingShardError(
+                "the tensor is not in the checkpoint", key=_FINAL, rule="layout.tensor"
+            )
+        )
 
 
 def _missing(subs: set[str]) -> Iterator[tuple[str, str]]:
@@ -95,7 +107,9 @@ def _missing_norms(subs: set[str]) -> Iterator[tuple[str, str]]:
     mlp = {sub for sub in subs if sub.startswith("mlp.")}
     if _QKV not in subs or not mlp:
         return
-    norms_of_mlp = {sub for sub in mlp if sub.endswith("linear_fc1." + _FUSED_NORM)} | ({_MLP_NORM} & subs)
+    norms_of_mlp = {sub for sub in mlp if sub.endswith("linear_fc1." + _FUSED_NORM)} | (
+        {_MLP_NORM} & subs
+    )
     before = next((sub for sub in _ATTENTION_NORMS if sub in subs), None)
     if before is not None and not norms_of_mlp:
         yield _MLP_NORM, before

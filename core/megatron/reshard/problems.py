@@ -23,7 +23,13 @@ from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
 from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import meta_of, origins_of
-from core.megatron.reshard.from_global import common_entries, is_random_state, numbered_names, prefix_of, without_prefix
+from core.megatron.reshard.from_global import (
+    common_entries,
+    is_random_state,
+    numbered_names,
+    prefix_of,
+    without_prefix,
+)
 from core.megatron.reshard.from_ranks import global_shape_of, local_names, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
 from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
@@ -71,7 +77,9 @@ def understood(
         return None
 
 
-def _read_ranks(catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None) -> Understood:
+def _read_ranks(
+    catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None
+) -> Understood:
     """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
@@ -135,7 +143,9 @@ def _missing_heads(model: RankModel, facts: ModelFacts) -> Iterator[Checkpointin
     for rank, file in model.files.items():
         if rank.pp == last and rank not in holders:
             problem = f"the last stage has no copy of {facts.kind.embedding}, which it shares"
-            yield MissingShardError(problem, key=facts.kind.head, rank=file.folder, rule="layout.tied")
+            yield MissingShardError(
+                problem, key=facts.kind.head, rank=file.folder, rule="layout.tied"
+            )
 
 
 def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankPart]:
@@ -144,7 +154,9 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
     if len(kinds) == 1:
         return tensor.parts
     usual, n = kinds.most_common(1)[0]
-    for part in tensor.parts if tensor.rule.kind != "opaque" else ():  # extra states are as long as each rank's pickle
+    for part in (
+        tensor.parts if tensor.rule.kind != "opaque" else ()
+    ):  # extra states are as long as each rank's pickle
         array = part.array
         if (array.dtype, array.shape) != usual:
             problem = f"{array.dtype} of shape {array.shape} here, {usual[0]} of {usual[1]} on {n} other ranks"
@@ -157,7 +169,9 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
-    facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
+    facts = facts_of(
+        common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
+    )
 
     # Find every tensor's name and place.
     names: dict[str, str] = {}
@@ -177,7 +191,9 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     check_complete(metas, facts, rules, report=report)
     check_partners(metas, facts.kind, rules, report=report)
     shapes = {name: meta.shape for name, meta in metas.items()}
-    facts = _check_shapes(shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report)
+    facts = _check_shapes(
+        shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report
+    )
     return Understood(facts, shapes)
 
 
@@ -186,12 +202,20 @@ def _model_keys(catalog: Catalog, common: Mapping[object, object], prefix: str) 
     entries = [item for name, item in common.items() if name != OPTIMIZER]
     in_entries = {leaf.key for leaf in walk(entries) if isinstance(leaf, TensorLeaf)}
     for key in catalog.tensors:
-        if not is_optimizer_key(key) and key not in in_entries and not (prefix and is_random_state(key)):
+        if (
+            not is_optimizer_key(key)
+            and key not in in_entries
+            and not (prefix and is_random_state(key))
+        ):
             yield key
 
 
 def _check_shapes(
-    shapes: Mapping[str, Shape], rule_of: Mapping[str, Rule], facts: ModelFacts, rules: Rules, report: Report
+    shapes: Mapping[str, Shape],
+    rule_of: Mapping[str, Rule],
+    facts: ModelFacts,
+    rules: Rules,
+    report: Report,
 ) -> ModelFacts:
     """Compare shapes with the arguments and one another, reporting what does not fit.
 
@@ -207,7 +231,9 @@ def _check_shapes(
         try:
             axis = rule.cut_axis
             if axis is not None and axis >= len(shape):
-                raise CorruptError(f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name)
+                raise CorruptError(
+                    f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name
+                )
             check_shape(name, shape, shapes.get(fc2_of(name)), rule, facts)
             check_parts(rule, shape, facts, key=name)
         except CheckpointingException as err:

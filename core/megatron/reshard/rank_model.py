@@ -116,7 +116,9 @@ def merge_ranks(
         heads: dict[int, _StageHead] = {}
         for rank, (folder, root) in files.items():
             try:
-                flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
+                flat = flattened(
+                    chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder
+                )
             except CheckpointingException as err:
                 report(err.breaking("layout.chunks"))
                 continue
@@ -150,15 +152,23 @@ def merge_ranks(
 
 
 def _add_file(
-    model: RankModel, catalog: Catalog, chunk: ModelChunk, root: object, entries: Mapping[str, object]
+    model: RankModel,
+    catalog: Catalog,
+    chunk: ModelChunk,
+    root: object,
+    entries: Mapping[str, object],
 ) -> None:
     """Add the tensors of a chunk to what is known of its rank's file."""
     params = [
-        Param(chunk, name, _array(catalog, leaf)) for name, leaf in entries.items() if isinstance(leaf, TensorLeaf)
+        Param(chunk, name, _array(catalog, leaf))
+        for name, leaf in entries.items()
+        if isinstance(leaf, TensorLeaf)
     ]
     file = model.files.get(chunk.rank)
     previous = () if file is None else file.params
-    model.files[chunk.rank] = RankFile(chunk.rank, chunk.folder, as_mapping(root) or {}, (*previous, *params))
+    model.files[chunk.rank] = RankFile(
+        chunk.rank, chunk.folder, as_mapping(root) or {}, (*previous, *params)
+    )
 
 
 def _add_head(model: RankModel, facts: ModelFacts) -> None:
@@ -183,7 +193,13 @@ def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> N
 
 
 def _add_entry(
-    model: RankModel, catalog: Catalog, chunk: ModelChunk, name: str, leaf: object, *, place: tuple[int, int]
+    model: RankModel,
+    catalog: Catalog,
+    chunk: ModelChunk,
+    name: str,
+    leaf: object,
+    *,
+    place: tuple[int, int],
 ) -> None:
     """Add one entry of a rank's state dict to the model.
 
@@ -198,7 +214,11 @@ def _add_entry(
     expert = chunk.rules.expert_of(name)
     if expert is not None and expert.names != model.expert_names:
         if model.expert_names is not None:
-            raise CorruptError(f"experts are both {model.expert_names} and {expert.names}", key=name, rank=chunk.folder)
+            raise CorruptError(
+                f"experts are both {model.expert_names} and {expert.names}",
+                key=name,
+                rank=chunk.folder,
+            )
         model.expert_names = expert.names
     if not isinstance(leaf, TensorLeaf):
         _add_state(model, chunk, name, leaf, place=place)
@@ -207,12 +227,16 @@ def _add_entry(
     # A copy of shared embeddings is another part of the original.
     for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(global_name)
-        rule = tensor.rule if tensor is not None else _rule_of(global_name, catalog, leaf.key, chunk)
+        rule = (
+            tensor.rule if tensor is not None else _rule_of(global_name, catalog, leaf.key, chunk)
+        )
         if rule.tied is not None and chunk.facts.is_tied:
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
                 raise MissingShardError(
-                    f"{name} is a copy of this tensor, which is missing", key=rule.tied, rank=chunk.folder
+                    f"{name} is a copy of this tensor, which is missing",
+                    key=rule.tied,
+                    rank=chunk.folder,
                 )
         if tensor is None:
             tensor = model.tensors[global_name] = RankTensor(rule)
@@ -229,7 +253,9 @@ def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
     return array
 
 
-def _add_state(model: RankModel, chunk: ModelChunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
+def _add_state(
+    model: RankModel, chunk: ModelChunk, name: str, leaf: object, *, place: tuple[int, int]
+) -> None:
     """Add an entry that is not a tensor to the model's extra states.
 
     Raises:
@@ -244,7 +270,9 @@ def _add_state(model: RankModel, chunk: ModelChunk, name: str, leaf: object, *, 
             hint="save the model once without quantized or otherwise special parameters",
         )
     is_packed = chunk.rules.is_packed_state(name)
-    for number, global_name in [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name):
+    for number, global_name in (
+        [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name)
+    ):
         values = model.extra_states.setdefault(global_name, [leaf])
         if not same(values[0], leaf):
             values.append(leaf)
@@ -288,12 +316,22 @@ def _rule_of(name: str, catalog: Catalog, key: str, chunk: ModelChunk) -> Rule:
         return rules.rule_of(name)
     except UnknownTensorError:
         path = key.partition(":")[2]
-        shapes = [meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path]
-        return rules.rule_of(name, shapes=shapes, hidden_size=facts.hidden_size, tp=facts.topology.tp)
+        shapes = [
+            meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path
+        ]
+        return rules.rule_of(
+            name, shapes=shapes, hidden_size=facts.hidden_size, tp=facts.topology.tp
+        )
 
 
 def _check_layers(
-    names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, report: Report, *, rank: str
+    names: Sequence[str],
+    stages: Stages,
+    where: tuple[int, int],
+    rules: Rules,
+    report: Report,
+    *,
+    rank: str,
 ) -> None:
     """Report layers that a chunk lacks, and layers beyond those of its stage."""
     layers_of: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
@@ -313,10 +351,20 @@ def _check_layers(
             report(CorruptError(problem, rank=rank, rule="layout.layers"))
 
 
-def _check_names(names: Sequence[str], other_names: Sequence[str], report: Report, *, rank: str, other: str) -> None:
+def _check_names(
+    names: Sequence[str], other_names: Sequence[str], report: Report, *, rank: str, other: str
+) -> None:
     """Report names that only one of two ranks of a stage has (experts are numbered anew in each)."""
     missing, extra = sorted(set(other_names) - set(names)), sorted(set(names) - set(other_names))
     if missing:
-        report(MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank, rule="layout.names"))
+        report(
+            MissingShardError(
+                f"{listed(missing)} is in {other}, but not here", rank=rank, rule="layout.names"
+            )
+        )
     if extra:
-        report(MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other, rule="layout.names"))
+        report(
+            MissingShardError(
+                f"{listed(extra)} is in {rank}, but not here", rank=other, rule="layout.names"
+            )
+        )

@@ -83,5 +83,7 @@ def unshard(
     names = model.tensors if rules.takes_unknown else ()
     unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
-        model = model.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])
+        model = model.noted(
+            [f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
+        )
     return model

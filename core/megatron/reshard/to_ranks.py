@@ -94,12 +94,24 @@ def shard(
     n_rows = rows_of(catalog, vocab_size)
     cuts = _cuts(catalog, topology, facts, rules, n_rows=n_rows, expert_names=expert_names)
     optimizer = _optimizer_files(catalog, topology, facts, rules, cuts, version)
-    all_tensors = {key: catalog.tensors[key] for key in (*_keys(cuts, of_states=False), *_keys(cuts, of_states=True))}
-    model = replace(catalog, tensors={key: catalog.tensors[key] for key in _keys(cuts, of_states=False)})
+    all_tensors = {
+        key: catalog.tensors[key]
+        for key in (*_keys(cuts, of_states=False), *_keys(cuts, of_states=True))
+    }
+    model = replace(
+        catalog, tensors={key: catalog.tensors[key] for key in _keys(cuts, of_states=False)}
+    )
 
     # Decide where every tensor lives.
-    pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
-    notes = [*catalog.notes, *_layout_notes(topology, facts, pipeline, version=version, experts=experts)]
+    pipeline = (
+        facts.pipeline_at(topology.pp, topology.vpp)
+        if topology.pipeline is None
+        else topology.pipeline
+    )
+    notes = [
+        *catalog.notes,
+        *_layout_notes(topology, facts, pipeline, version=version, experts=experts),
+    ]
     places = homes_at(model, topology, facts, rules, pipeline=pipeline, expert_names=expert_names)
     plan = _ShardPlan(model, topology, facts, rules, cuts, places)
     homes, home_notes = plan.find_homes()
@@ -122,7 +134,8 @@ def shard(
         if key in cuts:
             return optimizer.fragments(key) if optimizer is not None else ()
         return tuple(
-            Fragment(key, full_box(array.shape), array, (0,) * len(array.shape)) for array in extras.get(key, ())
+            Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
+            for array in extras.get(key, ())
         )
 
     zeros = {key: zeros_of(meta, cuts[key]) for key, meta in all_tensors.items()}
@@ -135,7 +148,9 @@ def shard(
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: replace(meta, shape=cuts[key].target_shape) for key, meta in all_tensors.items()},
+        tensors={
+            key: replace(meta, shape=cuts[key].target_shape) for key, meta in all_tensors.items()
+        },
         fragments_of=fragments_of,
         objects={key: item for key, item in model.objects.items() if item.raw_key is None},
         hidden={key: model.meta(key) for key in extras},
@@ -194,7 +209,9 @@ def _cuts(
     if expert_names != "grouped":
         return cuts
     experts = {key: rules.expert_of(param_of(key)) for key in cuts}
-    numbered = [key for key, expert in experts.items() if expert is not None and expert.number is not None]
+    numbered = [
+        key for key, expert in experts.items() if expert is not None and expert.number is not None
+    ]
     return cuts | {key: replace(cuts[key], is_transposed=True) for key in numbered}
 
 
@@ -223,7 +240,12 @@ def _optimizer_files(
 
 
 def _layout_notes(
-    topology: Topology, facts: ModelFacts, pipeline: Pipeline, *, version: MegatronVersion | None, experts: str | None
+    topology: Topology,
+    facts: ModelFacts,
+    pipeline: Pipeline,
+    *,
+    version: MegatronVersion | None,
+    experts: str | None,
 ) -> list[str]:
     """Return what the user should know about the layout.
 
@@ -232,10 +254,14 @@ def _layout_notes(
     """
     notes: list[str] = []
     if experts is not None:
-        notes.append("the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)")
+        notes.append(
+            "the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)"
+        )
     notes += pipeline_notes(facts, pipeline)
     if version is not None:
-        version.check_sizes(tp=topology.tp, n_groups=facts.n_groups, has_layout=pipeline.layout is not None)
+        version.check_sizes(
+            tp=topology.tp, n_groups=facts.n_groups, has_layout=pipeline.layout is not None
+        )
     elif topology.tp > facts.n_groups:
         notes.append(
             f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
@@ -283,7 +309,9 @@ class _ShardPlan:
         homes[tied].append(self.places.last(head))
         if self.facts.topology.pp > 1:
             return homes, []
-        return homes, [f"{head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"]
+        return homes, [
+            f"{head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"
+        ]
 
     def extra_states(self) -> dict[str, object]:
         """Return the extra states by global name.
@@ -297,18 +325,28 @@ class _ShardPlan:
             if key.endswith("_extra_state") and item.raw_key is None
         }
         is_of_rank_files = self.megatron.top_level is not None
-        if self.facts.kind is GPT and not is_of_rank_files and any(value is None for value in states.values()):
+        if (
+            self.facts.kind is GPT
+            and not is_of_rank_files
+            and any(value is None for value in states.values())
+        ):
             states.setdefault("output_layer._extra_state", None)
         return states
 
 
 def _new_args(
-    plan: _ShardPlan, pipeline: Pipeline, homes: Mapping[str, Sequence[Home]], *, is_grouped: bool | None
+    plan: _ShardPlan,
+    pipeline: Pipeline,
+    homes: Mapping[str, Sequence[Home]],
+    *,
+    is_grouped: bool | None,
 ) -> object:
     """Return the training arguments for the sizes of the destination."""
     topology, rules, stages = plan.topology, plan.rules, plan.places.stages
     main_stack = plan.facts.kind.stacks[0]
-    counts = [stages.count(main_stack, v, p) for v in range(topology.vpp) for p in range(topology.pp)]
+    counts = [
+        stages.count(main_stack, v, p) for v in range(topology.vpp) for p in range(topology.pp)
+    ]
     # Rank files have every expert in parameters of its own; down projections too, where the model has several.
     unset = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
     if not any(".linear_qkv_down_proj." in key for key in plan.model.tensors):
@@ -318,7 +356,9 @@ def _new_args(
         topology=topology,
         pipeline=pipeline,
         counts=counts,
-        padded_vocab_size=next((plan.cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None),
+        padded_vocab_size=next(
+            (plan.cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None
+        ),
         is_grouped=is_grouped,
         unset=unset,
     )
@@ -359,7 +399,11 @@ def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _T
         UnsupportedError: the random states are to be kept and cannot be.
     """
     objects = plan.model.objects
-    common = {name: value for name, value in common_of(plan.model).items() if name not in (CONTENT, OPTIMIZER, RERUN)}
+    common = {
+        name: value
+        for name, value in common_of(plan.model).items()
+        if name not in (CONTENT, OPTIMIZER, RERUN)
+    }
     common["args"] = args
     states = kept_states(plan.model, plan.facts.topology, plan.topology, rng=rng)
     dropped = list(states.dropped)
@@ -412,7 +456,9 @@ class _PlannedFiles:
     extras: dict[str, list[PlannedArray]] = field(default_factory=dict)
     holders: dict[tuple[int, int | None], list[tuple[Rank, str]]] = field(default_factory=dict)
 
-    def fragments(self, plan: _ShardPlan, key: str, homes: Sequence[Home]) -> Sequence[TargetFragment]:
+    def fragments(
+        self, plan: _ShardPlan, key: str, homes: Sequence[Home]
+    ) -> Sequence[TargetFragment]:
         """Return every piece of every copy of one of the model's tensors."""
         fragments: list[TargetFragment] = []
         for home in homes:
@@ -483,9 +529,13 @@ def _ordered_entries(
     """Return (global name, home) of all that the model's chunks hold, in the order of the files."""
     order = plan.megatron.order
     keys: Iterable[str] = [*homes, *states]
-    keys = sorted(keys, key=by_place(plan.rules)) if order is None else dict.fromkeys([*order, *keys])
+    keys = (
+        sorted(keys, key=by_place(plan.rules)) if order is None else dict.fromkeys([*order, *keys])
+    )
     places = [
-        (key, home) for key in keys for home in homes.get(key) or ([plan.places.home(key)] if key in states else [])
+        (key, home)
+        for key in keys
+        for home in homes.get(key) or ([plan.places.home(key)] if key in states else [])
     ]
 
     # A copy of the embedding is the weight of the output layer: it stands where that module does.
@@ -493,7 +543,9 @@ def _ordered_entries(
     entries = [(key, home) for key, home in places if home.name != head or key == head]
     copies = [(key, home) for key, home in places if home.name == head and key != head]
     module = head.rpartition(".")[0] + "."
-    place = next((i for i, (_, home) in enumerate(entries) if home.name.startswith(module)), len(entries))
+    place = next(
+        (i for i, (_, home) in enumerate(entries) if home.name.startswith(module)), len(entries)
+    )
     return [*entries[:place], *copies, *entries[place:]]
 
 
@@ -533,7 +585,9 @@ def _plan_chunk(
     arrays: dict[str, PlannedArray | JoinedArray] = {}
     parts: dict[tuple[str, str], PlannedArray] = {}
     for name, keys in keys_of.items():
-        array = arrays[name] = param_array(name, keys, tensors, plan.cuts, plan.rules, coords=coords)
+        array = arrays[name] = param_array(
+            name, keys, tensors, plan.cuts, plan.rules, coords=coords
+        )
         if isinstance(array, JoinedArray):
             parts |= {(name, key): part for key, (_, part) in zip(keys, array.parts, strict=True)}
 

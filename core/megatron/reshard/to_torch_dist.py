@@ -23,7 +23,14 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+)
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
@@ -124,13 +131,20 @@ def stack(
     # Collect the tensors of every key.
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
     if is_stacked and not can_stack:
-        raise UsageError("--stack-layers: the layers differ, so they have no key in common", hint="leave it out")
+        raise UsageError(
+            "--stack-layers: the layers differ, so they have no key in common", hint="leave it out"
+        )
     is_stacked = can_stack and facts.is_stacked if is_stacked is None else is_stacked
     names = _StackedNames(stages, topology, facts, rules, is_stacked)
     target = None
     if catalog.optimizer is not None:
         target = ReshardTarget(
-            catalog=catalog, optimizer=catalog.optimizer, topology=topology, facts=facts, rules=rules, cuts=cuts
+            catalog=catalog,
+            optimizer=catalog.optimizer,
+            topology=topology,
+            facts=facts,
+            rules=rules,
+            cuts=cuts,
         )
     optimizer = StackedOptimizer(target, format)
     model = _StackedModel(catalog, topology, cuts, _group_tensors(cuts, names, optimizer))
@@ -175,7 +189,11 @@ def stack(
         write=catalog.write,
         facets={Topology: topology, **({} if torch_dist is None else {TorchDistFacts: torch_dist})},
     )
-    facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
+    facts = with_sizes(
+        facts,
+        {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
+        rules,
+    )
     return Stacked(
         separate_parts(source_catalog, facts, rules, is_target=False),
         separate_parts(target_catalog, facts, rules, is_target=True),
@@ -221,10 +239,14 @@ class _StackedNames:
             name = rules.expert_name(expert, names="stacked", number=0)
             axes.append((expert.number, n_experts))
             ep = expert.number // (n_experts // self.topology.ep)
-        return name, _StackedTensor(key, tuple(i for i, _ in axes), tuple(n for _, n in axes), stage, ep)
+        return name, _StackedTensor(
+            key, tuple(i for i, _ in axes), tuple(n for _, n in axes), stage, ep
+        )
 
 
-def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules) -> bool:
+def _is_homogeneous(
+    catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules
+) -> bool:
     """Return whether all layers of the main stack have the same tensors, of the same shapes, dtypes and usual kinds."""
     kinds: dict[tuple[str, str], set[tuple[object, ...]]] = {}
     count: dict[tuple[str, str], int] = {}
@@ -312,12 +334,17 @@ class _StackedModel:
             by_holder.setdefault((tensor.stage, tensor.ep), []).append(tensor)
         chunks: dict[Box, TargetFragment] = {}
         for number, rank in enumerate(self.topology.ranks()):
-            for tensor in (*by_holder.get((rank.pp, None), ()), *by_holder.get((rank.pp, rank.ep), ())):
+            for tensor in (
+                *by_holder.get((rank.pp, None), ()),
+                *by_holder.get((rank.pp, rank.ep), ()),
+            ):
                 for piece in self.cuts[tensor.key].pieces(rank):
                     box = tensor.box(piece.box)
                     if box not in chunks:
                         dtype = self.catalog.tensors[tensor.key].dtype
-                        array = PlannedArray(array_name(key, box), dtype, box.shape, coords=_file_coords(number))
+                        array = PlannedArray(
+                            array_name(key, box), dtype, box.shape, coords=_file_coords(number)
+                        )
                         chunks[box] = Fragment(key, box, array, (0,) * len(box.shape))
         return tuple(chunks.values())
 
@@ -353,7 +380,9 @@ class _ExtraStates:
     dropped: Sequence[str]
 
 
-def _extra_states(catalog: Catalog, tensors: Iterable[str], facts: ModelFacts, rules: Rules) -> _ExtraStates:
+def _extra_states(
+    catalog: Catalog, tensors: Iterable[str], facts: ModelFacts, rules: Rules
+) -> _ExtraStates:
     """Return the extra states by global name, those of grouped experts one for each expert.
 
     The state that a rank keeps for all of its experts is packed by Transformer Engine and cannot be told apart here; an
@@ -381,13 +410,17 @@ def _extra_states(catalog: Catalog, tensors: Iterable[str], facts: ModelFacts, r
     return _ExtraStates(states, dropped)
 
 
-def _sharded_objects(catalog: Catalog, states: Mapping[str, object], names: _StackedNames) -> dict[str, StoredObject]:
+def _sharded_objects(
+    catalog: Catalog, states: Mapping[str, object], names: _StackedNames
+) -> dict[str, StoredObject]:
     """Return the ShardedObjects: extra states per layer and expert, random states and others of the source.
 
     Each lies in the file of the first rank that has it.
     """
     topology = names.topology
-    by_stage: dict[tuple[int, int | None], int] = {}  # (stage, expert rank or None) → number of the first rank there
+    by_stage: dict[
+        tuple[int, int | None], int
+    ] = {}  # (stage, expert rank or None) → number of the first rank there
     by_rng: dict[tuple[int, ...], int] = {}
     for number, rank in enumerate(topology.ranks()):
         for ep_rank in (None, rank.ep):
@@ -405,9 +438,14 @@ def _sharded_objects(catalog: Catalog, states: Mapping[str, object], names: _Sta
         if names.facts.kind is GPT and names.rules.layer_of(key) is None:
             continue  # GPT models leave out the output layer's
         name, tensor = names.of(key)
-        offset, shape = ".".join(map(str, tensor.at)) or "0", ".".join(map(str, tensor.shape)) or "1"
+        offset, shape = (
+            ".".join(map(str, tensor.at)) or "0",
+            ".".join(map(str, tensor.shape)) or "1",
+        )
         name = f"{name}/shard_{offset}_{shape}"
-        objects[name] = StoredObject(name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep]))
+        objects[name] = StoredObject(
+            name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep])
+        )
     return objects
 
 
@@ -421,14 +459,23 @@ def _notes_of_lost_states(states: Mapping[str, object], rules: Rules) -> list[st
 
 
 def _common_state(
-    catalog: Catalog, cuts: Mapping[str, Cut], rules: Rules, optimizer: StackedOptimizer, format: str
+    catalog: Catalog,
+    cuts: Mapping[str, Cut],
+    rules: Rules,
+    optimizer: StackedOptimizer,
+    format: str,
 ) -> dict[object, object]:
     """Return the common state of a torch_dist checkpoint; its arguments keep the sizes of the run that saved."""
-    padded = next((cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"), None)
+    padded = next(
+        (cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"),
+        None,
+    )
     changes: dict[str, object] = {"ckpt_format": format, "use_dist_ckpt": True}
     if padded is not None:
         changes["padded_vocab_size"] = padded
-    common = {name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")}
+    common = {
+        name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")
+    }
     return {"args": replaced(catalog.args, changes), **common, **optimizer.common}
 
 

@@ -99,7 +99,9 @@ def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
     return None
 
 
-def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> ExpertForm:
+def expert_form(
+    forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int
+) -> ExpertForm:
     """Return the form that can name an expert's parameter; what holds for one number holds for all.
 
     Raises:
@@ -110,10 +112,14 @@ def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, numb
             again = expert_of(forms, form.named(expert, number))
             if again is not None and (again.names, again.rest) == (names, expert.rest):
                 return form
-    raise UnsupportedError(f"experts of the kind {names} have no such parameter", key=expert.numbered(number))
+    raise UnsupportedError(
+        f"experts of the kind {names} have no such parameter", key=expert.numbered(number)
+    )
 
 
-def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> Iterator[StoredArray]:
+def unpacked(
+    array: StoredArray, rest: str, *, n: int, key: str, rank: str
+) -> Iterator[StoredArray]:
     """Yield the weights of single experts in a parameter of legacy grouped experts.
 
     They are strided views; no data moves.
@@ -131,11 +137,17 @@ def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> I
     assert not extent.is_late, "rank files know where their arrays are"
     packed = 1 if rest.startswith("linear_fc1") else 0
     if len(array.shape) != 2 or array.shape[packed] % n:
-        raise CorruptError(f"a parameter of {n} grouped experts has the shape {array.shape}", key=key, rank=rank)
+        raise CorruptError(
+            f"a parameter of {n} grouped experts has the shape {array.shape}", key=key, rank=rank
+        )
     if extent.strides not in (None, (array.shape[1], 1)):
-        raise CorruptError(f"a parameter of grouped experts has the strides {extent.strides}", key=key, rank=rank)
+        raise CorruptError(
+            f"a parameter of grouped experts has the strides {extent.strides}", key=key, rank=rank
+        )
     share = array.shape[packed] // n
-    rows, columns = (array.shape[0], share) if packed else (share, array.shape[1])  # of one expert, not yet transposed
+    rows, columns = (
+        (array.shape[0], share) if packed else (share, array.shape[1])
+    )  # of one expert, not yet transposed
     for number in range(n):
         offset = extent.offset + number * rows * columns * itemsize(array.dtype)
         view = replace(extent, offset=offset, strides=(1, columns), crc=None)
@@ -170,7 +182,8 @@ def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
         return [_transposed(fragment) for fragment in fragments] if key in keys else fragments
 
     tensors = {
-        key: replace(meta, shape=meta.shape[::-1]) if key in keys else meta for key, meta in catalog.tensors.items()
+        key: replace(meta, shape=meta.shape[::-1]) if key in keys else meta
+        for key, meta in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
 

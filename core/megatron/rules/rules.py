@@ -99,7 +99,11 @@ class ModelKind:
 
 
 GPT = ModelKind(
-    "GPT", ("decoder.layers.",), "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.weight"
+    "GPT",
+    ("decoder.layers.",),
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.weight",
 )
 """The usual kind."""
 
@@ -168,14 +172,25 @@ class Rules:
     renamed: tuple[str, str] = ("", "")
     inner: re.Pattern[str] | None = None
     tells_numbers_apart: bool = True
-    _fits: dict[str, Rule | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _fits: dict[str, Rule | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
     """What was looked up before, by name; the same for the others."""
-    _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _forms: dict[tuple[str, str, str], ExpertForm] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _experts: dict[str, Expert | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    _forms: dict[tuple[str, str, str], ExpertForm] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
     _params: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def rule_of(
-        self, name: str, *, shapes: Sequence[Shape] = (), hidden_size: int | None = None, tp: int | None = None
+        self,
+        name: str,
+        *,
+        shapes: Sequence[Shape] = (),
+        hidden_size: int | None = None,
+        tp: int | None = None,
     ) -> Rule:
         """Return the rule of a parameter.
 
@@ -292,7 +307,11 @@ class Rules:
         for stack in self.stacks:
             if name.startswith(stack):
                 number, dot, sub = name[len(stack) :].partition(".")
-                return Layer(stack, int(number), sub) if dot and number.isascii() and number.isdigit() else None
+                return (
+                    Layer(stack, int(number), sub)
+                    if dot and number.isascii() and number.isdigit()
+                    else None
+                )
         return None
 
     def stacked_of(self, name: str) -> tuple[str, str] | None:
@@ -318,7 +337,9 @@ class Rules:
     def is_packed_state(self, name: str) -> bool:
         """Return whether an extra state is that of all experts of a rank together."""
         expert = self.expert_of(name)
-        if expert is None or expert.number is not None or expert.names == "stacked":  # torch_dist's has one an expert
+        if (
+            expert is None or expert.number is not None or expert.names == "stacked"
+        ):  # torch_dist's has one an expert
             return False
         return expert.rest.endswith("_extra_state")
 
@@ -418,7 +439,9 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
     return sub
 
 
-def proposal(name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None) -> str:
+def proposal(
+    name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None
+) -> str:
     """Return a row that might fit an unknown tensor, in TOML, with the reason for it.
 
     Shards of which one axis is the model's hidden size are cut on the other, as linear layers are; what has the hidden
@@ -436,7 +459,9 @@ def proposal(name: str, shapes: Sequence[Shape], *, hidden_size: int | None = No
     elif not shape:
         row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
     elif hidden_size is not None and not other_axes:
-        why = "the hidden size on every axis" + ("" if tp in (None, 1) else f", on each of {tp} TP ranks")
+        why = "the hidden size on every axis" + (
+            "" if tp in (None, 1) else f", on each of {tp} TP ranks"
+        )
         row += [f'rule = "replicate"   # {why}']
     elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
         row += ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]

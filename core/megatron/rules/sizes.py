@@ -22,7 +22,10 @@ class PartSize:
 
     def value(self, sizes: Mapping[str, int]) -> int | None:
         """Return the size, or None if a name in it is not known."""
-        factors = [[sizes.get(item) if isinstance(item, str) else item for item in term] for term in self.terms]
+        factors = [
+            [sizes.get(item) if isinstance(item, str) else item for item in term]
+            for term in self.terms
+        ]
         known_factors = [[item for item in term if item is not None] for term in factors]
         return None if known_factors != factors else sum(map(prod, known_factors))
 
@@ -36,7 +39,9 @@ def parsed_size(text: object) -> PartSize | None:
     terms: list[tuple[int | str, ...]] = []
     for term in text.split("+"):
         factors = [factor.strip() for factor in term.split("*")]
-        if not all(factor.isidentifier() or re.fullmatch("[1-9][0-9]*", factor) for factor in factors):
+        if not all(
+            factor.isidentifier() or re.fullmatch("[1-9][0-9]*", factor) for factor in factors
+        ):
             return None
         terms.append(tuple(int(factor) if factor.isdecimal() else factor for factor in factors))
     return PartSize(text, tuple(terms))

@@ -13,13 +13,34 @@ from pathlib import Path
 from core.errors import UsageError
 from core.files.store import translate_os_errors
 from core.megatron.rules.experts import ExpertForm
-from core.megatron.rules.rules import GPT, NEEDS_AXIS, UNKNOWN_SOURCE, ModelKind, Rule, Rules, tells_numbers_apart
+from core.megatron.rules.rules import (
+    GPT,
+    NEEDS_AXIS,
+    UNKNOWN_SOURCE,
+    ModelKind,
+    Rule,
+    Rules,
+    tells_numbers_apart,
+)
 from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
 _RULE_FIELDS = {
-    *("pattern", "rule", "axis", "parts", "names", "group", "unit", "divides", "extent", "tied", "later", "single"),
+    *(
+        "pattern",
+        "rule",
+        "axis",
+        "parts",
+        "names",
+        "group",
+        "unit",
+        "divides",
+        "extent",
+        "tied",
+        "later",
+        "single",
+    ),
     "source",
 }
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
@@ -57,7 +78,10 @@ def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
         rows = _parse_rows(_read_user_table(extra), label=str(extra)).before(rows)
     rules = rows.rules
     if unknown == "replicate":
-        rules = (*rules, Rule(re.compile(""), "replicate", source=UNKNOWN_SOURCE, where=UNKNOWN_SOURCE))
+        rules = (
+            *rules,
+            Rule(re.compile(""), "replicate", source=UNKNOWN_SOURCE, where=UNKNOWN_SOURCE),
+        )
     return Rules(
         rules=rules,
         stages=rows.stages,
@@ -67,7 +91,10 @@ def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
             for row in table["experts"]
         ),
         stacks=tuple(table["stacks"]),
-        models=(GPT, *(ModelKind(**{**row, "stacks": tuple(row["stacks"])}) for row in table["model"])),
+        models=(
+            GPT,
+            *(ModelKind(**{**row, "stacks": tuple(row["stacks"])}) for row in table["model"]),
+        ),
         layer_order=tuple(table["order"]["layer"]),
         buffers=rows.buffers,
         sizes=rows.sizes,
@@ -120,17 +147,24 @@ class _Rows:
 
 def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
     return _Rows(
-        rules=tuple(_parse_rule(row, where=f"[[rule]] {n}", label=label) for n, row in _numbered(table, "rule", label)),
+        rules=tuple(
+            _parse_rule(row, where=f"[[rule]] {n}", label=label)
+            for n, row in _numbered(table, "rule", label)
+        ),
         stages=tuple(_parse_stages(table, label=label)),
         buffers=tuple(_parse_buffers(table, label=label)),
         sizes=tuple(_parse_sizes(table, label=label)),
     )
 
 
-def _parse_stages(table: Mapping[str, object], *, label: str) -> Iterator[tuple[re.Pattern[str], str]]:
+def _parse_stages(
+    table: Mapping[str, object], *, label: str
+) -> Iterator[tuple[re.Pattern[str], str]]:
     for n, row in _numbered(table, "stage", label):
         if row.get("stage") not in STAGES or set(row) - {"pattern", "stage"}:
-            raise UsageError(f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label)
+            raise UsageError(
+                f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label
+            )
         yield _compile_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])
 
 
@@ -154,7 +188,9 @@ def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSi
         yield ShapeSize(name, _compile_pattern(row, where=where, label=label), axis, args)
 
 
-def _numbered(table: Mapping[str, object], name: str, label: str) -> list[tuple[int, Mapping[str, object]]]:
+def _numbered(
+    table: Mapping[str, object], name: str, label: str
+) -> list[tuple[int, Mapping[str, object]]]:
     """Return the rows of a list of tables, numbered from 1 as messages name them."""
     rows = table.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -256,7 +292,9 @@ def _parse_segments(parts: object) -> tuple[tuple[PartSize, ...], ...] | None:
 
 def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | None, ...]) -> None:
     if name in row and row[name] not in allowed:
-        raise _RowError(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
+        raise _RowError(
+            f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}"
+        )
 
 
 def _checked_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
@@ -284,4 +322,6 @@ def _compile_pattern(row: Mapping[str, object], *, where: str, label: str) -> re
     try:
         return re.compile(text)
     except re.error as err:
-        raise UsageError(f"{where}: {text!r} is not a regular expression: {err}", file=label) from err
+        raise UsageError(
+            f"{where}: {text!r} is not a regular expression: {err}", file=label
+        ) from err

@@ -40,17 +40,33 @@ def saved(path: Path, content: object) -> Path:
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """Two files that differ in every way."""
     one: dict[str, Any] = {f"layers.{n}.w": torch.ones(4, 3) * (n + 1) for n in range(6)}
-    one |= {"gone": torch.zeros(2), "shape": torch.zeros(2, 3), "dtype": torch.ones(3), "nan": torch.ones(2), "step": 1}
-    other = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
+    one |= {
+        "gone": torch.zeros(2),
+        "shape": torch.zeros(2, 3),
+        "dtype": torch.ones(3),
+        "nan": torch.ones(2),
+        "step": 1,
+    }
+    other = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in one.items()
+    }
     other.pop("gone")
     for n in range(1, 5):
         other[f"layers.{n}.w"][1, 2] += n
-    other |= {"new": torch.ones(1), "shape": torch.zeros(3, 2), "dtype": torch.ones(3).half(), "step": 2}
+    other |= {
+        "new": torch.ones(1),
+        "shape": torch.zeros(3, 2),
+        "dtype": torch.ones(3).half(),
+        "step": 2,
+    }
     other["nan"] = torch.tensor([1.0, math.nan])
     return saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
 
 
-def test_the_verdict_comes_first_and_the_exit_code_says_it(golden: Path, run: Run, pair: tuple[Path, Path]) -> None:
+def test_the_verdict_comes_first_and_the_exit_code_says_it(
+    golden: Path, run: Run, pair: tuple[Path, Path]
+) -> None:
     case = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     code, out, err = run(case, golden / "mcore_legacy/dense_gqa/tp4_pp1")
     assert (code, err) == (0, "")
@@ -58,13 +74,18 @@ def test_the_verdict_comes_first_and_the_exit_code_says_it(golden: Path, run: Ru
     assert first.startswith("✓ the same: 31 tensors (")
     assert "bit for bit" in first
     assert any("megatron, TP2 PP2, iteration 10" in line for line in rest)
-    assert any("entries differ because of layout, format or directory, not counted" in line for line in rest)
+    assert any(
+        "entries differ because of layout, format or directory, not counted" in line
+        for line in rest
+    )
     code, out, err = run(*pair)
     assert (code, err) == (1, "")
     assert out.splitlines()[0] == "✗ different: 9 of 11 tensors and 1 other entry"
 
 
-def test_what_matters_most_is_listed_first_and_layers_are_folded(run: Run, pair: tuple[Path, Path]) -> None:
+def test_what_matters_most_is_listed_first_and_layers_are_folded(
+    run: Run, pair: tuple[Path, Path]
+) -> None:
     lines = run(*pair)[1].splitlines()
     titles = [line for line in lines if line and not line.startswith(" ")]
     assert titles[1:] == [
@@ -80,7 +101,9 @@ def test_what_matters_most_is_listed_first_and_layers_are_folded(run: Run, pair:
     assert "1 NaN" in rows[0]
     assert rows[1].split()[:4] == ["layers.[1-4].w", "4", "of", "48"]
     assert "[1, 2]: 5 → 9" in rows[1]
-    assert any(line.split() == ["dtype", "float32", "→", "float16", "same", "values"] for line in lines)
+    assert any(
+        line.split() == ["dtype", "float32", "→", "float16", "same", "values"] for line in lines
+    )
     assert any(line.split() == ["step", "1", "→", "2"] for line in lines)
     flat = run(*pair, "--flat")[1]
     assert "layers.4.w" in flat
@@ -91,7 +114,12 @@ def test_what_matters_most_is_listed_first_and_layers_are_folded(run: Run, pair:
 def test_the_page_fits_a_narrow_terminal(pair: tuple[Path, Path]) -> None:
     found = diff(DiffJob(a=pair[0], b=pair[1]))
     for line in page_of(Screen(width=60), found, limit=10, is_flat=False):
-        assert columns_of(line) <= 60 or "of 48" in line or "ckpt" in line or line.startswith(("  A", "  B", "   "))
+        assert (
+            columns_of(line) <= 60
+            or "of 48" in line
+            or "ckpt" in line
+            or line.startswith(("  A", "  B", "   "))
+        )
     text = "\n".join(page_of(Screen(width=200, has_unicode=False), found, limit=10, is_flat=False))
     assert "✓" not in text
     assert "→" not in text
@@ -109,7 +137,12 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
     by_key = {one["key"]: one for one in made["tensors"]}
     assert by_key["gone"]["b"] is None
     values = by_key["layers.2.w"]["values"]
-    assert (values["elements"], values["differing"], values["max_abs"], values["first"]) == (12, 1, 2.0, [1, 2])
+    assert (values["elements"], values["differing"], values["max_abs"], values["first"]) == (
+        12,
+        1,
+        2.0,
+        [1, 2],
+    )
     assert (values["first_a"], values["first_b"], values["max_at"]) == (3.0, 5.0, [1, 2])
     assert values["relative"] == pytest.approx(2 / math.sqrt(12 * 9))
     assert by_key["nan"]["values"]["first_b"] == "nan"
@@ -120,14 +153,24 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--rtol", "1e-3"], 0, "✓ the same: 1 tensor (40 B) within the tolerance, 1 of them not bit for bit"),
+        (
+            ["--rtol", "1e-3"],
+            0,
+            "✓ the same: 1 tensor (40 B) within the tolerance, 1 of them not bit for bit",
+        ),
         (["--atol", "1e-9"], 1, "✗ different: 1 of 1 tensor"),
         (["--rtol", "1e-3", "--nan-differs"], 1, "✗ different"),
-        (["--stat-only"], 0, "✓ same names, shapes and dtypes: 1 tensor (40 B); no tensor was read"),
+        (
+            ["--stat-only"],
+            0,
+            "✓ same names, shapes and dtypes: 1 tensor (40 B); no tensor was read",
+        ),
         (["--quiet"], 1, "✗ different: 1 of 1 tensor"),
     ],
 )
-def test_options_change_what_counts(run: Run, tmp_path: Path, options: list[str], code: int, text: str) -> None:
+def test_options_change_what_counts(
+    run: Run, tmp_path: Path, options: list[str], code: int, text: str
+) -> None:
     a = torch.arange(10.0)
     a[0] = math.nan
     one, other = saved(tmp_path / "a.pt", {"w": a}), saved(tmp_path / "b.pt", {"w": a * 1.0001})
@@ -161,7 +204,10 @@ def test_mistakes_give_one_error_and_exit_code_2(
 
 
 def test_only_the_tensors_or_only_the_model(golden: Path, run: Run) -> None:
-    one, other = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim", golden / "mcore_legacy/dense_gqa/tp1_pp1"
+    one, other = (
+        golden / "mcore_legacy/dense_gqa/tp2_pp2_optim",
+        golden / "mcore_legacy/dense_gqa/tp1_pp1",
+    )
     code, out, _ = run(one, other)
     assert code == 1
     assert "only in A (93)" in out
@@ -169,8 +215,12 @@ def test_only_the_tensors_or_only_the_model(golden: Path, run: Run) -> None:
 
 
 def test_names_cannot_reach_the_terminal(run: Run, tmp_path: Path) -> None:
-    one = saved(tmp_path / "a.pt", {"w\x1b[2J": torch.ones(2), "text": "x\x1b[31m", "deep": {"k\x07": 1}})
-    other = saved(tmp_path / "b.pt", {"w\x1b[2J": torch.zeros(2), "text": "y\u202e", "deep": {"k\x07": 2}})
+    one = saved(
+        tmp_path / "a.pt", {"w\x1b[2J": torch.ones(2), "text": "x\x1b[31m", "deep": {"k\x07": 1}}
+    )
+    other = saved(
+        tmp_path / "b.pt", {"w\x1b[2J": torch.zeros(2), "text": "y\u202e", "deep": {"k\x07": 2}}
+    )
     for options in ([], ["--flat"], ["--json"]):
         code, out, _ = run(one, other, *options)
         assert code == 1

@@ -41,7 +41,9 @@ def oracle(path: Path) -> dict[str, tuple[str, list[int]]]:
     data = path.read_bytes()
     (n,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + n])
-    return {key: (item["dtype"], item["shape"]) for key, item in header.items() if key != "__metadata__"}
+    return {
+        key: (item["dtype"], item["shape"]) for key, item in header.items() if key != "__metadata__"
+    }
 
 
 EVERY = [
@@ -53,8 +55,16 @@ EVERY = [
     ("mcore_legacy/moe_seq/tp2_pp1_ep2", "megatron", None),
     ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dist", None),
     ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dist", "per_parameter"),
-    ("mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable", "torch_dist", "dp_reshardable"),
-    ("mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fullyreshardable", "torch_dist", "fully_reshardable"),
+    (
+        "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
+        "torch_dist",
+        "dp_reshardable",
+    ),
+    (
+        "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fullyreshardable",
+        "torch_dist",
+        "fully_reshardable",
+    ),
     ("mcore0161_torch_dist/dense_gelu/tp2_pp2", "torch_dist", None),
     ("mcore0121_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dist", "per_parameter"),
     (
@@ -74,7 +84,9 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "format", "optimizer"), EVERY, ids=lambda value: str(value).replace("/", "-"))
+@pytest.mark.parametrize(
+    ("name", "format", "optimizer"), EVERY, ids=lambda value: str(value).replace("/", "-")
+)
 def test_every_golden_checkpoint_is_told_apart(
     name: str, format: str, optimizer: str | None, golden: Path, shown: Callable[..., Any], run: Run
 ) -> None:
@@ -90,7 +102,9 @@ def test_every_golden_checkpoint_is_told_apart(
 
 
 @pytest.mark.parametrize("layout", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])
-def test_rank_files_are_shown_as_the_global_model(layout: str, golden: Path, shown: Callable[..., Any]) -> None:
+def test_rank_files_are_shown_as_the_global_model(
+    layout: str, golden: Path, shown: Callable[..., Any]
+) -> None:
     page = shown(golden / "mcore_legacy/dense_gqa" / layout)
     true = {
         key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
@@ -98,7 +112,9 @@ def test_rank_files_are_shown_as_the_global_model(layout: str, golden: Path, sho
         ): item
         for key, item in oracle(golden / "oracle/dense_gqa/global.safetensors").items()
     }
-    found = {tensor["key"]: tensor["shape"] for tensor in page["tensors"] if tensor["group"] == "model"}
+    found = {
+        tensor["key"]: tensor["shape"] for tensor in page["tensors"] if tensor["group"] == "model"
+    }
     assert found.keys() == true.keys()
     vocab = ("embedding.word_embeddings.weight", "output_layer.weight")
     assert {key: shape for key, shape in found.items() if key not in vocab} == {
@@ -119,12 +135,17 @@ def test_layers_are_folded(golden: Path, run: Run) -> None:
     assert "decoder.layers.0." in run(golden / "mcore_legacy/dense_gqa/tp2_pp2", "--flat")
 
 
-def test_one_tensor_shows_which_rank_holds_which_box(golden: Path, shown: Callable[..., Any], run: Run) -> None:
+def test_one_tensor_shows_which_rank_holds_which_box(
+    golden: Path, shown: Callable[..., Any], run: Run
+) -> None:
     key = "decoder.layers.3.self_attention.linear_proj.weight"
     page = shown(golden / "mcore_legacy/dense_gqa/tp2_pp2", key)
     (tensor,) = page["tensors"]
     places = tensor["places"]
-    assert [(place["offset"], place["shape"]) for place in places] == [([0, 0], [64, 32]), ([0, 32], [64, 32])]
+    assert [(place["offset"], place["shape"]) for place in places] == [
+        ([0, 0], [64, 32]),
+        ([0, 32], [64, 32]),
+    ]
     assert [(place["rank"]["tp"], place["rank"]["pp"]) for place in places] == [(0, 1), (1, 1)]
     assert [place["file"] for place in places] == [
         "mp_rank_00_001/model_optim_rng.pt",
@@ -135,38 +156,56 @@ def test_one_tensor_shows_which_rank_holds_which_box(golden: Path, shown: Callab
     assert "mp_rank_01_001/model_optim_rng.pt" in text
 
 
-@pytest.mark.parametrize("name", ["mcore_legacy/dense_gqa/tp4_pp1", "mcore_legacy/dense_gqa/tp1_pp2"])
-@pytest.mark.parametrize("key", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc1.weight"])
-def test_values_are_those_of_the_true_tensor(name: str, key: str, golden: Path, shown: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "name", ["mcore_legacy/dense_gqa/tp4_pp1", "mcore_legacy/dense_gqa/tp1_pp2"]
+)
+@pytest.mark.parametrize(
+    "key", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc1.weight"]
+)
+def test_values_are_those_of_the_true_tensor(
+    name: str, key: str, golden: Path, shown: Callable[..., Any]
+) -> None:
     (tensor,) = shown(golden / name, key, "--values", "200")["tensors"]
     data = (golden / "oracle/dense_gqa/global.safetensors").read_bytes()
     (n,) = struct.unpack_from("<Q", data)
     begin, _ = json.loads(data[8 : 8 + n])[key]["data_offsets"]
-    wide = b"".join(b"\0\0" + data[8 + n + begin + 2 * i : 8 + n + begin + 2 * i + 2] for i in range(200))
+    wide = b"".join(
+        b"\0\0" + data[8 + n + begin + 2 * i : 8 + n + begin + 2 * i + 2] for i in range(200)
+    )
     assert tensor["values"] == list(struct.unpack("<200f", wide))
 
 
-def test_values_of_every_dtype_in_a_nested_file_can_be_shown(golden: Path, shown: Callable[..., Any]) -> None:
+def test_values_of_every_dtype_in_a_nested_file_can_be_shown(
+    golden: Path, shown: Callable[..., Any]
+) -> None:
     for tensor in shown(golden / "hf/llama/torch_single/nested_zip.pt")["tensors"]:
-        (one,) = shown(golden / "hf/llama/torch_single/nested_zip.pt", tensor["key"], "--values", 5)["tensors"]
+        (one,) = shown(
+            golden / "hf/llama/torch_single/nested_zip.pt", tensor["key"], "--values", 5
+        )["tensors"]
         n = 1
         for extent in tensor["shape"]:
             n *= extent
         assert len(one["values"]) == min(5, n)
 
 
-def test_patterns_choose_tensors_and_a_pasted_fold_works(golden: Path, shown: Callable[..., Any]) -> None:
+def test_patterns_choose_tensors_and_a_pasted_fold_works(
+    golden: Path, shown: Callable[..., Any]
+) -> None:
     path = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     keys = [t["key"] for t in shown(path, "decoder.layers.[1-2].mlp.linear_fc2")["tensors"]]
     assert keys == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in (1, 2)]
 
 
-def test_a_pattern_without_a_match_is_a_usage_error(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_without_a_match_is_a_usage_error(
+    golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(golden / "torch_dcp/tp2_only"), "no.such.key"]) == 2
     assert "no tensor or object matches 'no.such.key'" in capsys.readouterr().err
 
 
-def test_objects_are_shown_and_nothing_is_run(golden: Path, shown: Callable[..., Any], run: Run) -> None:
+def test_objects_are_shown_and_nothing_is_run(
+    golden: Path, shown: Callable[..., Any], run: Run
+) -> None:
     path = golden / "torch_dcp/fsdp2_dp2"
     (found,) = shown(path, "app.optim.param_groups.0.betas")["objects"]
     assert found == {"key": "app.optim.param_groups.0.betas", "value": [0.9, 0.999]}
@@ -175,29 +214,43 @@ def test_objects_are_shown_and_nothing_is_run(golden: Path, shown: Callable[...,
 
 @pytest.mark.parametrize(
     "name",
-    ["mcore_legacy/dense_gqa/tp2_pp2/iter_0000010", "mcore_legacy/dense_gqa/tp2_pp2/iter_0000010/mp_rank_01_000"],
+    [
+        "mcore_legacy/dense_gqa/tp2_pp2/iter_0000010",
+        "mcore_legacy/dense_gqa/tp2_pp2/iter_0000010/mp_rank_01_000",
+    ],
 )
-def test_an_iteration_and_one_rank_directory_open_too(name: str, golden: Path, shown: Callable[..., Any]) -> None:
+def test_an_iteration_and_one_rank_directory_open_too(
+    name: str, golden: Path, shown: Callable[..., Any]
+) -> None:
     page = shown(golden / name)
     assert page["format"] == "megatron"
     assert page["is_unsharded"] == ("mp_rank" not in name)
     assert page["is_unsharded"] or page["notes"]
 
 
-def test_an_object_of_every_rank_can_be_named_without_the_rank(golden: Path, shown: Callable[..., Any]) -> None:
+def test_an_object_of_every_rank_can_be_named_without_the_rank(
+    golden: Path, shown: Callable[..., Any]
+) -> None:
     found = shown(golden / "mcore_legacy/dense_gqa/tp2_pp1", "iteration")["objects"]
     assert found == [{"key": f"mp_rank_{rank:02d}:iteration", "value": 10} for rank in (0, 1)]
 
 
 def test_capabilities_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
     def targets(can: list[dict[str, Any]]) -> set[str]:
-        return {name for item in can if item["action"] == "convert" and item["possible"] for name in item["to"]}
+        return {
+            name
+            for item in can
+            if item["action"] == "convert" and item["possible"]
+            for name in item["to"]
+        }
 
     dense = shown(golden / "mcore_legacy/dense_gqa/tp2_pp2")["can"]
     assert [item["possible"] for item in dense if item["action"] == "reshard"] == [True]
     assert targets(dense) >= {"dcp", "torch_dist", "torch", "zarr3", "safetensors"}
     plain = shown(golden / "torch_dcp/tp2_only")["can"]
-    assert [(item["possible"], bool(item["why"])) for item in plain if item["action"] == "reshard"] == [(False, True)]
+    assert [
+        (item["possible"], bool(item["why"])) for item in plain if item["action"] == "reshard"
+    ] == [(False, True)]
     assert "torch" in targets(plain)
     named = shown(golden / "hf/llama/safetensors_single")["can"]
     assert "megatron" in targets(named)
@@ -210,20 +263,33 @@ def test_the_limit_counts_lines_and_zero_means_all(golden: Path, run: Run) -> No
     lines = run(path, "--flat", "--limit", 3).splitlines()
     assert len(lines) == 4
     assert "more lines" in lines[-1]
-    assert len(run(path, "--flat").splitlines()) == len(run(path, "--flat", "--limit", 0).splitlines()) > 50
+    assert (
+        len(run(path, "--flat").splitlines())
+        == len(run(path, "--flat", "--limit", 0).splitlines())
+        > 50
+    )
 
 
 def test_sort_by_size_puts_the_largest_first(golden: Path, shown: Callable[..., Any]) -> None:
-    sizes = [tensor["bytes"] for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "size")["tensors"]]
+    sizes = [
+        tensor["bytes"]
+        for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "size")["tensors"]
+    ]
     assert sizes == sorted(sizes, reverse=True)
-    names = [tensor["key"] for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "name")["tensors"]]
+    names = [
+        tensor["key"]
+        for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "name")["tensors"]
+    ]
     assert names == sorted(names)
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, run: Run) -> None:
     import torch
 
-    torch.save({"\x1b]0;owned\x07\x1b[2J": torch.zeros(2), "[red]markup[/red]": torch.ones(1)}, tmp_path / "a.pt")
+    torch.save(
+        {"\x1b]0;owned\x07\x1b[2J": torch.zeros(2), "[red]markup[/red]": torch.ones(1)},
+        tmp_path / "a.pt",
+    )
     for options in ([], ["--flat"], ["*owned*"]):
         page = run(tmp_path / "a.pt", *options)
         assert "\x1b" not in page
@@ -247,7 +313,9 @@ def test_compressed_arrays_say_how_long_they_are_and_show_their_numbers(
     tmp_path: Path, shown: Callable[..., Any], run: Run
 ) -> None:
     group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
-    array = group.create_array("a", shape=(64, 32), chunks=(32, 32), dtype="int32", compressors=ZstdCodec(level=3))
+    array = group.create_array(
+        "a", shape=(64, 32), chunks=(32, 32), dtype="int32", compressors=ZstdCodec(level=3)
+    )
     array[:] = np.arange(64 * 32, dtype="int32").reshape(64, 32)
     (tensor,) = shown(tmp_path / "z", "a", "--values", 3)["tensors"]
     assert tensor["values"] == [0, 1, 2]

@@ -33,11 +33,22 @@ def test_it_writes_a_manifest_into_the_checkpoint_and_says_so(
     assert main(["validate", "--deep", str(checkpoint), "--against", str(made)]) == 0
 
 
-def test_its_report_is_one_json_object(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["manifest", "--json", "--no-fingerprints", "-o", str(tmp_path / "m.json"), str(checkpoint)]
+def test_its_report_is_one_json_object(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "manifest",
+        "--json",
+        "--no-fingerprints",
+        "-o",
+        str(tmp_path / "m.json"),
+        str(checkpoint),
+    ]
     assert main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == "ckpt.manifest-report/1" and report["manifest"] == str(tmp_path / "m.json")
+    assert report["schema"] == "ckpt.manifest-report/1" and report["manifest"] == str(
+        tmp_path / "m.json"
+    )
     assert (report["n_files"], report["n_fingerprints"], report["format"]) == (4, 0, "megatron")
     assert "fingerprints" not in json.loads((tmp_path / "m.json").read_text())
 

@@ -43,11 +43,17 @@ def shown(*arguments: object, run: Run) -> Any:
 
 def files_in(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_convert_writes_what_it_reports(golden: Path, tmp_path: Path, run: Run) -> None:
-    report = shown("convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch", run=run)
+    report = shown(
+        "convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch", run=run
+    )
     assert report["schema"] == "ckpt.transfer/1"
     assert report["dry_run"] is False
     assert report["dst"] == str(tmp_path / "out.pt")
@@ -56,12 +62,18 @@ def test_convert_writes_what_it_reports(golden: Path, tmp_path: Path, run: Run) 
     assert report["bytes_written"] == (tmp_path / "out.pt").stat().st_size
     page = shown("inspect", tmp_path / "out.pt", run=run)
     before = shown("inspect", golden / "torch_dcp/tp2_only", run=run)
-    assert {t["key"]: t["shape"] for t in page["tensors"]} == {t["key"]: t["shape"] for t in before["tensors"]}
+    assert {t["key"]: t["shape"] for t in page["tensors"]} == {
+        t["key"]: t["shape"] for t in before["tensors"]
+    }
 
 
-def test_the_summary_names_the_destination_and_what_was_not_carried(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_the_summary_names_the_destination_and_what_was_not_carried(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    code, out, err = run("reshard", source, tmp_path / "out", "--tp", 2, "--tp-new", 1, "--no-optim")
+    code, out, err = run(
+        "reshard", source, tmp_path / "out", "--tp", 2, "--tp-new", 1, "--no-optim"
+    )
     assert (code, err) == (0, "")
     assert out.startswith(f"✓ wrote {tmp_path / 'out'}")
     assert "31" in out
@@ -72,15 +84,25 @@ def test_the_summary_names_the_destination_and_what_was_not_carried(golden: Path
 
 def test_reshard_changes_the_parallel_sizes(golden: Path, tmp_path: Path, run: Run) -> None:
     shown(
-        "reshard", golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "out", "--target-tp", 4, "--pp_new=1", run=run
+        "reshard",
+        golden / "mcore_legacy/dense_gqa/tp2_pp2",
+        tmp_path / "out",
+        "--target-tp",
+        4,
+        "--pp_new=1",
+        run=run,
     )
     page = shown("inspect", tmp_path / "out", run=run)
     assert (page["parallel"]["tp"], page["parallel"]["pp"], page["ranks"]) == (4, 1, 4)
 
 
-def test_a_wrong_assertion_about_the_source_is_refused(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_a_wrong_assertion_about_the_source_is_refused(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
-    code, out, err = run("reshard", source, tmp_path / "out", "--tensor-model-parallel-size", 8, "--tp-new", 1)
+    code, out, err = run(
+        "reshard", source, tmp_path / "out", "--tensor-model-parallel-size", 8, "--tp-new", 1
+    )
     assert (code, out) == (2, "")
     assert "TP 2" in err
     assert list(tmp_path.iterdir()) == []
@@ -94,26 +116,39 @@ def test_an_optimizer_is_not_left_out_silently(golden: Path, tmp_path: Path, run
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_destination_a_name_beside_the_source_is_proposed(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_without_a_destination_a_name_beside_the_source_is_proposed(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(golden / "torch_dcp/tp2_only", source)
     code, out, _ = run("convert", source, "--to", "torch")
     assert code == 0
     assert "no DST given" in out
-    assert sorted(path.name for path in tmp_path.iterdir() if "manifest" not in path.name) == ["source", "source.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "manifest" not in path.name) == [
+        "source",
+        "source.pt",
+    ]
 
 
-def test_quiet_prints_nothing_unless_something_was_left_behind(golden: Path, tmp_path: Path, run: Run) -> None:
-    assert run("convert", golden / "torch_dcp/tp2_only", tmp_path / "a.pt", "--to", "torch", "-q") == (0, "", "")
+def test_quiet_prints_nothing_unless_something_was_left_behind(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
+    assert run(
+        "convert", golden / "torch_dcp/tp2_only", tmp_path / "a.pt", "--to", "torch", "-q"
+    ) == (0, "", "")
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     code, out, err = run("reshard", source, tmp_path / "b", "--tp-new", 1, "--no-optim", "-q")
     assert (code, out) == (0, "")
     assert err.startswith("note: not carried: optimizer")
     assert err.count("\n") == 1
-    assert run("reshard", source, tmp_path / "c", "--tp-new", 1, "--no-optim", "-q", "--dry-run") == (0, "", err)
+    assert run(
+        "reshard", source, tmp_path / "c", "--tp-new", 1, "--no-optim", "-q", "--dry-run"
+    ) == (0, "", err)
 
 
-def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_a_dry_run_writes_nothing_and_tells_everything(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp4_pp1"
     arguments = ("reshard", source, tmp_path / "out", "--tp-new", 2, "--dry-run", "--rank", 1)
     plan = shown(*arguments, run=run)
@@ -121,7 +156,9 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
     assert plan["dry_run"] is True
     assert plan["dst"] == str(tmp_path / "out")
     assert plan["rank"]["number"] == 1
-    assert set(plan["rank"]["files"]) <= {f"mp_rank_{rank:02d}/model_optim_rng.pt" for rank in range(4)}
+    assert set(plan["rank"]["files"]) <= {
+        f"mp_rank_{rank:02d}/model_optim_rng.pt" for rank in range(4)
+    }
     assert "mp_rank_03/model_optim_rng.pt" in plan["rank"]["files"]
     code, out, _ = run(*arguments)
     assert code == 0
@@ -131,7 +168,13 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
 
 
 def test_the_plan_holds_what_is_then_written(golden: Path, tmp_path: Path, run: Run) -> None:
-    arguments = ("convert", golden / "mcore_legacy/dense_gelu/tp2_pp2", tmp_path / "out", "--to", "torch_dist")
+    arguments = (
+        "convert",
+        golden / "mcore_legacy/dense_gelu/tp2_pp2",
+        tmp_path / "out",
+        "--to",
+        "torch_dist",
+    )
     plan = shown(*arguments, "--dry-run", run=run)
     shown(*arguments, run=run)
     written = {name: len(data) for name, data in files_in(tmp_path / "out").items()}
@@ -159,17 +202,29 @@ def test_renames_are_listed_and_done(golden: Path, tmp_path: Path, run: Run) -> 
 
 def test_casts_and_globs_are_honoured(golden: Path, tmp_path: Path, run: Run) -> None:
     shown(
-        *("convert", golden / "torch_dcp/fsdp2_dp2", tmp_path / "o.pt", "--to", "torch", "--include", "app.model.*"),
+        *(
+            "convert",
+            golden / "torch_dcp/fsdp2_dp2",
+            tmp_path / "o.pt",
+            "--to",
+            "torch",
+            "--include",
+            "app.model.*",
+        ),
         *("--exclude", "*.norm.*", "--dtype", "bf16", "--dtype", "*embed*=fp32"),
         run=run,
     )
     dtypes = {t["key"]: t["dtype"] for t in shown("inspect", tmp_path / "o.pt", run=run)["tensors"]}
     assert all(key.startswith("app.model.") and ".norm." not in key for key in dtypes)
-    assert {key for key, dtype in dtypes.items() if dtype == "float32"} == {"app.model.model.embed_tokens.weight"}
+    assert {key for key, dtype in dtypes.items() if dtype == "float32"} == {
+        "app.model.model.embed_tokens.weight"
+    }
     assert "bfloat16" in dtypes.values()
 
 
-def test_an_existing_destination_is_refused_and_replaced_only_by_force(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_an_existing_destination_is_refused_and_replaced_only_by_force(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     arguments = ("convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch")
     assert run(*arguments)[0] == 0
     first = files_in(tmp_path)
@@ -186,7 +241,15 @@ def test_an_existing_destination_is_refused_and_replaced_only_by_force(golden: P
 
 
 def test_a_memory_limit_that_cannot_hold_is_refused(golden: Path, tmp_path: Path, run: Run) -> None:
-    code, _, err = run("convert", golden / "torch_dcp/tp2_only", tmp_path / "o", "--to", "torch", "--memory", "1MiB")
+    code, _, err = run(
+        "convert",
+        golden / "torch_dcp/tp2_only",
+        tmp_path / "o",
+        "--to",
+        "torch",
+        "--memory",
+        "1MiB",
+    )
     assert code == 7
     assert "memory" in err
     assert list(tmp_path.iterdir()) == []
@@ -231,7 +294,9 @@ def started(*arguments: object, stage: Path, repo_dir: Path) -> subprocess.Popen
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, repo_dir: Path) -> None:
+def test_a_signal_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path, repo_dir: Path
+) -> None:
     big_sparse_file(tmp_path / "big.pt", 1 << 30)
     arguments = ["convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp"]
     process = started(*arguments, stage=tmp_path / ".out.ckpt-stage/data", repo_dir=repo_dir)
@@ -280,9 +345,19 @@ def test_the_format_need_not_be_said_where_something_else_tells_it(
         assert sum("mp_rank_" in item["path"] for item in plan["files"]) == 2
 
 
-def test_tensors_that_are_tied_and_differ_are_the_users_mistake(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_tensors_that_are_tied_and_differ_are_the_users_mistake(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     tie = "lm_head.weight=model.embed_tokens.weight"
-    code, out, err = run("convert", golden / "hf/llama/safetensors_single", tmp_path / "o", "--to", "hf", "--tie", tie)
+    code, out, err = run(
+        "convert",
+        golden / "hf/llama/safetensors_single",
+        tmp_path / "o",
+        "--to",
+        "hf",
+        "--tie",
+        tie,
+    )
     assert (code, out) == (2, "")
     assert "--tie: 'lm_head.weight' is not identical to 'model.embed_tokens.weight'" in err
     assert "ranks" not in err

@@ -49,7 +49,9 @@ def shown(run: Run, *arguments: object) -> Any:
     return json.loads(run(*arguments, "--json")[1])
 
 
-@pytest.mark.parametrize("level", [[], ["--headers"], ["--deep"]], ids=lambda words: "".join(words) or "metadata")
+@pytest.mark.parametrize(
+    "level", [[], ["--headers"], ["--deep"]], ids=lambda words: "".join(words) or "metadata"
+)
 @pytest.mark.parametrize("name", [DCP, RANKS])
 def test_a_whole_checkpoint_has_no_findings_and_exit_code_0(
     name: str, level: list[str], golden: Path, run: Run
@@ -123,7 +125,12 @@ def test_the_current_directory_is_looked_at_without_a_path(
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(
-    words: list[str], text: str, good: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: list[str],
+    text: str,
+    good: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(good)
     code, _, err = run(*words)
@@ -139,7 +146,9 @@ def test_a_missing_path_is_a_usage_error(run: Run) -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
-def test_a_missing_path_does_not_hide_the_findings_of_the_others(format: str, good: Path, bad: Path, run: Run) -> None:
+def test_a_missing_path_does_not_hide_the_findings_of_the_others(
+    format: str, good: Path, bad: Path, run: Run
+) -> None:
     alone = run(bad, "--format", format)[1]
     code, out, err = run(good, "no/such", bad, "--format", format)
     assert code == 2
@@ -156,14 +165,18 @@ def test_a_missing_path_is_told_of_each_checkpoint_in_json(good: Path, bad: Path
     assert pages[2]["findings"] == shown(run, bad)["checkpoints"][0]["findings"]
 
 
-def test_what_was_looked_at_is_named_and_what_was_not_is_listed(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_what_was_looked_at_is_named_and_what_was_not_is_listed(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(golden / "hf/llama/safetensors_single", model)
     n_files = sum(1 for path in model.rglob("*") if path.is_file())
     shutil.copytree(golden / "hf/llama/safetensors_single", model / "checkpoint-10")
     shutil.copytree(golden / "torch_dcp/tp2_only", model / "exports/dcp")
     (model / "original").mkdir()
-    shutil.copy(golden / "hf/llama/torch_single/model_zip.pt", model / "original/consolidated.00.pth")
+    shutil.copy(
+        golden / "hf/llama/torch_single/model_zip.pt", model / "original/consolidated.00.pth"
+    )
     (page,) = shown(run, model)["checkpoints"]
     assert (page["path"], page["valid"], page["files"]) == (str(model), True, n_files)
     (note,) = page["notes"]
@@ -175,13 +188,21 @@ def test_what_was_looked_at_is_named_and_what_was_not_is_listed(golden: Path, tm
     assert run(model / "checkpoint-10")[0] == 1
 
 
-def test_the_iteration_of_a_root_is_named_and_the_others_are_listed(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_the_iteration_of_a_root_is_named_and_the_others_are_listed(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     for number in (10, 20, 30):
-        shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010", tmp_path / f"iter_{number:07d}")
+        shutil.copytree(
+            golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010",
+            tmp_path / f"iter_{number:07d}",
+        )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     (page,) = shown(run, tmp_path)["checkpoints"]
     assert page["path"] == str(tmp_path / "iter_0000020")
-    assert "2 other iterations were not checked (use --all-iterations): iter_0000010, iter_0000030" in page["notes"]
+    assert (
+        "2 other iterations were not checked (use --all-iterations): iter_0000010, iter_0000030"
+        in page["notes"]
+    )
 
 
 def test_a_loose_file_of_a_project_is_not_taken_for_the_project(
@@ -247,7 +268,9 @@ def test_a_shard_is_looked_at_alone(golden: Path, run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("option", ["-o", "--report", "--write-baseline"])
-def test_only_reports_are_replaced_by_reports(bad: Path, option: str, run: Run, tmp_path: Path) -> None:
+def test_only_reports_are_replaced_by_reports(
+    bad: Path, option: str, run: Run, tmp_path: Path
+) -> None:
     """A slip of the shell's completion names a file of the checkpoint."""
     weights = bad / "__0_0.distcp"
     weights = weights.rename(weights.with_suffix(".json"))
@@ -257,16 +280,22 @@ def test_only_reports_are_replaced_by_reports(bad: Path, option: str, run: Run, 
     assert "is not a report of ckpt" in err
     for name in ("report.txt", "report.json", "report.sarif", "report.xml"):
         for _ in range(2):
-            assert run(bad, option, tmp_path / name)[0] == (0 if option == "--write-baseline" else 1)
+            assert run(bad, option, tmp_path / name)[0] == (
+                0 if option == "--write-baseline" else 1
+            )
 
 
 @pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
-def test_a_report_of_any_format_is_replaced(format: str, good: Path, bad: Path, run: Run, tmp_path: Path) -> None:
+def test_a_report_of_any_format_is_replaced(
+    format: str, good: Path, bad: Path, run: Run, tmp_path: Path
+) -> None:
     for path in (bad, good, bad):
         assert run(path, "--format", format, "-o", tmp_path / "report")[0] == (path == bad)
 
 
-def test_a_report_goes_into_a_file_and_people_still_see_the_page(bad: Path, run: Run, tmp_path: Path) -> None:
+def test_a_report_goes_into_a_file_and_people_still_see_the_page(
+    bad: Path, run: Run, tmp_path: Path
+) -> None:
     for name, begins in (
         ("r.json", '{"schema": "ckpt.validate/1"'),
         ("r.xml", "<?xml"),
@@ -281,7 +310,13 @@ def test_a_report_goes_into_a_file_and_people_still_see_the_page(bad: Path, run:
     assert (tmp_path / "r.txt").read_text("utf-8").startswith("::error")
     run(bad, "-o", tmp_path / "r.json", "--format", "sarif")
     assert json.loads((tmp_path / "r.json").read_text())["version"] == "2.1.0"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "r.json", "r.sarif", "r.txt", "r.xml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bad",
+        "r.json",
+        "r.sarif",
+        "r.txt",
+        "r.xml",
+    ]
 
 
 def test_one_run_makes_reports_for_several_readers(bad: Path, run: Run, tmp_path: Path) -> None:
@@ -335,14 +370,20 @@ def roots(golden: Path, folder: Path) -> Path:
     return folder
 
 
-def test_newest_valid_prints_a_path_and_nothing_else(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_newest_valid_prints_a_path_and_nothing_else(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     root = roots(golden, tmp_path / "root")
     code, out, err = run("--newest-valid", root)
     assert (code, out) == (0, f"{root}/iter_0000010\n")
     assert err.startswith(f"skipped: {root}/iter_0000020: CK")
     assert run(root, "--newest-valid", "-q")[2] == ""
     page = shown(run, root, "--newest-valid")
-    assert (page["schema"], page["path"], page["iteration"]) == ("ckpt.newest/1", f"{root}/iter_0000010", 10)
+    assert (page["schema"], page["path"], page["iteration"]) == (
+        "ckpt.newest/1",
+        f"{root}/iter_0000010",
+        10,
+    )
     assert page["level"] == "headers"
     assert [Path(one["path"]).name for one in page["skipped"]] == ["iter_0000020"]
 
@@ -352,7 +393,9 @@ def test_newest_valid_obeys_what_is_ignored(golden: Path, tmp_path: Path, run: R
     assert run("--newest-valid", root, "--ignore", "CK")[1] == f"{root}/iter_0000020\n"
 
 
-def test_without_a_whole_iteration_newest_valid_has_exit_code_1(golden: Path, tmp_path: Path, run: Run) -> None:
+def test_without_a_whole_iteration_newest_valid_has_exit_code_1(
+    golden: Path, tmp_path: Path, run: Run
+) -> None:
     root = roots(golden, tmp_path / "root")
     shutil.rmtree(root / "iter_0000010")
     code, out, err = run("--newest-valid", root)
@@ -391,7 +434,11 @@ def test_codes_are_stable_in_form() -> None:
         assert code.code[2:].isdigit()
         assert len(code.code) == 5
         assert len(code.title) <= 60
-        assert code.title[0] == code.title[0].lower() or code.title.split()[0].isupper() or code.title[0].isupper()
+        assert (
+            code.title[0] == code.title[0].lower()
+            or code.title.split()[0].isupper()
+            or code.title[0].isupper()
+        )
         assert not code.title.endswith(".")
         assert code.hint
         assert not code.hint.endswith(".")

@@ -47,7 +47,11 @@ def together(n: int, commands: list[list[str]]) -> list[Said]:
 
 def timeless(one: Said) -> Said:
     """Without what differs from run to run."""
-    return one[0], re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", one[1]), one[2]
+    return (
+        one[0],
+        re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", one[1]),
+        one[2],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,9 @@ def test_validate(golden: Path, damaged: Path, tmp_path: Path) -> None:
         ["validate", "--newest-valid", str(tmp_path)],
         ["validate", "--all-iterations", "--deep", str(roots)],
     ]
-    assert [timeless(one) for one in together(3, commands)] == [timeless(said(ALONE, words)) for words in commands]
+    assert [timeless(one) for one in together(3, commands)] == [
+        timeless(said(ALONE, words)) for words in commands
+    ]
 
 
 def test_the_json_of_validate_says_who_read_how_much(golden: Path, damaged: Path) -> None:
@@ -87,7 +93,9 @@ def test_the_json_of_validate_says_who_read_how_much(golden: Path, damaged: Path
         del one["seconds"]
     assert report == alone and found[0] == 1
     assert launch["n_workers"] == 3 and [one["rank"] for one in launch["workers"]] == [0, 1, 2]
-    assert sum(one["read_bytes"] for one in launch["workers"]) == sum(one["bytes"] for one in report["checkpoints"])
+    assert sum(one["read_bytes"] for one in launch["workers"]) == sum(
+        one["bytes"] for one in report["checkpoints"]
+    )
 
 
 def test_baselines_and_reports_are_written_once(damaged: Path, tmp_path: Path) -> None:
@@ -96,14 +104,24 @@ def test_baselines_and_reports_are_written_once(damaged: Path, tmp_path: Path) -
         2,
         [
             ["validate", "--deep", "--write-baseline", str(baseline), str(damaged)],
-            ["validate", "--deep", "--baseline", str(baseline), "--report", str(report), str(damaged)],
+            [
+                "validate",
+                "--deep",
+                "--baseline",
+                str(baseline),
+                "--report",
+                str(report),
+                str(damaged),
+            ],
         ],
     )
     assert first[0] == 0 and first[2].startswith("wrote ") and second[0] == 0
     assert json.loads(report.read_text())["runs"]
 
 
-@pytest.mark.parametrize("name", ["hf/llama/bin_sharded", "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"])
+@pytest.mark.parametrize(
+    "name", ["hf/llama/bin_sharded", "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"]
+)
 def test_manifest(golden: Path, tmp_path: Path, name: str) -> None:
     texts = []
     reports = []
@@ -148,7 +166,9 @@ def test_diff(golden: Path, damaged: Path) -> None:
         ["diff", "--quiet", other, str(damaged)],
         ["diff", "--stat-only", whole, other],
     ]
-    assert [timeless(one) for one in together(3, commands)] == [timeless(said(ALONE, words)) for words in commands]
+    assert [timeless(one) for one in together(3, commands)] == [
+        timeless(said(ALONE, words)) for words in commands
+    ]
     words = ["diff", "--json", other, str(damaged)]
     (found,) = together(3, [words])
     report, alone = json.loads(found[1]), json.loads(said(ALONE, words)[1])

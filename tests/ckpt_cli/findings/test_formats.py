@@ -22,11 +22,31 @@ from core.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 
 FINDINGS = [
-    finding(file="__0_0.distcp", expected="100 bytes", found="64 bytes", span=(64, 100), hint="copy it again"),
-    finding(file="__1_0.distcp", expected="100 bytes", found="64 bytes", span=(64, 100), hint="copy it again"),
+    finding(
+        file="__0_0.distcp",
+        expected="100 bytes",
+        found="64 bytes",
+        span=(64, 100),
+        hint="copy it again",
+    ),
+    finding(
+        file="__1_0.distcp",
+        expected="100 bytes",
+        found="64 bytes",
+        span=(64, 100),
+        hint="copy it again",
+    ),
     finding("CK200", Severity.WARNING, key="decoder.layers.0.weight", rank="mp_rank_00"),
     finding("CK300", Severity.NOTE, message="worth knowing"),
-    finding(message=HOSTILE, file=HOSTILE, key=HOSTILE, rank=HOSTILE, expected=HOSTILE, found=HOSTILE, hint=HOSTILE),
+    finding(
+        message=HOSTILE,
+        file=HOSTILE,
+        key=HOSTILE,
+        rank=HOSTILE,
+        expected=HOSTILE,
+        found=HOSTILE,
+        hint=HOSTILE,
+    ),
 ]
 VERDICTS = [
     verdict(FINDINGS, notes=(HOSTILE,)),
@@ -122,16 +142,25 @@ def test_junit_is_valid_and_its_counts_are_true() -> None:
 def test_junit_has_a_case_for_every_code_that_the_level_can_find() -> None:
     for level in Level:
         cases = {case.attrib["name"] for case in junit(verdict(level=level)).iter("testcase")}
-        wanted = [code for code in codes().values() if code.level <= level and not code.code.startswith("CK9")]
+        wanted = [
+            code
+            for code in codes().values()
+            if code.level <= level and not code.code.startswith("CK9")
+        ]
         assert cases == {f"{code.code} {code.title}" for code in wanted}
 
 
 def test_junit_fails_for_errors_only_and_skips_what_is_left_out() -> None:
     acceptance = Acceptance(ignored=parse_patterns(["CK100"], known=codes()))
-    cases = {case.attrib["name"][:5]: case for case in junit(verdict(FINDINGS, acceptance=acceptance)).iter("testcase")}
+    cases = {
+        case.attrib["name"][:5]: case
+        for case in junit(verdict(FINDINGS, acceptance=acceptance)).iter("testcase")
+    }
     assert [child.tag for child in cases["CK100"]] == ["skipped"]
     assert [child.tag for child in cases["CK200"]] == ["system-out"]
-    failed = {case.attrib["name"][:5]: case for case in junit(verdict(FINDINGS)).iter("testcase")}["CK100"]
+    failed = {case.attrib["name"][:5]: case for case in junit(verdict(FINDINGS)).iter("testcase")}[
+        "CK100"
+    ]
     (failure,) = failed
     assert failure.attrib["message"].startswith("3 × CK100")
     assert "2 × __[0-1]_0.distcp" in (failure.text or "")
@@ -157,7 +186,13 @@ def check_sarif(log: dict[str, Any]) -> None:
         ids = [rule["id"] for rule in driver["rules"]]
         assert len(set(ids)) == len(ids)
         for rule in driver["rules"]:
-            assert set(rule) <= {"id", "shortDescription", "help", "defaultConfiguration", "properties"}
+            assert set(rule) <= {
+                "id",
+                "shortDescription",
+                "help",
+                "defaultConfiguration",
+                "properties",
+            }
             assert rule.get("defaultConfiguration", {"level": "none"})["level"] in LEVELS
             for name in {"shortDescription", "help"} & set(rule):
                 check_message(rule[name])
@@ -165,7 +200,11 @@ def check_sarif(log: dict[str, Any]) -> None:
                 rule.get("properties", {"tags": []})["tags"]
             )
         (invocation,) = run["invocations"]
-        assert {"executionSuccessful"} <= set(invocation) <= {"executionSuccessful", "toolExecutionNotifications"}
+        assert (
+            {"executionSuccessful"}
+            <= set(invocation)
+            <= {"executionSuccessful", "toolExecutionNotifications"}
+        )
         for notification in invocation.get("toolExecutionNotifications", []):
             assert set(notification) == {"level", "message", "locations"}
             assert notification["level"] in LEVELS
@@ -174,7 +213,9 @@ def check_sarif(log: dict[str, Any]) -> None:
                 check_location(location)
         for result in run["results"]:
             assert set(result) <= RESULT
-            assert {"ruleId", "ruleIndex", "message", "locations", "partialFingerprints"} <= set(result)
+            assert {"ruleId", "ruleIndex", "message", "locations", "partialFingerprints"} <= set(
+                result
+            )
             assert ids[result["ruleIndex"]] == result["ruleId"]
             assert result["level"] in LEVELS
             assert result.get("baselineState", "new") in {"new", "unchanged", "updated", "absent"}
@@ -223,20 +264,28 @@ def test_sarif_is_valid_and_has_a_result_for_each_finding() -> None:
     assert [result["ruleId"] for result in run["results"]].count("CK100") == 3
     assert len(run["results"]) == 7
     assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} >= set(codes())
-    by_uri = {r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]: r for r in run["results"]}
+    by_uri = {
+        r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]: r for r in run["results"]
+    }
     cut = by_uri["runs/iter_0000010/__1_0.distcp"]
     assert cut["locations"][0]["physicalLocation"]["region"] == {"byteOffset": 64, "byteLength": 36}
-    assert cut["message"]["text"] == ("the file ends early (expected 100 bytes, found 64 bytes). Copy it again.")
+    assert cut["message"]["text"] == (
+        "the file ends early (expected 100 bytes, found 64 bytes). Copy it again."
+    )
     warning = next(result for result in run["results"] if result["ruleId"] == "CK200")
     assert warning["level"] == "warning"
-    assert warning["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == "decoder.layers.0.weight"
+    assert (
+        warning["locations"][0]["logicalLocations"][0]["fullyQualifiedName"]
+        == "decoder.layers.0.weight"
+    )
     assert warning["properties"] == {"rank": "mp_rank_00"}
     assert "baselineState" not in warning
 
 
 def test_sarif_keeps_what_is_left_out_with_its_suppression() -> None:
     acceptance = Acceptance(
-        ignored=parse_patterns(["CK100:*1_0*"], known=codes()), known=frozenset({FINDINGS[3].fingerprint})
+        ignored=parse_patterns(["CK100:*1_0*"], known=codes()),
+        known=frozenset({FINDINGS[3].fingerprint}),
     )
     (run,) = sarif(verdict(FINDINGS, acceptance=acceptance), has_baseline=True)["runs"]
     states = [
@@ -289,7 +338,11 @@ def commands(*verdicts: Any) -> Iterator[tuple[str, dict[str, str], str]]:
         if line.startswith("::"):
             assert found, line
             properties = dict(one.split("=", 1) for one in found[2].split(","))
-            yield found[1], {name: decoded(value) for name, value in properties.items()}, decoded(found[3])
+            yield (
+                found[1],
+                {name: decoded(value) for name, value in properties.items()},
+                decoded(found[3]),
+            )
         else:
             assert not line.lstrip().startswith("::")
             assert "##[" not in line
@@ -326,7 +379,11 @@ def test_every_format_bears_hostile_names() -> None:
     for one in (junit, sarif):
         one(*VERDICTS)
     assert list(commands(*VERDICTS))
-    for lines in (junit_lines(VERDICTS), sarif_lines(VERDICTS, has_baseline=True), github_lines(VERDICTS)):
+    for lines in (
+        junit_lines(VERDICTS),
+        sarif_lines(VERDICTS, has_baseline=True),
+        github_lines(VERDICTS),
+    ):
         text = "\n".join(lines)
         assert "\x1b" not in text
         assert "\udc80" not in text
@@ -336,11 +393,15 @@ def test_every_format_bears_hostile_names() -> None:
 
 def test_reports_do_not_depend_on_the_clock() -> None:
     """Other than by the seconds that they state."""
-    assert list(sarif_lines(VERDICTS, has_baseline=False)) == list(sarif_lines(VERDICTS, has_baseline=False))
+    assert list(sarif_lines(VERDICTS, has_baseline=False)) == list(
+        sarif_lines(VERDICTS, has_baseline=False)
+    )
 
 
 def test_findings_of_codes_that_are_not_in_the_table_are_reported_all_the_same() -> None:
-    odd = [verdict([Finding(code="CK999", severity=Severity.ERROR, message="from another version")])]
+    odd = [
+        verdict([Finding(code="CK999", severity=Severity.ERROR, message="from another version")])
+    ]
     assert "CK999" in "\n".join(junit_lines(odd))
     assert "CK999" in "\n".join(github_lines(odd))
     assert sarif(*odd)["runs"][0]["results"][0]["ruleId"] == "CK999"

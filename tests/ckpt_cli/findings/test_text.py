@@ -15,7 +15,12 @@ from core.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 
 
-def page(*verdicts: Verdict, screen: Screen | None = None, limit: int | None = None, is_quiet: bool = False) -> str:
+def page(
+    *verdicts: Verdict,
+    screen: Screen | None = None,
+    limit: int | None = None,
+    is_quiet: bool = False,
+) -> str:
     return "\n".join(text_lines(screen or Screen(), verdicts, limit=limit, is_quiet=is_quiet))
 
 
@@ -36,7 +41,9 @@ def test_findings_fold_where_only_numbers_differ() -> None:
 def test_folding_loses_nothing() -> None:
     grid = [f"r{rank}/l{layer}" for rank in range(2) for layer in range(3)]
     assert places(*grid) == ["6 r[0-1]/l[0-2]"]
-    assert sorted(places(*grid[:-1])) == ["2 r1/l[0-1]", "3 r0/l[0-2]"] or sorted(places(*grid[:-1])) == [
+    assert sorted(places(*grid[:-1])) == ["2 r1/l[0-1]", "3 r0/l[0-2]"] or sorted(
+        places(*grid[:-1])
+    ) == [
         "1 r0/l2",
         "4 r[0-1]/l[0-1]",
     ]
@@ -52,7 +59,9 @@ def test_numbers_of_any_length_are_no_trouble() -> None:
 
 
 def test_what_differs_is_shown_by_example() -> None:
-    (one,) = group_similar([finding(file=f"f{n}", expected="8 bytes", found=f"{n} bytes") for n in range(3)], path="p")
+    (one,) = group_similar(
+        [finding(file=f"f{n}", expected="8 bytes", found=f"{n} bytes") for n in range(3)], path="p"
+    )
     assert one.message == "for example: the file ends early (expected 8 bytes, found 0 bytes)"
 
 
@@ -84,9 +93,16 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
 
 def test_findings_stand_below_their_code_with_places_values_and_a_hint() -> None:
     found = [
-        finding(file=f"__{n}_0.distcp", expected="100 bytes", found="64 bytes", hint="copy it again") for n in range(4)
+        finding(
+            file=f"__{n}_0.distcp", expected="100 bytes", found="64 bytes", hint="copy it again"
+        )
+        for n in range(4)
     ]
-    text = page(verdict([*found, finding("CK200", Severity.WARNING, message="odd", key="w", rank="mp_rank_00")]))
+    text = page(
+        verdict(
+            [*found, finding("CK200", Severity.WARNING, message="odd", key="w", rank="mp_rank_00")]
+        )
+    )
     assert text.splitlines()[0] == "✗ 4 errors, 1 warning in runs/iter_0000010"
     assert text.splitlines()[5:] == [
         "",
@@ -103,7 +119,12 @@ def test_findings_stand_below_their_code_with_places_values_and_a_hint() -> None
 @pytest.mark.parametrize("has_color", [True, False])
 def test_lines_fit_in_a_terminal(width: int, has_color: bool) -> None:
     found = [
-        finding(message="many words " * 12, file="some/file.pt", key=f"k{'y' * n}", hint="do this and that " * 9)
+        finding(
+            message="many words " * 12,
+            file="some/file.pt",
+            key=f"k{'y' * n}",
+            hint="do this and that " * 9,
+        )
         for n in range(20)
     ]
     lines = page(verdict(found), screen=Screen(width, has_color)).splitlines()
@@ -121,7 +142,8 @@ def test_at_most_some_places_of_a_code_are_shown() -> None:
 
 def test_what_does_not_count_is_counted() -> None:
     acceptance = Acceptance(
-        ignored=parse_patterns(["CK100:a"], known=codes()), known=frozenset({finding(file="b").fingerprint})
+        ignored=parse_patterns(["CK100:a"], known=codes()),
+        known=frozenset({finding(file="b").fingerprint}),
     )
     text = page(verdict([finding(file="a"), finding(file="b")], acceptance=acceptance))
     assert text.startswith("✓ no findings in")
@@ -138,8 +160,12 @@ def test_quiet_shows_only_checkpoints_with_errors() -> None:
 
 
 def test_hostile_names_move_no_cursor() -> None:
-    found = finding(message=HOSTILE, file=HOSTILE, key=HOSTILE, rank=HOSTILE, expected=HOSTILE, hint=HOSTILE)
+    found = finding(
+        message=HOSTILE, file=HOSTILE, key=HOSTILE, rank=HOSTILE, expected=HOSTILE, hint=HOSTILE
+    )
     for screen in (Screen(), Screen(60), Screen(60, has_unicode=False)):
         lines = page(verdict([found], path=HOSTILE), screen=screen).splitlines()
         assert all(line.isprintable() for line in lines)
-        assert not any(line.lstrip().startswith("::") or "##[" in line for line in lines), "GitHub's runner would obey"
+        assert not any(line.lstrip().startswith("::") or "##[" in line for line in lines), (
+            "GitHub's runner would obey"
+        )

@@ -16,7 +16,10 @@ TWO_NODES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 def shares(mode: str, n: int, nodes: list[list[int]], **more: int) -> list[CpuShare]:
     n_usable = more.pop("n_usable", sum(map(len, nodes)))
-    return [cpu_share(mode, local_rank=i, local_size=n, nodes=nodes, n_usable=n_usable, **more) for i in range(n)]
+    return [
+        cpu_share(mode, local_rank=i, local_size=n, nodes=nodes, n_usable=n_usable, **more)
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -34,7 +37,9 @@ def test_more_workers_than_cores_share_them() -> None:
 
 def test_numa_gives_each_worker_one_node_and_its_part_of_the_threads() -> None:
     found = shares("numa", 4, TWO_NODES)
-    assert [share.cores for share in found] == [frozenset(TWO_NODES[0])] * 2 + [frozenset(TWO_NODES[1])] * 2
+    assert [share.cores for share in found] == [frozenset(TWO_NODES[0])] * 2 + [
+        frozenset(TWO_NODES[1])
+    ] * 2
     assert [share.n_threads for share in found] == [2] * 4
 
 
@@ -64,7 +69,9 @@ def test_threads_follow_the_quota() -> None:
         ({}, 8),
     ],
 )
-def test_the_quota_of_a_container_limits_the_cores(files: dict[str, str], n: int, tmp_path: Path) -> None:
+def test_the_quota_of_a_container_limits_the_cores(
+    files: dict[str, str], n: int, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

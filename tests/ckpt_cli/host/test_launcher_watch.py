@@ -33,7 +33,9 @@ except Terminated:
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_a_worker_does_not_outlive_a_launcher_that_is_killed(repo_dir: Path, *, is_stuck: bool) -> None:
+def test_a_worker_does_not_outlive_a_launcher_that_is_killed(
+    repo_dir: Path, *, is_stuck: bool
+) -> None:
     worker = WORKER.replace("IS_STUCK", str(is_stuck))
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, worker], cwd=repo_dir, stdout=subprocess.PIPE, bufsize=0

@@ -47,7 +47,9 @@ def test_torchrun():
 
 
 def test_ranks_set_by_hand():
-    by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    by_hand = {
+        name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     assert identify_worker(by_hand) == WorkerIdentity(
         "the environment", 5, 8, None, None, address="10.0.0.1", port=29400
     )
@@ -56,7 +58,13 @@ def test_ranks_set_by_hand():
 
 def test_srun():
     found = identify_worker(SRUN)
-    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("srun", 3, 6, 1, 2)
+    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == (
+        "srun",
+        3,
+        6,
+        1,
+        2,
+    )
     assert found.address == "gpu007"
     assert 20_000 <= found.port < 30_000
     assert identify_worker({**SRUN, "SLURM_PROCID": "5"}).port == found.port
@@ -76,11 +84,15 @@ def test_mpi_on_one_host(environ: dict[str, str]):
 
 
 def test_mpi_on_several_hosts_needs_an_address():
-    with pytest.raises(UsageError, match="does not tell the workers of several hosts where rank 0 runs"):
+    with pytest.raises(
+        UsageError, match="does not tell the workers of several hosts where rank 0 runs"
+    ):
         identify_worker(MPICH)
     found = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
     assert (found.rank, found.size, found.endpoint) == (2, 4, f"node1:{found.port}")
-    assert identify_worker({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
+    assert (
+        identify_worker({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
+    )
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ class Host:
                 env={**(os.environ if env is None else env), "TMPDIR": str(self.temp_dir)},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if output_path is None else stack.enter_context(output_path.open("w")),
+                stdout=subprocess.PIPE
+                if output_path is None
+                else stack.enter_context(output_path.open("w")),
                 stderr=subprocess.STDOUT,
                 text=True,
             )
@@ -131,9 +133,16 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
     names = [f"host{number}" for number in range(n)]
     addresses = [f"10.77.0.{number + 1}" for number in range(n)]
     with ExitStack() as stack:
-        state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)))
+        state_dir = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)
+            )
+        )
         names_path = state_dir / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, names, strict=True))]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{address} {name}" for address, name in zip(addresses, names, strict=True)),
+        ]
         names_path.write_text("".join(f"{line}\n" for line in lines))
         no_servers_path = state_dir / "resolv.conf"
         no_servers_path.touch()
@@ -149,13 +158,19 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
             script = [f"hostname {name}", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up"]
             script += [f"mount --bind {shlex.quote(str(names_path))} /etc/hosts"]
             if Path("/etc/resolv.conf").exists():
-                script += [f"mount --bind {shlex.quote(str(no_servers_path))} {Path('/etc/resolv.conf').resolve()}"]
+                script += [
+                    f"mount --bind {shlex.quote(str(no_servers_path))} {Path('/etc/resolv.conf').resolve()}"
+                ]
             for shared_dir, own_dir in (private_dirs or {}).items():
                 (own_dir / name).mkdir(parents=True, exist_ok=True)
-                script += [f"mount --bind {shlex.quote(str(own_dir / name))} {shlex.quote(str(shared_dir))}"]
+                script += [
+                    f"mount --bind {shlex.quote(str(own_dir / name))} {shlex.quote(str(shared_dir))}"
+                ]
             inside = ["nsenter", "--target", str(switch_pid), *same_user, "--pid"]
             pid = stack.enter_context(
-                _first_process([*inside, "unshare", "--net", "--uts", "--mount"], " && ".join(script))
+                _first_process(
+                    [*inside, "unshare", "--net", "--uts", "--mount"], " && ".join(script)
+                )
             )
             _done(
                 [
@@ -174,7 +189,16 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
                 ]
             )
             _done([*switch, "ip", "link", "set", f"plug{number}", "master", "switch", "up"])
-            enter = ["nsenter", "--target", str(pid), *same_user, "--net", "--uts", "--mount", "--pid"]
+            enter = [
+                "nsenter",
+                "--target",
+                str(pid),
+                *same_user,
+                "--net",
+                "--uts",
+                "--mount",
+                "--pid",
+            ]
             _done([*enter, "ip", "addr", "add", f"{addresses[number]}/24", "dev", "eth0"])
             _done([*enter, "ip", "link", "set", "eth0", "up"])
             enter = [*enter, f"--wd={Path.cwd()}"]
@@ -253,5 +277,7 @@ def wait_all(processes: Sequence[subprocess.Popen[str]], *, limit_s: float) -> l
         try:
             codes.append(process.wait(max(end - time.monotonic(), 0.01)))
         except subprocess.TimeoutExpired as err:
-            raise AssertionError(f"command {number} of {len(processes)} still runs after {limit_s} s") from err
+            raise AssertionError(
+                f"command {number} of {len(processes)} still runs after {limit_s} s"
+            ) from err
     return codes

@@ -30,13 +30,19 @@ SKIPPED = 77
 def main() -> int:
     """Parses the command line, runs."""
     parser = argparse.ArgumentParser(
-        prog="scripts/hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/hosts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("n", type=int, choices=range(1, 251), metavar="N", help="number of hosts")
     parser.add_argument("command", nargs="+", help="what to run on each, after --")
     parser.add_argument("--kill", type=_event, action="append", default=[], metavar="HOST@SECONDS")
-    parser.add_argument("--unplug", type=_event, action="append", default=[], metavar="HOST@SECONDS")
-    parser.add_argument("--plug", type=_event, action="append", default=[], metavar="HOST@SECONDS", help="in again")
+    parser.add_argument(
+        "--unplug", type=_event, action="append", default=[], metavar="HOST@SECONDS"
+    )
+    parser.add_argument(
+        "--plug", type=_event, action="append", default=[], metavar="HOST@SECONDS", help="in again"
+    )
     parser.add_argument(
         "--private",
         type=Path,
@@ -45,11 +51,18 @@ def main() -> int:
         metavar="DIR",
         help="another on every host, namely DIR.private/HOST",
     )
-    parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for the whole (default: an hour)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=3600,
+        metavar="SECONDS",
+        help="for the whole (default: an hour)",
+    )
     options = parser.parse_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     private_dirs = {
-        folder.resolve(): folder.resolve().with_name(f"{folder.name}.private") for folder in options.private
+        folder.resolve(): folder.resolve().with_name(f"{folder.name}.private")
+        for folder in options.private
     }
     names = {f"host{number}" for number in range(options.n)}
     for name, _ in (*options.kill, *options.unplug, *options.plug):
@@ -66,12 +79,19 @@ def main() -> int:
 def run(found: Sequence[Host], options: argparse.Namespace) -> int:
     """Runs the command on every host, and lets happen what was asked for at its time."""
     running = [
-        host.start([word.format(number=host.number, name=host.name) for word in options.command]) for host in found
+        host.start([word.format(number=host.number, name=host.name) for word in options.command])
+        for host in found
     ]
-    printers = [threading.Thread(target=_print, args=pair) for pair in zip(found, running, strict=True)]
+    printers = [
+        threading.Thread(target=_print, args=pair) for pair in zip(found, running, strict=True)
+    ]
     for printer in printers:
         printer.start()
-    events = sorted((at, name, what) for what in ("kill", "unplug", "plug") for name, at in getattr(options, what))
+    events = sorted(
+        (at, name, what)
+        for what in ("kill", "unplug", "plug")
+        for name, at in getattr(options, what)
+    )
     begun = time.monotonic()
     killed = set()
     while any(process.poll() is None for process in running):
@@ -88,7 +108,11 @@ def run(found: Sequence[Host], options: argparse.Namespace) -> int:
         time.sleep(0.05)
     for printer in printers:
         printer.join()
-    codes = [process.returncode for host, process in zip(found, running, strict=True) if host.name not in killed]
+    codes = [
+        process.returncode
+        for host, process in zip(found, running, strict=True)
+        if host.name not in killed
+    ]
     return next((code for code in codes if code), 0)
 
 

@@ -49,7 +49,11 @@ def write_source(folder: Path) -> Path:
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a command: this process's, without what a launcher may have put there."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "OMPI_", "PMI_"))
+    }
     return {**found, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", **(more or {})}
 
 
@@ -82,7 +86,9 @@ class Ran:
     errors: str
 
 
-def ran(command: tuple[str | Path, ...], output_path: Path, more: Mapping[str, str] | None = None) -> Ran:
+def ran(
+    command: tuple[str | Path, ...], output_path: Path, more: Mapping[str, str] | None = None
+) -> Ran:
     """Runs a command to its end."""
     return ended(start(command, output_path, more), output_path)
 
@@ -111,7 +117,9 @@ def tree(place: Path) -> dict[str, str]:
     }
 
 
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+def wait_for(
+    what: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]
+) -> None:
     """Waits until something has happened while a process runs.
 
     Raises:

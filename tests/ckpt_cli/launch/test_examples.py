@@ -36,7 +36,9 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
 
 
 def called(script: Path, *arguments: str, environ: dict[str, str]) -> list[str]:
-    done = subprocess.run(["bash", script, *arguments], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", script, *arguments], env=environ, capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -57,7 +59,9 @@ def test_scripts_are_bash_and_say_how_they_are_called(name: str, repo_dir: Path)
 
 
 def test_slurm_starts_an_agent_on_each_host(repo_dir: Path, stand_ins: dict[str, str]) -> None:
-    words = called(repo_dir / "docs/examples/launch.sbatch", "a", "b", "--tp-new", "4", environ=stand_ins)
+    words = called(
+        repo_dir / "docs/examples/launch.sbatch", "a", "b", "--tp-new", "4", environ=stand_ins
+    )
     command = words[words.index("ckpt") + 1 :]
     check_launch(command)
     assert command[command.index("--rdzv-endpoint") + 1] == "node3:22345"
@@ -73,7 +77,9 @@ def test_slurm_starts_the_workers_itself(repo_dir: Path, stand_ins: dict[str, st
 
 def test_mpi_starts_the_workers(repo_dir: Path, stand_ins: dict[str, str]) -> None:
     script = repo_dir / "docs/examples/launch-mpi.sh"
-    words = called(script, "16", "a", "b", "--tp-new", "4", environ={**stand_ins, "HOSTS": "node3:8,node4:8"})
+    words = called(
+        script, "16", "a", "b", "--tp-new", "4", environ={**stand_ins, "HOSTS": "node3:8,node4:8"}
+    )
     assert words[:5] == ["mpirun", "-n", "16", "--host", "node3:8,node4:8"]
     assert "MASTER_ADDR=node3" in words
     assert parse_worker_arguments(words[words.index("ckpt_cli.worker") + 1 :])[1] == [
@@ -86,8 +92,14 @@ def test_mpi_starts_the_workers(repo_dir: Path, stand_ins: dict[str, str]) -> No
 
 
 def test_the_kubernetes_job_is_one_and_its_command_parses(repo_dir: Path) -> None:
-    service, job = yaml.safe_load_all((repo_dir / "docs/examples/launch-k8s.yaml").read_text("utf-8"))
-    assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
+    service, job = yaml.safe_load_all(
+        (repo_dir / "docs/examples/launch-k8s.yaml").read_text("utf-8")
+    )
+    assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == (
+        "Service",
+        "None",
+        "Job",
+    )
     spec = job["spec"]
     pod = spec["template"]["spec"]
     assert spec["completionMode"] == "Indexed"
@@ -99,4 +111,6 @@ def test_the_kubernetes_job_is_one_and_its_command_parses(repo_dir: Path) -> Non
     words = shlex.split(script[script.index("ckpt launch") :].replace("\\\n", " "))
     check_launch(words[1:])
     assert int(words[words.index("--nnodes") + 1]) == spec["completions"] == spec["parallelism"]
-    assert words[words.index("--rdzv-endpoint") + 1].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+    assert words[words.index("--rdzv-endpoint") + 1].startswith(
+        f"{job['metadata']['name']}-0.{pod['subdomain']}:"
+    )

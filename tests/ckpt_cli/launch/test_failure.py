@@ -17,7 +17,10 @@ def said(rank: int, exit_code: int, line: str = "", **more: object) -> WorkerRes
 
 
 def cause(
-    ended: dict[int, int], results: list[WorkerResult], first: int | None = None, log_path: Path | None = None
+    ended: dict[int, int],
+    results: list[WorkerResult],
+    first: int | None = None,
+    log_path: Path | None = None,
 ) -> Cause | None:
     processes = [Ended(rank, code, log_path) for rank, code in ended.items()]
     return cause_of(
@@ -42,7 +45,12 @@ STOPPED = -signal.SIGTERM
         ({0: -9, 1: 6}, [said(1, 6, "no space")], 1, "no space"),
         ({0: 143, 1: 70}, [said(0, 143, "interrupted"), said(1, 70, "a bug")], 1, "a bug"),
         ({0: 8, 1: 143}, [said(0, 8, "x", is_secondary=True), said(1, 143)], 0, "x"),
-        ({0: 8, 2: 8}, [said(0, 8, "x", is_secondary=True), said(2, 8, "versions differ")], 2, "versions differ"),
+        (
+            {0: 8, 2: 8},
+            [said(0, 8, "x", is_secondary=True), said(2, 8, "versions differ")],
+            2,
+            "versions differ",
+        ),
         ({0: STOPPED, 3: 1}, [], 3, "its process ended with exit code 1"),
         ({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")], 5, "no space"),
     ],
@@ -71,7 +79,10 @@ def test_an_error_that_came_from_another_host_names_it() -> None:
 def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> None:
     found = cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)], first=1)
     assert found is not None
-    assert found.sentence == "rank 1 on here failed: its process was terminated from outside with SIGTERM"
+    assert (
+        found.sentence
+        == "rank 1 on here failed: its process was terminated from outside with SIGTERM"
+    )
     assert cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)]) is None
 
 
@@ -90,17 +101,26 @@ def test_verdicts_are_no_failures() -> None:
 
 def test_the_error_says_who_why_and_how_to_go_on_and_its_fields_hold_the_workers_own() -> None:
     found = Cause(3, "node2", "no space left.", Path("/logs/3"), {"code": "capacity"}, 7)
-    failure = failure_of(LaunchError(found, n_restarts=2, hint="the same command goes on from there"))
+    failure = failure_of(
+        LaunchError(found, n_restarts=2, hint="the same command goes on from there")
+    )
     assert failure.exit_code == 8
     assert failure.line == (
         "rank 3 on node2 failed: no space left (after 2 restarts); the same command goes on from there"
     )
     assert failure.fields["worker"] == {"code": "capacity", "exit_code": 7}
-    assert (failure.fields["rank"], failure.fields["host"], failure.fields["log"]) == ("3", "node2", "/logs/3")
+    assert (failure.fields["rank"], failure.fields["host"], failure.fields["log"]) == (
+        "3",
+        "node2",
+        "/logs/3",
+    )
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    results = [said(0, 0), said(12, 6, "no space", fields={"code": "io"}, traceback="/x", worker=1, worker_host="h")]
+    results = [
+        said(0, 0),
+        said(12, 6, "no space", fields={"code": "io"}, traceback="/x", worker=1, worker_host="h"),
+    ]
     for result in results:
         write_result(tmp_path, result)
     (tmp_path / "rank-3.json").write_text("{")

@@ -50,7 +50,9 @@ def test_new_workers_have_all_the_time_again(tmp_path: Path) -> None:
     assert deadlines.check(history, 1000) is None
 
 
-def test_after_the_last_restart_the_agent_only_has_to_end_the_workers_and_leave(tmp_path: Path) -> None:
+def test_after_the_last_restart_the_agent_only_has_to_end_the_workers_and_leave(
+    tmp_path: Path,
+) -> None:
     history, deadlines = LaunchHistory(), AgentDeadlines(Limits(1000, 30, 0))
     write_result(started(history, tmp_path), WorkerResult(1, "here", 1, 6))
     assert deadlines.check(history, 0) is None
@@ -69,7 +71,9 @@ def test_the_other_agents_are_not_waited_for_for_ever_when_the_work_is_done(tmp_
     assert deadlines.check(history, 66) == Overdue(True, False, 61)
 
 
-def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(repo_dir: Path, tmp_path: Path) -> None:
+def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(
+    repo_dir: Path, tmp_path: Path
+) -> None:
     code = """
 import subprocess, sys, time
 from pathlib import Path
@@ -88,11 +92,17 @@ with guard_agent(history, Limits(0.1, 30, 1), on_wait=print, end=end):
     time.sleep(1000)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=repo_dir, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=repo_dir,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (done.returncode, done.stdout) == (8, "no space False\n"), done.stderr
     left = Path(f"/proc/{(tmp_path / 'pid').read_text()}/cmdline")
-    assert not left.exists() or not left.read_bytes(), "it runs no more; whoever inherits it may not have asked yet"
+    assert not left.exists() or not left.read_bytes(), (
+        "it runs no more; whoever inherits it may not have asked yet"
+    )
 
 
 def test_a_signal_ends_a_process_that_native_code_keeps_from_hearing_it(repo_dir: Path) -> None:
@@ -108,5 +118,7 @@ with guard_agent(LaunchHistory(), Limits(100, 100, 1), on_wait=print, end=end):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     ctypes.CDLL(None).sleep(1000)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=repo_dir, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo_dir, capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stdout) == (130, "2\n"), done.stderr

@@ -15,7 +15,15 @@ import pytest
 from core.stage import workers_lock
 from core.stage.stage import stage_dir_of
 from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts, wait_all
-from tests.ckpt_cli.launch.jobs import CKPT, LIMIT_S, WORKER, environment, is_copying, tree, wait_for
+from tests.ckpt_cli.launch.jobs import (
+    CKPT,
+    LIMIT_S,
+    WORKER,
+    environment,
+    is_copying,
+    tree,
+    wait_for,
+)
 
 TIMEOUT_S = 5
 """``--timeout`` of the jobs here: what belongs to a host that is gone is given up after it."""
@@ -43,7 +51,9 @@ while True:
 
 
 @contextmanager
-def permitted_hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterator[Sequence[Host]]:
+def permitted_hosts(
+    n: int, *, private_dirs: Mapping[Path, Path] | None = None
+) -> Iterator[Sequence[Host]]:
     """Hosts; the test is skipped where they cannot be made."""
     with ExitStack() as stack:
         try:
@@ -82,7 +92,9 @@ def test_hosts_reach_each_other_unless_a_plug_is_pulled(two_hosts: Sequence[Host
     assert wait_all([server], limit_s=60) == [-9]
 
 
-def test_hosts_share_files_but_for_private_directories(two_hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_hosts_share_files_but_for_private_directories(
+    two_hosts: Sequence[Host], tmp_path: Path
+) -> None:
     for host in two_hosts:
         script = f"touch {tmp_path}/$(hostname) {tmp_path}/own/$(hostname) && ls -x {tmp_path}/own"
         assert run_on(host, "sh", "-c", script) == (0, f"{host.name}\n")
@@ -117,7 +129,12 @@ class Launched:
             words += ["--timeout", str(TIMEOUT_S), *self.options]
             words += ["--", "convert", str(self.source), str(self.dst), "--to", "dcp", "--json"]
             self.processes.append(
-                machine.start(words, env=environment(variables), cwd=self._logs_dir, output_path=self._log(machine))
+                machine.start(
+                    words,
+                    env=environment(variables),
+                    cwd=self._logs_dir,
+                    output_path=self._log(machine),
+                )
             )
 
     def _launch(self) -> list[str]:
@@ -138,7 +155,10 @@ class Launched:
 
     def wait_until_copying(self) -> None:
         """Returns when the workers have begun to write."""
-        wait_for(lambda: is_copying(self.dst) and _run_of(self.dst) != self._earlier_run, self.processes[0])
+        wait_for(
+            lambda: is_copying(self.dst) and _run_of(self.dst) != self._earlier_run,
+            self.processes[0],
+        )
 
     def codes(self) -> list[int]:
         """Exit codes, by host, when all have ended."""
@@ -238,11 +258,15 @@ def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.long
-def test_four_hosts_make_the_same_bytes_as_one_process(source: Path, wanted: dict[str, str], place: Path) -> None:
+def test_four_hosts_make_the_same_bytes_as_one_process(
+    source: Path, wanted: dict[str, str], place: Path
+) -> None:
     with permitted_hosts(4) as found:
         job = Launched(found, source, place / "out")
         assert job.codes() == [0, 0, 0, 0], job.printed()
     assert tree(place / "out") == wanted
     reports = [text.splitlines()[-1] for text in job.printed() if "ckpt.transfer" in text]
-    (figures,) = [json.loads(report)["launch"] for report in reports]  # of rank 0, which may be on any host
+    (figures,) = [
+        json.loads(report)["launch"] for report in reports
+    ]  # of rank 0, which may be on any host
     assert {worker["host"] for worker in figures["workers"]} == {"host0", "host1", "host2", "host3"}

@@ -8,7 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from ckpt_cli.launch.meeting_place import Rendezvous, check_rendezvous, parse_endpoint, rendezvous_of
+from ckpt_cli.launch.meeting_place import (
+    Rendezvous,
+    check_rendezvous,
+    parse_endpoint,
+    rendezvous_of,
+)
 from ckpt_cli.options.launch import LaunchOptions
 from core.errors import UsageError, WorkerError
 
@@ -26,8 +31,15 @@ def test_one_host_meets_nobody() -> None:
 
 
 def test_several_hosts_meet_at_an_endpoint_and_number_themselves() -> None:
-    found = asked(nnodes="2:4", rdzv_endpoint="node1", rdzv_id="7", rdzv_conf="join_timeout=30,is_host=1")
-    assert (found.backend, found.endpoint, found.job_id, found.node_rank) == ("c10d", "node1:29400", "7", None)
+    found = asked(
+        nnodes="2:4", rdzv_endpoint="node1", rdzv_id="7", rdzv_conf="join_timeout=30,is_host=1"
+    )
+    assert (found.backend, found.endpoint, found.job_id, found.node_rank) == (
+        "c10d",
+        "node1:29400",
+        "7",
+        None,
+    )
     assert found.join_s == 30
     assert found.settings["is_host"] == "1"
 
@@ -36,7 +48,9 @@ def test_a_node_rank_or_a_master_makes_a_static_rendezvous() -> None:
     found = asked(nnodes="2", node_rank=1, master_addr="10.0.0.1")
     assert (found.backend, found.endpoint, found.node_rank) == ("static", "10.0.0.1:29500", 1)
     assert asked(master_port=1234).endpoint == "127.0.0.1:1234"
-    assert asked(nnodes="2", node_rank=0, rdzv_backend="static", rdzv_endpoint="a:5").endpoint == "a:5"
+    assert (
+        asked(nnodes="2", node_rank=0, rdzv_backend="static", rdzv_endpoint="a:5").endpoint == "a:5"
+    )
 
 
 def test_every_wait_has_a_limit() -> None:
@@ -54,12 +68,21 @@ def test_every_wait_has_a_limit() -> None:
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
         ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
         (
-            {"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_endpoint": "b", "rdzv_backend": "static"},
+            {
+                "nnodes": "2",
+                "node_rank": 0,
+                "master_addr": "a",
+                "rdzv_endpoint": "b",
+                "rdzv_backend": "static",
+            },
             "both give the address of host 0",
         ),
         ({"nnodes": "2", "node_rank": 1}, "--master-addr is missing"),
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
-        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank only applies to a static rendezvous"),
+        (
+            {"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"},
+            "--node-rank only applies to a static rendezvous",
+        ),
         ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
         ({"rdzv_endpoint": "a:99999"}, "is not HOST:PORT"),
         ({"rdzv_conf": "join_timeout=0"}, "join_timeout=0 is not a number of seconds"),
@@ -103,7 +126,9 @@ def test_a_taken_port_is_named(foreign: int) -> None:
 
 
 def test_what_listens_must_be_a_rendezvous(foreign: int) -> None:
-    with pytest.raises(WorkerError, match=f"the program listening at 127.0.0.1:{foreign} is not a rendezvous"):
+    with pytest.raises(
+        WorkerError, match=f"the program listening at 127.0.0.1:{foreign} is not a rendezvous"
+    ):
         check_rendezvous(at(foreign), is_listener=False, note=print)
 
 
@@ -116,7 +141,9 @@ def test_a_second_agent_of_a_host_finds_the_first() -> None:
 
 
 def test_nobody_there_is_said_after_the_limit(free: int) -> None:
-    with pytest.raises(WorkerError, match=rf"no answer from 127.0.0.1:{free} within 1 s: connection refused"):
+    with pytest.raises(
+        WorkerError, match=rf"no answer from 127.0.0.1:{free} within 1 s: connection refused"
+    ):
         check_rendezvous(at(free), is_listener=False, note=print)
 
 
@@ -126,16 +153,24 @@ def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
-def test_etcd_without_its_client_is_a_mistake_in_the_request(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_etcd_without_its_client_is_a_mistake_in_the_request(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "etcd", None)
     with pytest.raises(UsageError, match=f"--rdzv-backend {backend} needs python-etcd"):
-        check_rendezvous(asked(nnodes="2", rdzv_backend=backend, rdzv_endpoint="a:5"), is_listener=False, note=print)
+        check_rendezvous(
+            asked(nnodes="2", rdzv_backend=backend, rdzv_endpoint="a:5"),
+            is_listener=False,
+            note=print,
+        )
 
 
 def test_etcd_that_does_not_run_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd", ModuleType("etcd"))
     endpoint = f"127.0.0.1:{free}"
-    found = asked(nnodes="2", rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_conf="join_timeout=1")
+    found = asked(
+        nnodes="2", rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_conf="join_timeout=1"
+    )
     with pytest.raises(WorkerError, match=f"no answer from {endpoint} within 1 s") as error:
         check_rendezvous(found, is_listener=False, note=print)
     assert "start etcd on that host" in str(error.value.hint)

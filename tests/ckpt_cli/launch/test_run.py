@@ -36,7 +36,9 @@ def listed(place: Path) -> set[str]:
 
 
 @pytest.mark.long
-def test_two_workers_make_the_same_bytes_as_one_process(source: Path, wanted: dict[str, str], tmp_path: Path) -> None:
+def test_two_workers_make_the_same_bytes_as_one_process(
+    source: Path, wanted: dict[str, str], tmp_path: Path
+) -> None:
     found = ran((*TWO, "--", "convert", source, tmp_path / "out", *TO), tmp_path / "printed")
     assert found.code == 0, found.errors
     assert tree(tmp_path / "out") == wanted
@@ -47,7 +49,9 @@ def test_two_workers_make_the_same_bytes_as_one_process(source: Path, wanted: di
     assert [worker["rank"] for worker in figures["workers"]] == [0, 1]
 
 
-def test_a_job_goes_on_after_a_worker_was_killed(source: Path, wanted: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_goes_on_after_a_worker_was_killed(
+    source: Path, wanted: dict[str, str], tmp_path: Path
+) -> None:
     command = (*TWO, "--max-restarts", "1", "--", "convert", source, tmp_path / "out", *TO)
     process = start(command, tmp_path / "printed")
     wait_for(lambda: is_copying(tmp_path / "out"), process)
@@ -74,7 +78,14 @@ def test_without_restarts_a_killed_worker_is_named_and_torchrun_goes_on(
     assert "SIGKILL" in found.errors
     assert listed(tmp_path) == {stage_dir_of(tmp_path / "out").name}
 
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    )
     again = ran((*torchrun, "-m", "ckpt_cli.worker", *arguments, "--resume"), tmp_path / "printed")
     assert again.code == 0, again.errors
     assert tree(tmp_path / "out") == wanted
@@ -82,7 +93,8 @@ def test_without_restarts_a_killed_worker_is_named_and_torchrun_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
 )
 def test_a_signal_ends_all_workers_and_keeps_the_stage(
     number: signal.Signals, code: int, source: Path, tmp_path: Path
@@ -99,7 +111,9 @@ def test_a_signal_ends_all_workers_and_keeps_the_stage(
     assert "Traceback" not in found.errors
 
 
-def together(commands: list[tuple[tuple[str | Path, ...], dict[str, str]]], place: Path) -> list[Ran]:
+def together(
+    commands: list[tuple[tuple[str | Path, ...], dict[str, str]]], place: Path
+) -> list[Ran]:
     """Runs several commands, each in an environment of its own, at once."""
     running: list[subprocess.Popen[bytes]] = []
     for rank, (command, variables) in enumerate(commands):
@@ -144,7 +158,11 @@ def hydra(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "variables",
-    [slurm, pytest.param(open_mpi, marks=pytest.mark.long), pytest.param(hydra, marks=pytest.mark.long)],
+    [
+        slurm,
+        pytest.param(open_mpi, marks=pytest.mark.long),
+        pytest.param(hydra, marks=pytest.mark.long),
+    ],
     ids=["srun", "mpirun", "mpiexec"],
 )
 def test_other_launchers_workers_find_each_other(
@@ -161,10 +179,12 @@ def test_other_launchers_workers_find_each_other(
 @pytest.mark.long
 def test_a_verdict_is_said_once_and_is_the_exit_code(source: Path, tmp_path: Path) -> None:
     found = ran(
-        (*TWO, "--", "convert", source, tmp_path / "out", "--to", "dcp", "--include", "nothing*"), tmp_path / "printed"
+        (*TWO, "--", "convert", source, tmp_path / "out", "--to", "dcp", "--include", "nothing*"),
+        tmp_path / "printed",
     )
     alone = ran(
-        (*CKPT, "convert", source, tmp_path / "out", "--to", "dcp", "--include", "nothing*"), tmp_path / "printed2"
+        (*CKPT, "convert", source, tmp_path / "out", "--to", "dcp", "--include", "nothing*"),
+        tmp_path / "printed2",
     )
     assert alone.code != 0
     assert found == alone

@@ -13,7 +13,13 @@ from ckpt_cli.app import app, main
 from ckpt_cli.commands.transfer import build_job
 from ckpt_cli.options.transfer import TARGETS, InspectOptions, TransferOptions
 from ckpt_cli.options.typer_command import Group
-from ckpt_cli.options.values import check_names, parse_key_pairs, parse_quantizations, parse_size, parse_unstack_globs
+from ckpt_cli.options.values import (
+    check_names,
+    parse_key_pairs,
+    parse_quantizations,
+    parse_size,
+    parse_unstack_globs,
+)
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
 from core.formats.registry import formats
@@ -68,14 +74,29 @@ def test_target_sizes_go_by_the_names_of_other_tools(command: str, short: str, l
 
 
 def test_source_sizes_go_by_megatrons_names() -> None:
-    options = parsed("reshard", "--tensor_model_parallel_size", "8", "--pp", "2", "--expert-model-parallel-size=4")
+    options = parsed(
+        "reshard",
+        "--tensor_model_parallel_size",
+        "8",
+        "--pp",
+        "2",
+        "--expert-model-parallel-size=4",
+    )
     assert (options.tp, options.pp, options.ep) == (8, 2, 4)
     assert options.tp_new is None
 
 
 def test_underscores_in_values_stay() -> None:
     options = parsed(
-        "convert", "a_b", "--to", "torch_dist", "--rename", "x_y=--p_q", "--include=l_1.*", "-o", "--out_dir"
+        "convert",
+        "a_b",
+        "--to",
+        "torch_dist",
+        "--rename",
+        "x_y=--p_q",
+        "--include=l_1.*",
+        "-o",
+        "--out_dir",
     )
     assert options.src == Path("a_b")
     assert options.to == "torch_dist"
@@ -94,7 +115,11 @@ def test_the_source_is_the_current_directory_unless_given() -> None:
 
 
 def test_switches_with_two_sides_tell_both_from_neither() -> None:
-    assert [parsed("inspect", *words).tree for words in ((), ("--tree",), ("--flat",))] == [None, True, False]
+    assert [parsed("inspect", *words).tree for words in ((), ("--tree",), ("--flat",))] == [
+        None,
+        True,
+        False,
+    ]
 
 
 def test_the_help_names_every_format_that_can_be_written() -> None:
@@ -106,7 +131,18 @@ def test_the_help_names_every_format_that_can_be_written() -> None:
 
 def test_changes_of_content_reach_the_job() -> None:
     options = parsed(
-        *("convert", "a", "b", "--to", "hf", "--names", "hf:qwen3_moe", "--max-shard-size", "5GB", "--stack_layers"),
+        *(
+            "convert",
+            "a",
+            "b",
+            "--to",
+            "hf",
+            "--names",
+            "hf:qwen3_moe",
+            "--max-shard-size",
+            "5GB",
+            "--stack_layers",
+        ),
         *("--dequantize", "fp32", "--quantize", "block", "--quantize", "*.o_proj.weight=tensor"),
         *("--strip-prefix", "module.", "--strip-prefix=model.", "--add-prefix", "net."),
         *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
@@ -121,15 +157,23 @@ def test_changes_of_content_reach_the_job() -> None:
 
 def test_without_them_the_job_changes_nothing() -> None:
     job = build_job(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
-    assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (None, None, None, None)
+    assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert (job.quantize, job.strip_prefix, job.tie, job.untie) == ((), (), (), ())
     assert (job.stack_layers, job.unstack_layers) == (False, None)
 
 
 @pytest.mark.parametrize(
-    ("texts", "globs"), [(None, None), ([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))]
+    ("texts", "globs"),
+    [(None, None), ([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))],
 )
-def test_stacks_go_by_the_usual_names_or_by_globs(texts: list[str] | None, globs: tuple[str, ...] | None) -> None:
+def test_stacks_go_by_the_usual_names_or_by_globs(
+    texts: list[str] | None, globs: tuple[str, ...] | None
+) -> None:
     assert parse_unstack_globs(texts) == globs
 
 
@@ -176,7 +220,9 @@ def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
         for name in (*param.opts, *param.secondary_opts)
     }
     assert ours & set(OPTION_HINTS) == set()
-    said = {word for hint in OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    said = {
+        word for hint in OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)
+    }
     assert said <= ours
 
 
@@ -216,18 +262,30 @@ def test_options_of_torchrun_that_launch_has_not_are_answered(
 def test_no_answer_about_torchrun_hides_an_option_of_launch() -> None:
     command = get_command(app)
     assert isinstance(command, Group)
-    ours = {name for param in command.commands["launch"].params for name in (*param.opts, *param.secondary_opts)}
+    ours = {
+        name
+        for param in command.commands["launch"].params
+        for name in (*param.opts, *param.secondary_opts)
+    }
     assert ours & set(TORCHRUN_OPTION_HINTS) == set()
-    said = {word for hint in TORCHRUN_OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    said = {
+        word
+        for hint in TORCHRUN_OPTION_HINTS.values()
+        for word in re.findall(r"(?<=say )--[a-z-]+", hint)
+    }
     assert said <= ours
 
 
 def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reshard", "a", "b", "--tensor_model_parallel_size", "4", "--pp", "2"]) == 2
-    assert "--tp, --pp describe SRC; to write TP 4, PP 2 use --tp-new 4 --pp-new 2" in (capsys.readouterr().err)
+    assert "--tp, --pp describe SRC; to write TP 4, PP 2 use --tp-new 4 --pp-new 2" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("other", ["--dry-run", "--quiet"])
 def test_an_explanation_goes_with_nothing_that_contradicts_it(other: str) -> None:
     with pytest.raises(UsageError, match=f"--explain and {other} exclude each other"):
-        build_job(parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True)
+        build_job(
+            parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True
+        )

@@ -42,13 +42,24 @@ def test_a_mistake_is_named(arguments: list[str], text: str):
 
 
 def _member(**facts: Any) -> dict[str, Any]:
-    usual = {"host": "a", "size": 2, "ckpt": "1", "torch": "2.13", "arguments": ["diff", "x", "y"], "backend": "gloo"}
+    usual = {
+        "host": "a",
+        "size": 2,
+        "ckpt": "1",
+        "torch": "2.13",
+        "arguments": ["diff", "x", "y"],
+        "backend": "gloo",
+    }
     return {**usual, "device": "cpu", "gpu": None, "problem": None, **facts}
 
 
 def test_workers_that_are_alike_fit():
     assert check_members([_member(), _member(host="b")]) is None
-    gpus = [_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="y"), _member(host="b", gpu="x")]
+    gpus = [
+        _member(device="cuda:0", gpu="x"),
+        _member(device="cuda:0", gpu="y"),
+        _member(host="b", gpu="x"),
+    ]
     assert check_members(gpus) is None
 
 
@@ -56,8 +67,14 @@ def test_workers_that_are_alike_fit():
     ("other", "text"),
     [
         ({"ckpt": "2"}, "differ in the version of ckpt: rank 0 on a has 1, rank 1 on b has 2"),
-        ({"torch": "2.4"}, "differ in the version of torch: rank 0 on a has 2.13, rank 1 on b has 2.4"),
-        ({"arguments": ["diff", "x"]}, "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x"),
+        (
+            {"torch": "2.4"},
+            "differ in the version of torch: rank 0 on a has 2.13, rank 1 on b has 2.4",
+        ),
+        (
+            {"arguments": ["diff", "x"]},
+            "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x",
+        ),
         ({"size": 3}, "differ in the number of workers"),
         ({"backend": "cpu:gloo,cuda:nccl"}, "differ in the backend"),
     ],
@@ -76,7 +93,10 @@ def test_two_workers_on_one_gpu_do_not_fit():
 
 def test_what_one_worker_lacks_is_told_to_all():
     problem = check_members(
-        [_member(), _member(host="b", problem=error_record(UsageError("no GPU", hint="say --device cpu")))]
+        [
+            _member(),
+            _member(host="b", problem=error_record(UsageError("no GPU", hint="say --device cpu"))),
+        ]
     )
     assert isinstance(problem, UsageError)
     assert (problem.message, problem.hint) == ("rank 1 on b: no GPU", "say --device cpu")
@@ -91,7 +111,9 @@ def test_what_workers_would_refuse_is_refused_before_they_start():
         worker_options_of(LaunchOptions(timeout=100_000.0))
 
 
-@pytest.mark.parametrize("options", [LaunchOptions(), LaunchOptions(device="auto", timeout=80_000.0, bind="cores")])
+@pytest.mark.parametrize(
+    "options", [LaunchOptions(), LaunchOptions(device="auto", timeout=80_000.0, bind="cores")]
+)
 def test_workers_get_the_options_of_the_launcher(options: LaunchOptions):
     made = worker_options_of(options)
     words = made.as_arguments()

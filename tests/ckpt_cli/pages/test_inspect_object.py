@@ -8,11 +8,22 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.files.store import LocalStore
 from core.formats.format import Format
 from core.opening.open import Checkpoint
-from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, make_namespace, make_ordered_dict
+from core.pickle.inert import (
+    Global,
+    Inert,
+    ObjectLeaf,
+    TensorLeaf,
+    make_namespace,
+    make_ordered_dict,
+)
 
 CATALOG = Catalog("test", None, {}, lambda key: ())
 CHECKPOINT = Checkpoint(
-    Path(), LocalStore(Path()), Format("test", "", lambda store: True, lambda store: CATALOG, None), CATALOG, None
+    Path(),
+    LocalStore(Path()),
+    Format("test", "", lambda store: True, lambda store: CATALOG, None),
+    CATALOG,
+    None,
 )
 
 

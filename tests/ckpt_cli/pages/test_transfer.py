@@ -21,7 +21,9 @@ LINE = LayoutLine(
 def test_an_explanation_is_one_line_a_tensor_where_there_is_room() -> None:
     for screen in (Screen(), Screen(width=250)):
         [line] = explain_lines(screen, [LINE])
-        assert line.startswith("decoder.layers.[0-3].mlp.linear_fc1.weight  [192, 64]  split, axis 0 over TP 2")
+        assert line.startswith(
+            "decoder.layers.[0-3].mlp.linear_fc1.weight  [192, 64]  split, axis 0 over TP 2"
+        )
         assert ": [96, 64] each, with fp32_param, exp_avg, exp_avg_sq  megatron.toml" in line
 
 

@@ -48,7 +48,12 @@ def test_counts_seconds_boxes_and_plurals_read_well() -> None:
         "188 K",
         "1.24 B",
     ]
-    assert [seconds_text(s) for s in (0.42, 38.2, 250, 7500)] == ["0.42 s", "38 s", "4 min 10 s", "2 h 05 min"]
+    assert [seconds_text(s) for s in (0.42, 38.2, 250, 7500)] == [
+        "0.42 s",
+        "38 s",
+        "4 min 10 s",
+        "2 h 05 min",
+    ]
     assert box_text(Box((0, 64), (192, 0))) == "[0:192, 64:64]"
     assert box_text(Box((), ())) == "[]"
     assert [n_text(n, "box", "boxes") for n in (1, 2)] == ["1 box", "2 boxes"]
@@ -74,7 +79,9 @@ def test_long_values_wrap_beside_their_name_in_a_terminal_only() -> None:
 
 def test_a_tree_shows_one_layer_of_equal_ones_and_how_many_there_are() -> None:
     metas = [
-        TensorMeta(f"decoder.layers.{i}.{n}", "bfloat16", (8, 4)) for i in range(3) for n in ("a.weight", "b.bias")
+        TensorMeta(f"decoder.layers.{i}.{n}", "bfloat16", (8, 4))
+        for i in range(3)
+        for n in ("a.weight", "b.bias")
     ]
     rows = tree_rows(tree_of([TensorMeta("embedding.weight", "float32", (16,)), *metas]))
     assert list(table(PLAIN, list(rows), align="<<<>")) == [
@@ -91,5 +98,9 @@ def test_names_in_a_tree_cannot_reach_the_terminal() -> None:
 
 
 def test_shortened_lists_say_how_much_is_missing() -> None:
-    assert list(first_lines(PLAIN, ["1", "2", "3"], 2)) == ["1", "2", "… 1 more line; --limit 0 shows all"]
+    assert list(first_lines(PLAIN, ["1", "2", "3"], 2)) == [
+        "1",
+        "2",
+        "… 1 more line; --limit 0 shows all",
+    ]
     assert list(first_lines(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]

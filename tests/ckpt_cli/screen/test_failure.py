@@ -44,7 +44,9 @@ def test_every_exception_has_its_exit_code(err: BaseException, code: int) -> Non
 
 
 def test_the_text_tells_what_where_and_what_to_do() -> None:
-    err = errors.TruncatedError("the file ends early", file="a.pt", key="w", span=(4, 8), hint="copy it again")
+    err = errors.TruncatedError(
+        "the file ends early", file="a.pt", key="w", span=(4, 8), hint="copy it again"
+    )
     failure = failure_of(err)
     assert failure.line == "the file ends early (file a.pt, tensor w, bytes 4–8); copy it again"
     assert failure.text(Screen(80)) == (

@@ -27,7 +27,10 @@ def test_control_characters_and_direction_marks_are_spelled_out() -> None:
 
 
 def test_printable_text_and_rich_markup_are_left_as_they_are() -> None:
-    assert escaped("[bold]decoder.layers.0[/bold] größe 層") == "[bold]decoder.layers.0[/bold] größe 層"
+    assert (
+        escaped("[bold]decoder.layers.0[/bold] größe 層")
+        == "[bold]decoder.layers.0[/bold] größe 層"
+    )
 
 
 def test_colors_are_only_for_terminals_unless_forced() -> None:

@@ -12,7 +12,9 @@ from ckpt_cli.workers.progress import display_on, progress_bar
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_the_bar_tells_bytes_and_share_in_one_line(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_the_bar_tells_bytes_and_share_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
     display = display_on(stream, Screen(width=width))

@@ -15,7 +15,8 @@ from core.team.protocol import Figures
 
 def report(dst: Path) -> Report:
     numbers = dict.fromkeys(
-        ("n_tensors", "bytes_read", "bytes_written", "bytes_resumed", "bytes_verified", "n_copies"), 1
+        ("n_tensors", "bytes_read", "bytes_written", "bytes_resumed", "bytes_verified", "n_copies"),
+        1,
     )
     return Report(
         src="a",
@@ -34,7 +35,9 @@ def report(dst: Path) -> Report:
     )
 
 
-def test_the_next_attempt_finds_what_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_attempt_finds_what_was_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dst = tmp_path / "out"
     dst.mkdir()
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_0"))

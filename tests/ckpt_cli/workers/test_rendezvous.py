@@ -20,7 +20,9 @@ def store() -> Any:
     """A store that an elastic agent would keep."""
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
 
 def _meet(port: int, size: int, *, problem: CheckpointingException | None = None) -> dict[int, Any]:
@@ -30,7 +32,9 @@ def _meet(port: int, size: int, *, problem: CheckpointingException | None = None
     def run(rank: int) -> None:
         try:
             where = place(rank, size, port, has_store=True)
-            found[rank] = meet_workers(where, {}, lambda members: problem, timeout_s=30, join_timeout_s=60)
+            found[rank] = meet_workers(
+                where, {}, lambda members: problem, timeout_s=30, join_timeout_s=60
+            )
         except CheckpointingException as err:
             found[rank] = err
 
@@ -55,7 +59,9 @@ def test_workers_meet_under_a_new_name_each_time(store: Any):
 def test_what_workers_of_an_earlier_start_left_is_passed_over(store: Any):
     store.set("lead", "old")
     store.set("old/join/1", json.dumps({"token": "gone", "host": "x"}))
-    store.set("old/welcome", json.dumps({"tokens": ["old", "gone"], "hosts": ["x", "x"], "error": None}))
+    store.set(
+        "old/welcome", json.dumps({"tokens": ["old", "gone"], "hosts": ["x", "x"], "error": None})
+    )
     found = _meet(store.port, 2)
     assert found[1].prefix == found[0].prefix != "old"
 
@@ -69,16 +75,30 @@ def test_all_hear_what_the_lead_finds_wrong(store: Any):
 
 def test_missing_workers_are_named(store: Any):
     with pytest.raises(WorkerError, match=r"2 of 3 workers have not joined .* rank 1, 2\."):
-        meet_workers(place(0, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
+        meet_workers(
+            place(0, 3, store.port, has_store=True),
+            {},
+            lambda _: None,
+            timeout_s=30,
+            join_timeout_s=1,
+        )
 
 
 def test_a_lead_that_never_comes_is_named(store: Any):
     with pytest.raises(WorkerError, match="rank 0 has not answered rank 1"):
-        meet_workers(place(1, 3, store.port, has_store=True), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
+        meet_workers(
+            place(1, 3, store.port, has_store=True),
+            {},
+            lambda _: None,
+            timeout_s=30,
+            join_timeout_s=1,
+        )
 
 
 def test_nobody_at_the_address_is_an_error():
-    with pytest.raises(WorkerError, match=r"no answer from 127\.0\.0\.1:\d+, where the workers meet"):
+    with pytest.raises(
+        WorkerError, match=r"no answer from 127\.0\.0\.1:\d+, where the workers meet"
+    ):
         meet_workers(place(1, 2, free_port()), {}, lambda _: None, timeout_s=30, join_timeout_s=1)
 
 

@@ -37,7 +37,9 @@ def _meet(team: Any, sizes: list[int]) -> Any:
 def test_data_of_any_size_are_gathered_and_shared(monkeypatch: pytest.MonkeyPatch):
     sizes = [0, 1, 4097, 50_000]
     lead, *others = run_torch_team(3, _meet, sizes)
-    assert lead[0] == [([_value(rank, size * rank) for rank in range(3)], _value(9, size)) for size in sizes]
+    assert lead[0] == [
+        ([_value(rank, size * rank) for rank in range(3)], _value(9, size)) for size in sizes
+    ]
     assert others[0][0] == others[1][0] == [(None, _value(9, size)) for size in sizes]
     assert [len(hosts) for *_, hosts in (lead, *others)] == [3, 3, 3]
     assert lead[1] == [(4, 10)] * 3
@@ -151,7 +153,9 @@ def test_a_worker_that_was_killed_inside_a_collective_is_named_by_its_beats():
     assert killed is None
     for error in (lead, other):
         assert isinstance(error, GoneError) and not error.is_of_lead
-        assert error.message.startswith("rank 1 on ") and "the connection to it broke" in error.message
+        assert (
+            error.message.startswith("rank 1 on ") and "the connection to it broke" in error.message
+        )
 
 
 def _freeze(team: Any) -> Any:

@@ -46,7 +46,9 @@ def run_workers(
     for rank, process in enumerate(started):
         process.join(TIMEOUT_S)
         process.kill()
-        out, err = (Path(f"{folder / str(rank)}.{name}").read_text("utf-8") for name in ("out", "err"))
+        out, err = (
+            Path(f"{folder / str(rank)}.{name}").read_text("utf-8") for name in ("out", "err")
+        )
         found.append(Ended(process.exitcode, out, err))
     return found
 
@@ -71,12 +73,18 @@ def _failed(found: Ended) -> dict[str, Any]:
 
 def test_workers_do_one_job_and_only_the_lead_prints(tmp_path: Path, golden: Path):
     checkpoint = str(golden / "torch_dcp" / "fsdp2_dp4")
-    lead, other = run_workers(tmp_path, [["--timeout", "30", "validate", "--deep", "--json", checkpoint]] * 2)
+    lead, other = run_workers(
+        tmp_path, [["--timeout", "30", "validate", "--deep", "--json", checkpoint]] * 2
+    )
     assert (lead.code, lead.err) == (0, "")
     assert other == Ended(0, "", "")
     launch = json.loads(lead.out)["launch"]
     assert [worker["rank"] for worker in launch["workers"]] == [0, 1]
-    assert (launch["launcher"], launch["backend"], launch["device"]) == ("the environment", "gloo", "cpu")
+    assert (launch["launcher"], launch["backend"], launch["device"]) == (
+        "the environment",
+        "gloo",
+        "cpu",
+    )
     assert launch["collective_bytes"] > 0
 
 

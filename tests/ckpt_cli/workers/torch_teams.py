@@ -30,23 +30,33 @@ def place(rank: int, size: int, port: int, *, has_store: bool = False) -> Worker
     return WorkerIdentity("a test", rank, size, rank, size, "127.0.0.1", port, has_store=has_store)
 
 
-def joined(where: WorkerIdentity, *, timeout_s: float = 60.0, facts: dict[str, Any] | None = None) -> Any:
+def joined(
+    where: WorkerIdentity, *, timeout_s: float = 60.0, facts: dict[str, Any] | None = None
+) -> Any:
     """The ``TorchTeam`` of a place."""
     from ckpt_cli.workers.rendezvous import meet_workers
     from ckpt_cli.workers.torch_team import TorchTeam
 
-    meeting = meet_workers(where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S)
-    return TorchTeam(where, meeting, backend="gloo", device="cpu", data_device="cpu", timeout_s=timeout_s)
+    meeting = meet_workers(
+        where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S
+    )
+    return TorchTeam(
+        where, meeting, backend="gloo", device="cpu", data_device="cpu", timeout_s=timeout_s
+    )
 
 
-def run_torch_team(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_torch_team(
+    n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
     """What ``function(team, *args)`` returns or raises on each of ``n`` ranks; None for a rank that died."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
     processes = [
-        context.Process(target=_rank, args=(place(rank, n, port), timeout_s, pipes[rank][1], function, args))
+        context.Process(
+            target=_rank, args=(place(rank, n, port), timeout_s, pipes[rank][1], function, args)
+        )
         for rank in range(n)
     ]
     found: list[Any] = []
@@ -67,7 +77,13 @@ def run_torch_team(n: int, function: Callable[..., Any], *args: Any, timeout_s: 
     return found
 
 
-def _rank(where: WorkerIdentity, timeout_s: float, result: Connection, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    where: WorkerIdentity,
+    timeout_s: float,
+    result: Connection,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     team = None
     try:

@@ -41,7 +41,9 @@ def test_every_byte_has_one_owner_and_shares_are_alike(n: int, shape: str) -> No
         "none": [],
         "whole": [10**9] * 1024,
     }[shape]
-    works = [KeyWork(size, is_made=pick.random() < 0.3, is_cuttable=shape != "whole") for size in sizes]
+    works = [
+        KeyWork(size, is_made=pick.random() < 0.3, is_cuttable=shape != "whole") for size in sizes
+    ]
     division = divide_work(works, n)
     loads = owned(division, works)
     assert loads == list(division.loads) and sum(loads) == sum(sizes)
@@ -59,7 +61,10 @@ def test_what_is_cast_is_shared_by_all_as_well() -> None:
 def test_where_hosts_do_not_share_files_each_file_has_one_host(n_groups: int) -> None:
     pick = random.Random(n_groups)
     hosts = ["a", "a", "b", "b", "b", "c"]
-    files = [(group := pick.randrange(n_groups), n_groups + 2 * group + pick.randrange(2)) for _ in range(500)] + [()]
+    files = [
+        (group := pick.randrange(n_groups), n_groups + 2 * group + pick.randrange(2))
+        for _ in range(500)
+    ] + [()]
     works = [KeyWork(int(2 ** pick.uniform(3, 32))) for _ in files]
     division = divide_by_hosts(works, files, hosts)
     assert owned(division, works) == list(division.loads)

@@ -17,22 +17,36 @@ from core.convert.run import Job, TopologyChange
 from core.convert.stage import identity_text
 from core.convert.stored_plan.codec import CLASSES, Decoder, Encoder
 from core.convert.stored_plan.division import divide_work
-from core.convert.stored_plan.file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
+from core.convert.stored_plan.file import (
+    StoredPlan,
+    file_digest,
+    finish_plan,
+    identity_of,
+    write_plan,
+)
 from core.errors import CorruptError
 from core.plan.items import items_of_portion
 
 JOBS = {
-    "reshard": ("mcore_legacy/dense_gqa/tp2_pp2", {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True}),
+    "reshard": (
+        "mcore_legacy/dense_gqa/tp2_pp2",
+        {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True},
+    ),
     "late": ("torch_dcp/tp2_fsdp2_dp2", {"to": "safetensors"}),
     "packed": ("orbax/ocdbt_zarr2", {"to": "dcp"}),
     "made": ("hf/llama/safetensors_sharded", {"to": "safetensors", "quantize": ((None, "block"),)}),
-    "transposed": ("mcore0121_legacy/moe_grouped/tp1_pp1", {"topology": TopologyChange(tp=2), "keeps_layout": True}),
+    "transposed": (
+        "mcore0121_legacy/moe_grouped/tp1_pp1",
+        {"topology": TopologyChange(tp=2), "keeps_layout": True},
+    ),
     "widened": ("deepspeed/zero1_dp2_bf16", {"to": "torch"}),
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_workers_together_have_the_items_of_the_plan(name: str, golden: Path, tmp_path: Path) -> None:
+def test_workers_together_have_the_items_of_the_plan(
+    name: str, golden: Path, tmp_path: Path
+) -> None:
     source, options = JOBS[name]
     with prepare(Job(src=golden / source, dst=tmp_path / "out", **options)) as prepared:  # type: ignore[arg-type]
         plan, store = prepared.plan, prepared.source.store
@@ -98,7 +112,10 @@ def test_lines_of_whole_tensors_are_those_of_the_encoder(
 def test_a_plan_that_was_changed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan"
     path.write_bytes(b"something else")
-    with pytest.raises(CorruptError, match="SHA-256"), StoredPlan(path, "0" * 64, rank=0, threads=1):
+    with (
+        pytest.raises(CorruptError, match="SHA-256"),
+        StoredPlan(path, "0" * 64, rank=0, threads=1),
+    ):
         pass
 
 

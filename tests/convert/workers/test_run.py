@@ -27,7 +27,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a directory, or the file."""
     if folder.is_file():
         return {folder.name: folder.read_bytes()}
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def convert(team: Team, job: Job, sizes: WorkSizes = FINE) -> dict[str, Any]:
@@ -55,7 +59,9 @@ def job_of(target: str, golden: Path, dst: Path) -> Job:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_number_of_workers_writes_the_same_bytes(target: str, golden: Path, tmp_path: Path) -> None:
+def test_any_number_of_workers_writes_the_same_bytes(
+    target: str, golden: Path, tmp_path: Path
+) -> None:
     run(job_of(target, golden, tmp_path / "one" / "out"))
     wanted = tree(tmp_path / "one")
     for n in (2, 3, 4, 8) if target in ("megatron", "dcp") else (2, 3):
@@ -95,8 +101,14 @@ def test_after_a_worker_was_killed_any_number_goes_on_with_the_same_bytes(
     wanted = tree(tmp_path / "one")
     job = job_of(target, golden, tmp_path / "many" / "out")
     found = run_team(n, convert_or_die, job, victim, 60 << 10, allow_failure=True)
-    assert found[victim] is None and all(found[rank] is not None for rank in range(n) if rank != victim)
-    assert all(isinstance(error, WorkerError) and not is_final(error) for error in found if error is not None)
+    assert found[victim] is None and all(
+        found[rank] is not None for rank in range(n) if rank != victim
+    )
+    assert all(
+        isinstance(error, WorkerError) and not is_final(error)
+        for error in found
+        if error is not None
+    )
     assert os.listdir(tmp_path / "many") == [".out.ckpt-stage"]
     reports = run_team(n_after, convert_finely, job)
     assert tree(tmp_path / "many") == wanted
@@ -131,7 +143,9 @@ class Lying:
         return pickle.dumps((value, error))
 
 
-def test_nothing_is_written_where_workers_have_different_plans(golden: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_where_workers_have_different_plans(
+    golden: Path, tmp_path: Path
+) -> None:
     job = job_of("dcp", golden, tmp_path / "out")
     for error in run_team(3, wrong_plan, job, allow_failure=True):
         assert isinstance(error, CorruptError) and "SHA-256" in error.message
@@ -143,7 +157,9 @@ def test_nothing_is_written_where_workers_have_different_plans(golden: Path, tmp
 def test_fingerprints_and_the_comparison_are_shared(golden: Path, tmp_path: Path) -> None:
     for target in ("megatron", "safetensors"):
         jobs = [
-            replace(job_of(target, golden, tmp_path / place / target), verify=True, fingerprint=True)
+            replace(
+                job_of(target, golden, tmp_path / place / target), verify=True, fingerprint=True
+            )
             for place in ("one", "many")
         ]
         alone = run(jobs[0]).as_dict()
@@ -176,7 +192,10 @@ class Vandal:
 
 def convert_damaged(team: Team, job: Job) -> None:
     assert job.dst is not None
-    convert(Vandal(team, job.dst.parent / f".{job.dst.name}.ckpt-stage") if team.rank == 1 else team, job)
+    convert(
+        Vandal(team, job.dst.parent / f".{job.dst.name}.ckpt-stage") if team.rank == 1 else team,
+        job,
+    )
 
 
 def test_a_byte_that_changes_before_the_comparison_is_found(golden: Path, tmp_path: Path) -> None:
@@ -190,7 +209,9 @@ def convert_usually_or_die(team: Team, job: Job, victim: int, after_bytes: int) 
     return run_shared(job, Mortal(team, after_bytes) if team.rank == victim else team).as_dict()
 
 
-def test_what_several_workers_began_one_process_continues_and_the_other_way_round(golden: Path, tmp_path: Path) -> None:
+def test_what_several_workers_began_one_process_continues_and_the_other_way_round(
+    golden: Path, tmp_path: Path
+) -> None:
     run(job_of("megatron", golden, tmp_path / "one" / "out"))
     job = job_of("megatron", golden, tmp_path / "many" / "out")
     assert run_team(3, convert_usually_or_die, job, 0, 1, allow_failure=True)[0] is None
@@ -228,7 +249,9 @@ def convert_what_changes(team: PipeTeam, job: Job) -> None:
     convert(team, job)
 
 
-def test_a_source_that_changes_is_not_taken_for_another_host_s(golden: Path, tmp_path: Path) -> None:
+def test_a_source_that_changes_is_not_taken_for_another_host_s(
+    golden: Path, tmp_path: Path
+) -> None:
     shutil.copytree(golden / "torch_dcp/tp2_fsdp2_dp2", tmp_path / "src")
     job = Job(src=tmp_path / "src", dst=tmp_path / "out", to="safetensors", fsync=False)
     for error in run_team(2, convert_what_changes, job, allow_failure=True):

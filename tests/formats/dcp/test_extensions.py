@@ -31,7 +31,13 @@ from core.formats.dcp import format as dcp
 from core.formats.dcp.zstd_streams import inflate_item
 from core.pickle.inert import TensorLeaf, walk
 from core.pickle.nesting import entries
-from tests.formats.dcp.test_format import counted, plain_bytes, state_dict, torch_objects, torch_tensors
+from tests.formats.dcp.test_format import (
+    counted,
+    plain_bytes,
+    state_dict,
+    torch_objects,
+    torch_tensors,
+)
 from tests.support.materialize import tensor_bytes
 
 
@@ -107,10 +113,14 @@ def test_compressed_objects_equal_what_torch_loads(compressed: Path) -> None:
     assert catalog.iteration == 12
 
 
-def test_the_nesting_of_a_compressed_checkpoint_is_that_of_a_plain_one(compressed: Path, tmp_path: Path) -> None:
+def test_the_nesting_of_a_compressed_checkpoint_is_that_of_a_plain_one(
+    compressed: Path, tmp_path: Path
+) -> None:
     plain = dcp.FORMAT.read(LocalStore(saved(tmp_path / "plain", state_dict())))
     catalog = dcp.FORMAT.read(LocalStore(compressed))
-    assert [(e.path, e.key) for e in entries(catalog.skeleton)] == [(e.path, e.key) for e in entries(plain.skeleton)]
+    assert [(e.path, e.key) for e in entries(catalog.skeleton)] == [
+        (e.path, e.key) for e in entries(plain.skeleton)
+    ]
 
 
 def test_tensors_inside_compressed_objects_are_read(tmp_path: Path) -> None:
@@ -118,7 +128,9 @@ def test_tensors_inside_compressed_objects_are_read(tmp_path: Path) -> None:
     inner = (counted(5, 3), counted(4, 6, start=9).t(), "text")
     folder = saved(tmp_path / "x", {"pair": inner, "w": counted(3)}, _extensions=[ZStandard()])
     catalog = dcp.FORMAT.read(LocalStore(folder))
-    leaves = [leaf.key for leaf in walk(catalog.objects["pair"].value) if isinstance(leaf, TensorLeaf)]
+    leaves = [
+        leaf.key for leaf in walk(catalog.objects["pair"].value) if isinstance(leaf, TensorLeaf)
+    ]
     assert len(leaves) == 2
     catalog, store = opened(folder)
     for key, tensor in zip(leaves, inner, strict=False):
@@ -140,14 +152,18 @@ def test_unknown_transforms_are_refused_by_name(compressed: Path, tmp_path: Path
         opened(changed(compressed, tmp_path / "x", change))
 
 
-def recompressed(source_dir: Path, folder: Path, key: str, change: Callable[[bytes], bytes]) -> Path:
+def recompressed(
+    source_dir: Path, folder: Path, key: str, change: Callable[[bytes], bytes]
+) -> Path:
     """A copy in which the item of one tensor lies in a file of its own, changed."""
     name = "__9_0.distcp"
 
     def move(metadata: object) -> None:
         for index, info in metadata.storage_data.items():  # type: ignore[attr-defined]
             if index.fqn == key:
-                data = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+                data = (folder / info.relative_path).read_bytes()[
+                    info.offset : info.offset + info.length
+                ]
                 made = change(data)
                 (folder / name).write_bytes(made)
                 info.relative_path, info.offset, info.length = name, 0, len(made)
@@ -178,8 +194,16 @@ def zipped(data: bytes) -> bytes:
         (lambda data: data[:-9] + bytes(x ^ 0x55 for x in data[-9:]), CorruptError, "zstd"),
         (lambda data: zstandard.compress(b""), CorruptError, "zip"),
         (lambda data: zstandard.compress(zipped(data)[:600]), CorruptError, "zip"),
-        (lambda data: zstandard.compress(zipped(data) + bytes(1 << 20)), CorruptError, "inflates to more than 65,606"),
-        (lambda data: zstandard.compress(bytes(1 << 28)), CorruptError, "inflates to more than 65,606"),
+        (
+            lambda data: zstandard.compress(zipped(data) + bytes(1 << 20)),
+            CorruptError,
+            "inflates to more than 65,606",
+        ),
+        (
+            lambda data: zstandard.compress(bytes(1 << 28)),
+            CorruptError,
+            "inflates to more than 65,606",
+        ),
     ],
 )
 def test_a_damaged_frame_is_a_typed_error(
@@ -229,7 +253,9 @@ def test_a_large_window_is_refused(compressed: Path, tmp_path: Path) -> None:
 def test_a_bomb_is_stopped_at_its_limit() -> None:
     store = MemoryStore({"f": zstandard.compress(zstandard.compress(bytes(1 << 28)))})
     with pytest.raises(CorruptError, match="more than 1,000 bytes"):
-        inflate_item(store, "f", (0, store.size("f")), ("stream.zstd/1", "stream.zstd/1"), limit=1000)
+        inflate_item(
+            store, "f", (0, store.size("f")), ("stream.zstd/1", "stream.zstd/1"), limit=1000
+        )
 
 
 def test_a_compressed_object_that_is_cut_names_itself(compressed: Path, tmp_path: Path) -> None:
@@ -256,7 +282,9 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         try:
             mesh = DeviceMesh("cpu", [0, 1])
             local = whole[:4] if rank == 0 else whole[4:]
-            sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1))
+            sharded = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1)
+            )
             state = {
                 "model": {"sharded": sharded, "copied": counted(3, 3, start=5)},
                 "train_state": {"step": 3},
@@ -269,7 +297,10 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metadata_of_single_ranks_is_read_as_one(by_ranks: Path) -> None:
-    assert sorted(path.name for path in by_ranks.glob("*.metadata")) == ["__0.metadata", "__1.metadata"]
+    assert sorted(path.name for path in by_ranks.glob("*.metadata")) == [
+        "__0.metadata",
+        "__1.metadata",
+    ]
     assert dcp.FORMAT.sniff(LocalStore(by_ranks))
     catalog, store = opened(by_ranks)
     expected = {
@@ -283,14 +314,23 @@ def test_metadata_of_single_ranks_is_read_as_one(by_ranks: Path) -> None:
         assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(tensor)  # type: ignore[arg-type]
     assert len(catalog.fragments("model.copied")) == 2
     assert catalog.iteration == 3
-    assert [entry.path for entry in entries(catalog.skeleton)][:2] == [("model", "sharded"), ("model", "copied")]
+    assert [entry.path for entry in entries(catalog.skeleton)][:2] == [
+        ("model", "sharded"),
+        ("model", "copied"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("gone", "missing"),
-    [("__0.metadata", "__0.metadata"), ("__1.metadata", "__1.metadata"), ("__1_0.distcp", "__1_0.distcp")],
+    [
+        ("__0.metadata", "__0.metadata"),
+        ("__1.metadata", "__1.metadata"),
+        ("__1_0.distcp", "__1_0.distcp"),
+    ],
 )
-def test_what_is_missing_of_a_rank_is_named(by_ranks: Path, tmp_path: Path, gone: str, missing: str) -> None:
+def test_what_is_missing_of_a_rank_is_named(
+    by_ranks: Path, tmp_path: Path, gone: str, missing: str
+) -> None:
     folder = shutil.copytree(by_ranks, tmp_path / "x")
     (folder / gone).unlink()
     with pytest.raises(MissingShardError) as caught:
@@ -346,7 +386,8 @@ def safe_state() -> dict[str, object]:
             "scalar": torch.tensor(3.5),
             "empty": torch.empty(0, 4),
             **{
-                f"as_{n}": counted(3, 4, dtype=dtype) for n, dtype in enumerate((torch.float64, torch.int8, torch.bool))
+                f"as_{n}": counted(3, 4, dtype=dtype)
+                for n, dtype in enumerate((torch.float64, torch.int8, torch.bool))
             },
         }
     }

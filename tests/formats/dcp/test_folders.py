@@ -82,8 +82,13 @@ def test_each_directory_is_a_checkpoint_of_its_own(golden: Path) -> None:
 def test_entries_of_a_second_model_have_its_number(tmp_path: Path) -> None:
     for number in range(2):
         weights = {"w": torch.arange(6.0) + number, "b": torch.ones(number + 1)}
-        states = {"state": {"w": {"exp_avg": torch.arange(3.0) - number}}, "param_groups": [{"lr": 0.1 + number}]}
-        dist_cp.save({"model": weights}, checkpoint_id=tmp_path / "two" / f"pytorch_model_fsdp_{number}")
+        states = {
+            "state": {"w": {"exp_avg": torch.arange(3.0) - number}},
+            "param_groups": [{"lr": 0.1 + number}],
+        }
+        dist_cp.save(
+            {"model": weights}, checkpoint_id=tmp_path / "two" / f"pytorch_model_fsdp_{number}"
+        )
         dist_cp.save({"optimizer": states}, checkpoint_id=tmp_path / "two" / f"optimizer_{number}")
     run(Job(src=tmp_path / "two", dst=tmp_path / "out.pt", to="torch", fsync=False))
     ours = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -109,7 +114,9 @@ def test_half_of_a_save_is_refused(golden: Path, tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_a_small_torch_file_beside_directories_is_never_the_checkpoint(golden: Path, tmp_path: Path) -> None:
+def test_a_small_torch_file_beside_directories_is_never_the_checkpoint(
+    golden: Path, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(golden / SOURCE, tmp_path / "checkpoint_0"))
     for folder in (MODEL, OPTIMIZER):
         (path / folder).rename(path / f"my_{folder}")
@@ -118,7 +125,9 @@ def test_a_small_torch_file_beside_directories_is_never_the_checkpoint(golden: P
     assert f"my_{MODEL}, my_{OPTIMIZER}" in str(refusal.value.hint).replace(
         f"my_{OPTIMIZER}, my_{MODEL}", f"my_{MODEL}, my_{OPTIMIZER}"
     )
-    assert [found.code for found in validate(path).findings if found.severity == Severity.ERROR] == ["CK100"]
+    assert [
+        found.code for found in validate(path).findings if found.severity == Severity.ERROR
+    ] == ["CK100"]
 
 
 def test_a_flipped_byte_in_either_directory_is_found(golden: Path, tmp_path: Path) -> None:
@@ -130,7 +139,11 @@ def test_a_flipped_byte_in_either_directory_is_found(golden: Path, tmp_path: Pat
         assert array is not None
         extent = opened.catalog.bind(opened.store, array).extent
         patched(path / extent.file, flipped(extent.offset + 5))
-        errors = [found for found in validate(path, level=Level.DEEP).findings if found.severity == Severity.ERROR]
+        errors = [
+            found
+            for found in validate(path, level=Level.DEEP).findings
+            if found.severity == Severity.ERROR
+        ]
         assert [(found.code, found.file) for found in errors] == [("CK701", extent.file)]
         patched(path / extent.file, flipped(extent.offset + 5))
 

@@ -82,7 +82,10 @@ def state_dict() -> dict[str, object]:
             "scalar": torch.tensor(3.5),
             "empty": torch.empty(0, 4),
             "one": counted(1, 1, 1, dtype=torch.int64),
-            **{f"as_{str(dtype).removeprefix('torch.')}": counted(3, 4, dtype=dtype) for dtype in DTYPES},
+            **{
+                f"as_{str(dtype).removeprefix('torch.')}": counted(3, 4, dtype=dtype)
+                for dtype in DTYPES
+            },
         },
         "strided": {
             "transposed": counted(4, 6).t(),
@@ -126,7 +129,9 @@ def laid_out(target: TargetCatalog) -> list[FileImage]:
 def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored") -> Path:
     source, store = read_whole(source_dir)
     target = partitioned(source, format="dcp", by=by)
-    return write_files(materialized(laid_out(target), target=target, source=source, store=store), folder)
+    return write_files(
+        materialized(laid_out(target), target=target, source=source, store=store), folder
+    )
 
 
 def torch_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -232,7 +237,11 @@ def test_the_skeleton_has_the_nesting_of_the_state_dict(written: Path) -> None:
     skeleton = catalog.skeleton
     assert isinstance(skeleton, dict)
     assert skeleton["model"]["weight.with.dots"] == TensorLeaf("model.weight.with.dots")
-    assert skeleton["list"] == [TensorLeaf("list.0"), {"deep": TensorLeaf("list.1.deep")}, ObjectLeaf("list.2")]
+    assert skeleton["list"] == [
+        TensorLeaf("list.0"),
+        {"deep": TensorLeaf("list.1.deep")},
+        ObjectLeaf("list.2"),
+    ]
     assert skeleton["plain_list"] == ObjectLeaf("plain_list")
 
 
@@ -274,7 +283,11 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     folder = golden / "torch_dcp" / "tp2_only"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=Path(__file__).resolve().parents[3])
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        check=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )
 
 
 # ---- writing
@@ -282,15 +295,21 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
 
 @pytest.mark.parametrize("by", ["as_stored", "whole"])
 @pytest.mark.parametrize("name", GOLD)
-def test_torch_loads_what_we_wrote_of_gold(golden: Path, tmp_path: Path, name: str, by: str) -> None:
+def test_torch_loads_what_we_wrote_of_gold(
+    golden: Path, tmp_path: Path, name: str, by: str
+) -> None:
     source = golden / "torch_dcp" / name
     ours = rewritten(source, tmp_path / "ours", by=by)
-    assert_same_tree(dict(sorted(torch_tensors(ours).items())), dict(sorted(torch_tensors(source).items())))
+    assert_same_tree(
+        dict(sorted(torch_tensors(ours).items())), dict(sorted(torch_tensors(source).items()))
+    )
     assert torch_objects(ours) == torch_objects(source)
 
 
 @pytest.mark.parametrize("by", ["as_stored", "whole"])
-def test_torch_loads_every_kind_of_entry_that_we_wrote(written: Path, tmp_path: Path, by: str) -> None:
+def test_torch_loads_every_kind_of_entry_that_we_wrote(
+    written: Path, tmp_path: Path, by: str
+) -> None:
     ours = rewritten(written, tmp_path / "ours", by=by)
     assert_same_tree(torch_tensors(ours), torch_tensors(written))
     assert torch_objects(ours) == torch_objects(written)
@@ -308,7 +327,10 @@ def test_dcp_to_torch_save_rebuilds_the_nesting(written: Path, tmp_path: Path) -
 
 def test_a_nested_state_dict_loads_in_place(written: Path, tmp_path: Path) -> None:
     ours = rewritten(written, tmp_path / "ours")
-    wanted = {"list": [torch.zeros(3), {"deep": torch.zeros(2, 2)}, 0], "model": {"scalar": torch.zeros(())}}
+    wanted = {
+        "list": [torch.zeros(3), {"deep": torch.zeros(2, 2)}, 0],
+        "model": {"scalar": torch.zeros(())},
+    }
     dist_cp.load(wanted, checkpoint_id=ours, no_dist=True)
     expected = state_dict()["list"]
     assert_same_tree(wanted["list"], expected)
@@ -323,7 +345,10 @@ def test_what_we_wrote_reads_back_equal(written: Path, tmp_path: Path) -> None:
         key: item.value for key, item in source.objects.items()
     }
     for key in source.tensors:
-        assert tensor_bytes(ours, store, key).tobytes() == tensor_bytes(source, source_store, key).tobytes()
+        assert (
+            tensor_bytes(ours, store, key).tobytes()
+            == tensor_bytes(source, source_store, key).tobytes()
+        )
 
 
 def test_two_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
@@ -346,7 +371,9 @@ def test_every_item_is_a_sound_zip_with_aligned_data(written: Path, tmp_path: Pa
             for record in archive.infolist():
                 if record.filename.startswith("archive/data/") and record.file_size:
                     at = data.index(record.filename.encode(), record.header_offset)
-                    extra = int.from_bytes(data[record.header_offset + 28 : record.header_offset + 30], "little")
+                    extra = int.from_bytes(
+                        data[record.header_offset + 28 : record.header_offset + 30], "little"
+                    )
                     assert (info.offset + at + len(record.filename) + extra) % 64 == 0
                     n_tensors += 1
     assert n_tensors > 20
@@ -360,7 +387,13 @@ def test_chunks_are_stored_as_torch_stores_them(tmp_path: Path) -> None:
     for folder in (tmp_path / "torch", ours):
         data = (folder / "__0_0.distcp").read_bytes()
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            items.append({name: archive.read(name) for name in archive.namelist() if "serialization_id" not in name})
+            items.append(
+                {
+                    name: archive.read(name)
+                    for name in archive.namelist()
+                    if "serialization_id" not in name
+                }
+            )
     assert list(items[0]) == list(items[1])
     theirs, made = (pickle_ops(item.pop("archive/data.pkl")) for item in items)
     assert items[0] == items[1]
@@ -379,7 +412,10 @@ def pickle_ops(data: bytes) -> list[tuple[str, object]]:
 
 
 def made_catalog(
-    arrays: dict[str, list[PlannedArray]], shape: tuple[int, ...], *, objects: dict[str, StoredObject] | None = None
+    arrays: dict[str, list[PlannedArray]],
+    shape: tuple[int, ...],
+    *,
+    objects: dict[str, StoredObject] | None = None,
 ) -> TargetCatalog:
     """A target in which every tensor has the given arrays, stacked along axis 0."""
 
@@ -406,14 +442,21 @@ def test_file_numbers_come_from_the_arrays() -> None:
     parts = [PlannedArray(f"p{n}", "float32", (2, 3), coords=(("file", n),)) for n in (4, 1)]
     images = laid_out(made_catalog({"a": parts}, (4, 3), objects={"o": StoredObject("o", value=1)}))
     assert [image.path for image in images] == ["__1_0.distcp", "__4_0.distcp", ".metadata"]
-    assert [[placed.array.name for placed in image.arrays] for image in images] == [["p1"], ["p4"], []]
+    assert [[placed.array.name for placed in image.arrays] for image in images] == [
+        ["p1"],
+        ["p4"],
+        [],
+    ]
     assert images[-1].is_metadata
 
 
 def test_each_rank_gets_a_file_in_order_of_first_appearance() -> None:
     ranks = [(("tp", 1), ("pp", 0)), (("tp", 0), ("pp", 0))]
     arrays = {
-        key: [PlannedArray(f"{key}{n}", "float32", (2, 3), coords=coords) for n, coords in enumerate(ranks)]
+        key: [
+            PlannedArray(f"{key}{n}", "float32", (2, 3), coords=coords)
+            for n, coords in enumerate(ranks)
+        ]
         for key in "ab"
     }
     images = laid_out(made_catalog(arrays, (4, 3)))
@@ -431,9 +474,9 @@ def test_files_end_at_the_given_size_but_no_item_is_cut() -> None:
         ["k2", "k3"],
         ["k4", "k5"],
     ]
-    assert [image.path for image in laid_out(replace(target, write=WriteOptions(max_file_bytes=1)))][:-1] == [
-        f"__{n}_0.distcp" for n in range(6)
-    ]
+    assert [
+        image.path for image in laid_out(replace(target, write=WriteOptions(max_file_bytes=1)))
+    ][:-1] == [f"__{n}_0.distcp" for n in range(6)]
 
 
 def test_objects_lie_before_chunks() -> None:
@@ -448,7 +491,9 @@ def test_objects_lie_before_chunks() -> None:
 
 def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> None:
     inside = PlannedArray("hidden", "int32", (3,))
-    base = catalog_of_arrays(format="dcp", arrays={"w": PlannedArray("w", "float32", (2,)), "hidden": inside})
+    base = catalog_of_arrays(
+        format="dcp", arrays={"w": PlannedArray("w", "float32", (2,)), "hidden": inside}
+    )
     hidden = {"hidden": base.tensors["hidden"]}
     target = Catalog(
         "dcp",
@@ -459,7 +504,9 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
         hidden=hidden,
     )
     images = laid_out(target)
-    source_store = MemoryStore({"w": plain_bytes(counted(2)), "h": plain_bytes(counted(3, dtype=torch.int32))})
+    source_store = MemoryStore(
+        {"w": plain_bytes(counted(2)), "h": plain_bytes(counted(3, dtype=torch.int32))}
+    )
     source = catalog_of_arrays(
         format="x",
         arrays={
@@ -467,7 +514,9 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
             "hidden": StoredArray("hidden", "int32", (3,), Extent("h", 0)),
         },
     )
-    folder = write_files(materialized(images, target=target, source=source, store=source_store), tmp_path / "made")
+    folder = write_files(
+        materialized(images, target=target, source=source, store=source_store), tmp_path / "made"
+    )
     found = torch_objects(folder)["state"]
     assert_same_tree(found, {"rng": counted(3, dtype=torch.int32), "n": 1})
 
@@ -476,9 +525,14 @@ def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> 
     enum = Inert("reduce", Global("megatron.core.enums", "ModelType"), (1,))
     value = make_namespace({"model_type": enum, "lr": 0.1})
     arrays = {"w": PlannedArray("w", "float32", (2,))}
-    objects = {"args": StoredObject("args", value=value), "lr": StoredObject("lr", value=make_namespace({"lr": 0.1}))}
+    objects = {
+        "args": StoredObject("args", value=value),
+        "lr": StoredObject("lr", value=make_namespace({"lr": 0.1})),
+    }
     target = catalog_of_arrays(format="dcp", arrays=arrays, objects=objects)
-    source = catalog_of_arrays(format="x", arrays={"w": StoredArray("w", "float32", (2,), Extent("w", 0))})
+    source = catalog_of_arrays(
+        format="x", arrays={"w": StoredArray("w", "float32", (2,), Extent("w", 0))}
+    )
     store = MemoryStore({"w": plain_bytes(counted(2))})
     files = materialized(laid_out(target), target=target, source=source, store=store)
     folder = write_files(files, tmp_path / "made")
@@ -500,21 +554,36 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
         "dcp",
         None,
         {"w": TensorMeta("w", "float32", (4, 2, 3))},
-        lambda key: [Fragment(key, Box((n, 0, 0), (1, 2, 3)), array, (0, 0)) for n, array in enumerate(arrays)],
+        lambda key: [
+            Fragment(key, Box((n, 0, 0), (1, 2, 3)), array, (0, 0))
+            for n, array in enumerate(arrays)
+        ],
     )
     images = laid_out(target)
-    assert [placed.array.name for placed in images[0].arrays] == ["layer0", "layer1", "layer2", "layer3"]
+    assert [placed.array.name for placed in images[0].arrays] == [
+        "layer0",
+        "layer1",
+        "layer2",
+        "layer3",
+    ]
     metadata = read_metadata(literal_bytes(images[-1]), label="made")
-    assert [chunk.box for chunk in metadata.chunks("w")] == [Box((n, 0, 0), (1, 2, 3)) for n in range(4)]
+    assert [chunk.box for chunk in metadata.chunks("w")] == [
+        Box((n, 0, 0), (1, 2, 3)) for n in range(4)
+    ]
 
 
 def test_an_array_in_several_fragments_is_one_chunk() -> None:
     array = PlannedArray("whole", "float32", (4, 3))
     rows = [Fragment("w", Box((2 + n, 0), (1, 3)), array, (n, 0)) for n in range(4)]
     other = Fragment("w", Box((0, 0), (2, 3)), PlannedArray("first", "float32", (2, 3)), (0, 0))
-    target = Catalog("dcp", None, {"w": TensorMeta("w", "float32", (6, 3))}, lambda key: [*rows, other])
+    target = Catalog(
+        "dcp", None, {"w": TensorMeta("w", "float32", (6, 3))}, lambda key: [*rows, other]
+    )
     metadata = read_metadata(literal_bytes(laid_out(target)[-1]), label="made")
-    assert [chunk.box for chunk in metadata.chunks("w")] == [Box((2, 0), (4, 3)), Box((0, 0), (2, 3))]
+    assert [chunk.box for chunk in metadata.chunks("w")] == [
+        Box((2, 0), (4, 3)),
+        Box((0, 0), (2, 3)),
+    ]
     shifted = replace(rows[1], at=(2, 0))
     broken = Catalog("dcp", None, target.tensors, lambda key: [rows[0], shifted])
     with pytest.raises(UnsupportedError, match="not a chunk"):

@@ -20,7 +20,15 @@ from core.validate.run import validate
 from tests.support.broken import cut
 
 SOURCE = "lightning/model_parallel_dp2.ckpt"
-ENTRIES = ["callbacks", "epoch", "global_step", "hparams_name", "hyper_parameters", "loops", "lr_schedulers"]
+ENTRIES = [
+    "callbacks",
+    "epoch",
+    "global_step",
+    "hparams_name",
+    "hyper_parameters",
+    "loops",
+    "lr_schedulers",
+]
 
 
 @pytest.fixture
@@ -61,12 +69,17 @@ def test_one_file_holds_what_lightnings_own_tool_puts_into_it(golden: Path, tmp_
     assert theirs["hyper_parameters"] == {"width": 16, "dropout": 0.5}
 
 
-def test_dcp_has_its_meta_again_so_that_lightnings_tool_works_on_it(golden: Path, tmp_path: Path) -> None:
+def test_dcp_has_its_meta_again_so_that_lightnings_tool_works_on_it(
+    golden: Path, tmp_path: Path
+) -> None:
     report = run(Job(src=golden / SOURCE, dst=tmp_path / "out", to="dcp", fsync=False))
     assert report.dropped == ()
     theirs = torch.load(golden / "oracle/lightning/consolidated.pt", weights_only=True)
     assert_same(consolidated(tmp_path / "out", tmp_path), theirs)
-    metas = [torch.load(path / "meta.pt", weights_only=True) for path in (tmp_path / "out", golden / SOURCE)]
+    metas = [
+        torch.load(path / "meta.pt", weights_only=True)
+        for path in (tmp_path / "out", golden / SOURCE)
+    ]
     assert_same(*metas)
     assert validate(tmp_path / "out", level=Level.DEEP).worst in (None, Severity.NOTE)
 
@@ -89,18 +102,42 @@ def test_entries_are_left_out_and_renamed_like_others(golden: Path, tmp_path: Pa
     meta = torch.load(tmp_path / "out/meta.pt", weights_only=True)
     assert not {"callbacks", "loops"} & meta.keys()
     assert meta["hyper_parameters"]["dropout"] == 0.5
-    run(Job(src=golden / SOURCE, dst=tmp_path / "model", to="dcp", include=("state_dict.*",), fsync=False))
+    run(
+        Job(
+            src=golden / SOURCE,
+            dst=tmp_path / "model",
+            to="dcp",
+            include=("state_dict.*",),
+            fsync=False,
+        )
+    )
     assert not (tmp_path / "model/meta.pt").exists()
 
 
 def test_links_keep_meta_as_it_is(golden: Path, copy: Path, tmp_path: Path) -> None:
-    run(Job(src=copy, dst=tmp_path / "linked", metadata_only=True, exclude=("optimizer_0*",), fsync=False))
+    run(
+        Job(
+            src=copy,
+            dst=tmp_path / "linked",
+            metadata_only=True,
+            exclude=("optimizer_0*",),
+            fsync=False,
+        )
+    )
     assert os.path.samefile(tmp_path / "linked/meta.pt", copy / "meta.pt")
     assert sorted(consolidated(tmp_path / "linked", tmp_path)) == sorted(
         [*ENTRIES, "pytorch-lightning_version", "state_dict"]
     )
     with pytest.raises(UsageError, match=r"links meta\.pt as it is"):
-        run(Job(src=copy, dst=tmp_path / "other", metadata_only=True, exclude=("callbacks*",), fsync=False))
+        run(
+            Job(
+                src=copy,
+                dst=tmp_path / "other",
+                metadata_only=True,
+                exclude=("callbacks*",),
+                fsync=False,
+            )
+        )
 
 
 def test_a_damaged_meta_is_found_and_not_passed_over(copy: Path, tmp_path: Path) -> None:
@@ -125,7 +162,11 @@ def test_a_call_in_meta_is_refused(copy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [({"state_dict": 1}, "has an entry 'state_dict'"), ([1, 2], "not a dict"), ({1: 2}, "not a dict")],
+    [
+        ({"state_dict": 1}, "has an entry 'state_dict'"),
+        ([1, 2], "not a dict"),
+        ({1: 2}, "not a dict"),
+    ],
 )
 def test_a_meta_that_is_not_lightnings_is_left_alone_and_listed(
     copy: Path, tmp_path: Path, content: object, why: str
@@ -143,5 +184,9 @@ def test_a_text_called_meta_is_left_alone(copy: Path, tmp_path: Path) -> None:
 
 
 def test_a_best_value_that_is_infinite_at_the_start_is_no_error(golden: Path) -> None:
-    found = [finding for finding in validate(golden / SOURCE, level=Level.DEEP).findings if finding.code == "CK711"]
+    found = [
+        finding
+        for finding in validate(golden / SOURCE, level=Level.DEEP).findings
+        if finding.code == "CK711"
+    ]
     assert [finding.severity for finding in found] == [Severity.NOTE]

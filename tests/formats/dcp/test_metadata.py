@@ -59,7 +59,9 @@ def metadata_files(golden: Path) -> list[Path]:
 def rows_of(found: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
     """What writes the same metadata again."""
     for key, tensor in found.tensors.items():
-        chunks = [ChunkRow(chunk.box.offset, chunk.box.shape, *chunk.item) for chunk in found.chunks(key)]
+        chunks = [
+            ChunkRow(chunk.box.offset, chunk.box.shape, *chunk.item) for chunk in found.chunks(key)
+        ]
         yield TensorRow(key, tensor.dtype, tensor.shape, chunks, tensor.requires_grad)
     for key, item in found.objects.items():
         yield ObjectRow(key, *item)
@@ -75,11 +77,15 @@ def record(name: str, state: object, module: str = METADATA) -> Inert:
     return made
 
 
-def properties(dtype: str = "bfloat16", module: str = METADATA, layout: str = "torch.strided") -> Inert:
+def properties(
+    dtype: str = "bfloat16", module: str = METADATA, layout: str = "torch.strided"
+) -> Inert:
     encoding = "_MEM_FORMAT_ENCODING" if module == METADATA else "MEM_FORMAT_ENCODING"
     shown = Inert("reduce", Global("torch.serialization", "_get_layout"), (layout,))
     memory_format = Inert("reduce", Global(module, encoding), (0,))
-    return record("TensorProperties", (Global("torch", dtype), shown, False, memory_format, False), module)
+    return record(
+        "TensorProperties", (Global("torch", dtype), shown, False, memory_format, False), module
+    )
 
 
 def chunk(offsets: object, sizes: object) -> Inert:
@@ -87,18 +93,29 @@ def chunk(offsets: object, sizes: object) -> Inert:
 
 
 def index(fqn: object, offset: object, number: int | None = None) -> Inert:
-    return record("MetadataIndex", {"fqn": fqn, "index": number} | ({} if offset is None else {"offset": offset}))
+    return record(
+        "MetadataIndex",
+        {"fqn": fqn, "index": number} | ({} if offset is None else {"offset": offset}),
+    )
 
 
 def info(path: object, offset: object, length: object, **more: object) -> Inert:
-    return record("_StorageInfo", {"relative_path": path, "offset": offset, "length": length, **more}, FILESYSTEM)
+    return record(
+        "_StorageInfo",
+        {"relative_path": path, "offset": offset, "length": length, **more},
+        FILESYSTEM,
+    )
 
 
 def small() -> dict[str, Any]:
     """The attributes of a Metadata with a tensor of two chunks and an object."""
     tensor = record(
         "TensorStorageMetadata",
-        {"properties": properties(), "size": (4, 6), "chunks": [chunk((0, 0), (2, 6)), chunk((2, 0), (2, 6))]},
+        {
+            "properties": properties(),
+            "size": (4, 6),
+            "chunks": [chunk((0, 0), (2, 6)), chunk((2, 0), (2, 6))],
+        },
     )
     return {
         "state_dict_metadata": {"w": tensor, "step": record("BytesStorageMetadata", None)},
@@ -108,7 +125,9 @@ def small() -> dict[str, Any]:
             index("w", (2, 0), 1): info("__1_0.distcp", 0, 24),
             index("step", None): info("__0_0.distcp", 0, 100),
         },
-        "storage_meta": record("StorageMeta", {"checkpoint_id": None, "save_id": "x", "load_id": None, "modules": []}),
+        "storage_meta": record(
+            "StorageMeta", {"checkpoint_id": None, "save_id": "x", "load_id": None, "modules": []}
+        ),
         "version": "1.0.0",
     }
 
@@ -122,14 +141,24 @@ def test_the_columns_say_where_every_chunk_lies() -> None:
         found = read(pickled(small()))
         assert found is not None
         tensor = found.tensors["w"]
-        assert (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.n_chunks) == ("bfloat16", (4, 6), False, 2)
+        assert (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.n_chunks) == (
+            "bfloat16",
+            (4, 6),
+            False,
+            2,
+        )
         assert list(found.chunks("w")) == [
             (Box((0, 0), (2, 6)), DcpItem("__0_0.distcp", 100, 24)),
             (Box((2, 0), (2, 6)), DcpItem("__1_0.distcp", 0, 24)),
         ]
         assert found.objects == {"step": DcpItem("__0_0.distcp", 0, 100)}
         assert found.planner_data == {"w": ("w",), "step": ("step",)}
-        assert (found.version, found.extras, found.orphans, found.mcore_data) == ("1.0.0", (), (), None)
+        assert (found.version, found.extras, found.orphans, found.mcore_data) == (
+            "1.0.0",
+            (),
+            (),
+            None,
+        )
 
 
 # Real files
@@ -146,7 +175,10 @@ def test_both_readers_agree_on_every_golden_checkpoint(golden: Path) -> None:
         assert sum(tensor.n_chunks for tensor in found.tensors.values()) == len(found.item_offset)
         for file in found.files:
             assert (path.parent / file).is_file()
-        for item in (*(chunk.item for key in found.tensors for chunk in found.chunks(key)), *found.objects.values()):
+        for item in (
+            *(chunk.item for key in found.tensors for chunk in found.chunks(key)),
+            *found.objects.values(),
+        ):
             assert item.offset + item.n_bytes <= (path.parent / item.file).stat().st_size
 
 
@@ -161,7 +193,11 @@ def test_the_contained_reader_gives_what_the_other_gives(golden: Path) -> None:
 
 
 def test_megatrons_additions_are_kept_or_named(golden: Path) -> None:
-    dialects = {"mcore0121_torch_dist": True, "mcore0161_torch_dist": False, "mcore_torch_dist": False}
+    dialects = {
+        "mcore0121_torch_dist": True,
+        "mcore0161_torch_dist": False,
+        "mcore_torch_dist": False,
+    }
     for family, has_mcore_data in dialects.items():
         paths = metadata_files(golden / family)
         assert paths
@@ -194,7 +230,10 @@ def same_as_torch(found: DcpMetadata, wanted: Any) -> None:
             assert found.objects[key] == (stored.relative_path, stored.offset, stored.length)
             continue
         tensor = found.tensors[key]
-        assert (f"torch.{tensor.dtype}", tensor.shape) == (str(entry.properties.dtype), tuple(entry.size))
+        assert (f"torch.{tensor.dtype}", tensor.shape) == (
+            str(entry.properties.dtype),
+            tuple(entry.size),
+        )
         assert tensor.requires_grad == entry.properties.requires_grad
         pairs = list(zip(found.chunks(key), entry.chunks, strict=True))
         for number, (ours, theirs) in enumerate(pairs):
@@ -211,7 +250,9 @@ def test_files_of_old_torch_versions_are_read() -> None:
     )
     for item in state["storage_data"]:
         item.state.pop("index")
-    old = dumps(record("Metadata", state)).replace(METADATA.encode(), b"torch.distributed._shard.checkpoint.metadata")
+    old = dumps(record("Metadata", state)).replace(
+        METADATA.encode(), b"torch.distributed._shard.checkpoint.metadata"
+    )
     for data in (dumps(record("Metadata", state)), old):
         for read in (by_machine, by_c):
             found = read(data)
@@ -229,7 +270,9 @@ def test_properties_may_have_more_members_than_five() -> None:
 
 def test_a_root_class_of_megatron_is_metadata_too() -> None:
     module = "megatron.core.dist_checkpointing.strategies.torch"
-    found = by_machine(pickled({**small(), "mcore_data": {"w": {"x": (1, 2)}}}, "MCoreMetadata", module))
+    found = by_machine(
+        pickled({**small(), "mcore_data": {"w": {"x": (1, 2)}}}, "MCoreMetadata", module)
+    )
     assert found.mcore_data == {"w": {"x": (1, 2)}}
 
 
@@ -251,7 +294,8 @@ def test_items_that_nothing_refers_to_are_named() -> None:
 def test_scalars_and_empty_shards_are_fine() -> None:
     state = small()
     state["state_dict_metadata"]["scalar"] = record(
-        "TensorStorageMetadata", {"properties": properties("int64"), "size": (), "chunks": [chunk((), ())]}
+        "TensorStorageMetadata",
+        {"properties": properties("int64"), "size": (), "chunks": [chunk((), ())]},
     )
     state["storage_data"][index("scalar", ())] = info("__1_0.distcp", 24, 9)
     state["state_dict_metadata"]["w"].state["chunks"].append(chunk((4, 0), (0, 6)))
@@ -294,7 +338,11 @@ def laughs() -> object:
 
 HUGE = 10**5000
 FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException], str]] = [
-    (edit_chunk(offsets=(3, 0)), CorruptError, r"size \(2, 6\) at \(3, 0\) does not lie in shape \(4, 6\)"),
+    (
+        edit_chunk(offsets=(3, 0)),
+        CorruptError,
+        r"size \(2, 6\) at \(3, 0\) does not lie in shape \(4, 6\)",
+    ),
     (edit_chunk(offsets=(2, -1)), CorruptError, "does not lie"),
     (edit_chunk(sizes=(2, -6)), CorruptError, "does not lie"),
     (edit_chunk(sizes=(2, 7)), CorruptError, "does not lie"),
@@ -307,7 +355,11 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (edit_chunk(sizes=(HUGE, 6)), CorruptError, "huge number"),
     (edit_chunk(offsets=laughs()), CorruptError, "does not lie|malformed chunk"),
     (edit_chunk(offsets=(laughs(), 0)), CorruptError, "malformed chunk"),
-    (edit_chunk(offsets=(1, 0)), MissingShardError, r"the chunk of size \(2, 6\) at \(1, 0\) has no item"),
+    (
+        edit_chunk(offsets=(1, 0)),
+        MissingShardError,
+        r"the chunk of size \(2, 6\) at \(1, 0\) has no item",
+    ),
     (edit_w(size=(-4, 6)), CorruptError, "is invalid"),
     (edit_w(size=(4, 6.0)), CorruptError, "is invalid"),
     (edit_w(size=laughs()), CorruptError, "is invalid"),
@@ -319,8 +371,16 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (edit_w(properties=record("TensorProperties", None)), CorruptError, "no properties"),
     (edit_w(properties=properties("qint8")), UnsupportedError, "qint8"),
     (edit_w(properties=properties("load")), UnsupportedError, "load"),
-    (edit_w(properties=properties(layout="torch.sparse_coo")), UnsupportedError, "torch.sparse_coo"),
-    (edit_w(properties=record("TensorProperties", (Global("os", "float32"), None, 0))), CorruptError, "dtype"),
+    (
+        edit_w(properties=properties(layout="torch.sparse_coo")),
+        UnsupportedError,
+        "torch.sparse_coo",
+    ),
+    (
+        edit_w(properties=record("TensorProperties", (Global("os", "float32"), None, 0))),
+        CorruptError,
+        "dtype",
+    ),
     (edit_info(relative_path="../../etc/passwd"), UnsafeError, r"\.\./\.\./etc/passwd"),
     (edit_info(relative_path="/etc/passwd"), UnsafeError, "/etc/passwd"),
     (edit_info(relative_path=laughs()), CorruptError, "not text"),
@@ -331,7 +391,11 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (edit_info(length=0), CorruptError, "cannot be"),
     (edit_info(length=HUGE), CorruptError, "is impossible"),
     (edit_info(transform_descriptors=["stream.lz4/1"]), UnsupportedError, "stream.lz4/1"),
-    (edit_info(transform_descriptors=["stream.zstd/1", "stream.zstd/2"]), UnsupportedError, "stream.zstd/2"),
+    (
+        edit_info(transform_descriptors=["stream.zstd/1", "stream.zstd/2"]),
+        UnsupportedError,
+        "stream.zstd/2",
+    ),
     (edit_info(transform_descriptors=["stream.zstd/1"] * 9), UnsupportedError, "stream.zstd/1"),
     (edit_info(transform_descriptors="stream.zstd/1"), CorruptError, "the transforms of an item"),
     (edit_info(transform_descriptors=[3]), CorruptError, "the transforms of an item"),
@@ -360,7 +424,11 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (lambda state: state.pop("state_dict_metadata"), CorruptError, "state_dict_metadata"),
     (lambda state: state["state_dict_metadata"].update({3: None}), CorruptError, "is a int"),
     (lambda state: state["state_dict_metadata"].update(x=None), UnsupportedError, "NoneType"),
-    (lambda state: state["state_dict_metadata"].update(x=record("Thing", {}, "m")), UnsupportedError, "m.Thing"),
+    (
+        lambda state: state["state_dict_metadata"].update(x=record("Thing", {}, "m")),
+        UnsupportedError,
+        "m.Thing",
+    ),
 ]
 
 
@@ -448,7 +516,9 @@ def large(n_tensors: int = 6000) -> bytes:
         )
         for number in range(n_tensors)
     )
-    data = write_metadata(rows, planner_data={f"model.layers.{i}.weight": ("model", i) for i in range(n_tensors)})
+    data = write_metadata(
+        rows, planner_data={f"model.layers.{i}.weight": ("model", i) for i in range(n_tensors)}
+    )
     assert len(data) > dcp_metadata.FAST_FROM_BYTES
     return data
 
@@ -468,7 +538,12 @@ def test_a_large_file_is_read_alike_by_both() -> None:
 
 def test_a_command_in_a_large_file_is_not_run_by_either_reader(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    call = b"cposix\nsystem\nX" + len(f"touch {marker}").to_bytes(4, "little") + f"touch {marker}".encode() + b"\x85R"
+    call = (
+        b"cposix\nsystem\nX"
+        + len(f"touch {marker}").to_bytes(4, "little")
+        + f"touch {marker}".encode()
+        + b"\x85R"
+    )
     data = with_prefix(large(), call)
     with noting_uses() as uses:
         assert len(read_metadata(data, label="x").tensors) == 6000
@@ -490,7 +565,12 @@ ATTACKS = {
     "tuple depth": b"})" + b"\x85" * 1_000_000 + b"Ns",
     "hash": b"})"
     + b"".join(
-        b"r" + (10**6 + i).to_bytes(4, "little") + b"j" + (10**6 + i).to_bytes(4, "little") + b"\x86" for i in range(60)
+        b"r"
+        + (10**6 + i).to_bytes(4, "little")
+        + b"j"
+        + (10**6 + i).to_bytes(4, "little")
+        + b"\x86"
+        for i in range(60)
     )
     + b"Ns",
     "bytearray": b"\x96" + (1 << 60).to_bytes(8, "little"),
@@ -579,9 +659,17 @@ def test_torch_reads_what_is_written_field_by_field(tmp_path: Path) -> None:
         for held in entry.chunks:
             stored = wanted.storage_data[MetadataIndex(key, held.offsets)]
             chunks.append(
-                ChunkRow(tuple(held.offsets), tuple(held.sizes), stored.relative_path, stored.offset, stored.length)
+                ChunkRow(
+                    tuple(held.offsets),
+                    tuple(held.sizes),
+                    stored.relative_path,
+                    stored.offset,
+                    stored.length,
+                )
             )
-        rows.append(TensorRow(key, str(entry.properties.dtype)[6:], tuple(entry.size), iter(chunks)))
+        rows.append(
+            TensorRow(key, str(entry.properties.dtype)[6:], tuple(entry.size), iter(chunks))
+        )
     data = write_metadata(iter(rows), planner_data=wanted.planner_data)
     (tmp_path / ".metadata").write_bytes(data)
     reader = checkpoint.FileSystemReader(tmp_path)
@@ -603,7 +691,9 @@ def test_every_golden_metadata_is_rewritten_and_read_alike(golden: Path) -> None
     for path in metadata_files(golden):
         found = by_machine(path.read_bytes())
         attributes = {} if found.mcore_data is None else {"mcore_data": found.mcore_data}
-        data = write_metadata(rows_of(found), planner_data=found.planner_data, attributes=attributes)
+        data = write_metadata(
+            rows_of(found), planner_data=found.planner_data, attributes=attributes
+        )
         again = by_machine(data)
         assert list(again.tensors) == list(found.tensors)
         assert {key: list(again.chunks(key)) for key in again.tensors} == {
@@ -612,14 +702,22 @@ def test_every_golden_metadata_is_rewritten_and_read_alike(golden: Path) -> None
         assert (again.tensors, again.objects) == (found.tensors, found.objects)
         assert (again.planner_data, again.mcore_data) == (found.planner_data, found.mcore_data)
         assert (again.extras, again.version) == ((), "1.0.0")
-        assert write_metadata(rows_of(again), planner_data=again.planner_data, attributes=attributes) == data
+        assert (
+            write_metadata(rows_of(again), planner_data=again.planner_data, attributes=attributes)
+            == data
+        )
 
 
 def test_no_path_of_this_machine_and_no_random_id_is_written() -> None:
     data = large(4000)
     assert data == large(4000)
     tree: Any = load(data, label="x")
-    assert tree.state["storage_meta"].state == {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    assert tree.state["storage_meta"].state == {
+        "checkpoint_id": None,
+        "save_id": None,
+        "load_id": None,
+        "modules": [],
+    }
     assert os.getcwd().encode() not in data
 
 
@@ -640,6 +738,11 @@ def test_reading_needs_neither_torch_nor_numpy(golden: Path, repo_dir: Path) -> 
     )
     paths = list(map(str, metadata_files(golden)))
     done = subprocess.run(
-        [sys.executable, "-c", code, *paths], cwd=repo_dir, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code, *paths],
+        cwd=repo_dir,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert done.stdout == "light\n"

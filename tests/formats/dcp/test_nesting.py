@@ -22,7 +22,13 @@ from core.formats.dcp.metadata import read_metadata
 from core.opening.open import open_checkpoint
 from core.pickle.inert import attributes
 from core.pickle.nesting import entries
-from tests.formats.dcp.test_format import GOLD, assert_same_tree, counted, torch_objects, torch_tensors
+from tests.formats.dcp.test_format import (
+    GOLD,
+    assert_same_tree,
+    counted,
+    torch_objects,
+    torch_tensors,
+)
 
 
 def torch_file(src: Path, dst: Path) -> Any:
@@ -70,7 +76,13 @@ def weights() -> dict[str, torch.Tensor]:
 def app_state() -> dict[str, Any]:
     """FSDP2 with the AppState of PyTorch's DCP recipe."""
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": NAMES}]
-    return {"app": {"model": weights(), "optim": {"state": moments(NAMES), "param_groups": groups}, "step": 10}}
+    return {
+        "app": {
+            "model": weights(),
+            "optim": {"state": moments(NAMES), "param_groups": groups},
+            "step": 10,
+        }
+    }
 
 
 def torchtitan() -> dict[str, Any]:
@@ -78,8 +90,14 @@ def torchtitan() -> dict[str, Any]:
     state: dict[str, Any] = weights()
     for name, values in moments(NAMES).items():
         state |= {f"optimizer.state.{name}.{what}": value for what, value in values.items()}
-        state |= {f"optimizer.param_groups.{name}.lr": 0.1, f"optimizer.param_groups.{name}.betas": (0.9, 0.99)}
-    state["train_state"] = {"step": torch.tensor(10, dtype=torch.int32), "ntokens_seen": torch.tensor(4096)}
+        state |= {
+            f"optimizer.param_groups.{name}.lr": 0.1,
+            f"optimizer.param_groups.{name}.betas": (0.9, 0.99),
+        }
+    state["train_state"] = {
+        "step": torch.tensor(10, dtype=torch.int32),
+        "ntokens_seen": torch.tensor(4096),
+    }
     state["lr_scheduler"] = {"last_epoch": 10}
     state["dataloader"] = {"dp_rank_0": b"\x80state"}
     return state
@@ -94,9 +112,14 @@ def fsdp_dtensor() -> dict[str, Any]:
         "checkpoint_version": 3.0,
         "iteration": 10,
         "model": {name: counted(4, 3, start=7 * number) for number, name in enumerate(names)},
-        "optimizer": {"state": moments(names), "param_to_group_meta": {names[0]: {"lr": 0.1, "wd_mult": 1.0}}},
+        "optimizer": {
+            "state": moments(names),
+            "param_to_group_meta": {names[0]: {"lr": 0.1, "wd_mult": 1.0}},
+        },
         "opt_param_scheduler": {"max_lr": 0.1, "num_steps": 640},
-        "rng_state": [{"python_rng_state": (3, 4), "torch_rng_state": counted(16, dtype=torch.uint8)}],
+        "rng_state": [
+            {"python_rng_state": (3, 4), "torch_rng_state": counted(16, dtype=torch.uint8)}
+        ],
     }
 
 
@@ -104,7 +127,9 @@ STATES = {"app_state": app_state, "torchtitan": torchtitan, "fsdp_dtensor": fsdp
 
 
 @pytest.mark.parametrize("name", GOLD)
-def test_gold_becomes_the_nested_dict_that_torch_makes(golden: Path, tmp_path: Path, name: str) -> None:
+def test_gold_becomes_the_nested_dict_that_torch_makes(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
     src = golden / "torch_dcp" / name
     found = torch_file(src, tmp_path / "ours.pt")
     assert_same_tree(in_order(found), in_order(by_torch(src, tmp_path / "theirs.pt")))
@@ -123,7 +148,9 @@ def test_every_optimizer_entry_of_gold_is_known_as_one(golden: Path, name: str) 
     data = (golden / "torch_dcp" / name / ".metadata").read_bytes()
     metadata = read_metadata(data, label=".metadata")
     for key in (*metadata.tensors, *metadata.objects):
-        assert is_optimizer_key(key) == (key.startswith(("app.optim.", "optim.", "optimizer."))), key
+        assert is_optimizer_key(key) == (key.startswith(("app.optim.", "optim.", "optimizer."))), (
+            key
+        )
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -153,7 +180,9 @@ def test_the_iteration_is_read_where_the_checkpoint_says_it(tmp_path: Path, syst
 
 
 def test_the_iteration_of_a_safetensors_file_is_read(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "x", torchtitan(), serialization_format=SerializationFormat.SAFETENSORS)
+    folder = saved(
+        tmp_path / "x", torchtitan(), serialization_format=SerializationFormat.SAFETENSORS
+    )
     assert dcp.FORMAT.read(LocalStore(folder)).iteration == 10
 
 
@@ -176,7 +205,11 @@ def test_what_is_no_iteration_is_not_taken_for_one(tmp_path: Path, state: dict[s
 
 def test_an_entry_that_cannot_be_read_is_noted_and_hides_nothing(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", {"w": counted(3), "step": 10})
-    item = next(i for k, i in FileSystemReader(folder).read_metadata().storage_data.items() if k.fqn == "step")
+    item = next(
+        i
+        for k, i in FileSystemReader(folder).read_metadata().storage_data.items()
+        if k.fqn == "step"
+    )
     path = folder / item.relative_path
     data = bytearray(path.read_bytes())
     data[item.offset : item.offset + item.length] = bytes(item.length)
@@ -213,11 +246,15 @@ def test_a_root_of_steps_opens_its_newest_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"_extensions": [ZStandard()]}, {"serialization_format": SerializationFormat.SAFETENSORS}]
+    "options",
+    [{"_extensions": [ZStandard()]}, {"serialization_format": SerializationFormat.SAFETENSORS}],
 )
 def test_other_forms_of_dcp_become_plain_dcp(tmp_path: Path, options: dict[str, Any]) -> None:
     src = saved(tmp_path / "src", torchtitan(), **options)
     plain = saved(tmp_path / "plain", torchtitan())
     run(Job(src=src, dst=tmp_path / "out", to="dcp", fsync=False))
-    assert_same_tree(dict(sorted(torch_tensors(tmp_path / "out").items())), dict(sorted(torch_tensors(plain).items())))
+    assert_same_tree(
+        dict(sorted(torch_tensors(tmp_path / "out").items())),
+        dict(sorted(torch_tensors(plain).items())),
+    )
     assert torch_objects(tmp_path / "out") == torch_objects(plain)

@@ -35,7 +35,9 @@ def values(name: str, shape: Sequence[int], state: str = "fp32") -> torch.Tensor
     """The elements of a parameter: a function of its name, the state and the index."""
     n = int(torch.Size(shape).numel())
     start = sum(ord(letter) * 97**place for place, letter in enumerate(name[:3])) % 100_003
-    return (torch.arange(n, dtype=torch.float32) + start * 0.25 + FIRST[state]).reshape(tuple(shape))
+    return (torch.arange(n, dtype=torch.float32) + start * 0.25 + FIRST[state]).reshape(
+        tuple(shape)
+    )
 
 
 @dataclass
@@ -92,7 +94,10 @@ class Zero:
         """The content of a model file."""
         module: OrderedDict[str, torch.Tensor] = OrderedDict(self.buffers)
         fragments = OrderedDict()
-        for name, shape in {**{k: v for g in self.groups for k, v in g.items()}, **self.frozen}.items():
+        for name, shape in {
+            **{k: v for g in self.groups for k, v in g.items()},
+            **self.frozen,
+        }.items():
             whole = values(name, shape).bfloat16()
             module[name] = torch.empty(0, dtype=torch.bfloat16) if self.stage == 3 else whole
             if name in self.frozen:
@@ -103,8 +108,11 @@ class Zero:
             "module": module,
             "buffer_names": list(self.buffers),
             "optimizer": None,
-            "param_shapes": [OrderedDict((k, torch.Size(v)) for k, v in group.items()) for group in self.groups],
-            "frozen_param_shapes": OrderedDict((k, torch.Size(v)) for k, v in self.frozen.items()) or None,
+            "param_shapes": [
+                OrderedDict((k, torch.Size(v)) for k, v in group.items()) for group in self.groups
+            ],
+            "frozen_param_shapes": OrderedDict((k, torch.Size(v)) for k, v in self.frozen.items())
+            or None,
             "frozen_param_fragments": fragments or None,
             "shared_params": dict(self.shared),
             "lr_scheduler": {"last_epoch": 3},
@@ -129,7 +137,8 @@ class Zero:
                 for number in range(len(fp32))
             },
             "param_groups": [
-                {"lr": 0.5 + number, "betas": (0.9, 0.95), "params": [number]} for number in range(len(fp32))
+                {"lr": 0.5 + number, "betas": (0.9, 0.95), "params": [number]}
+                for number in range(len(fp32))
             ],
         }
         root: dict[str, Any] = {"zero_stage": self.stage, "overflow": False, "ds_version": "0.19.8"}
@@ -146,7 +155,8 @@ class Zero:
             "partition_count": [self.n_ranks] * len(fp32),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": [
-                part if self.pads else self._without_padding(part, number, rank) for number, part in enumerate(fp32)
+                part if self.pads else self._without_padding(part, number, rank)
+                for number, part in enumerate(fp32)
             ],
             "group_paddings": [0] * len(fp32),
         }
@@ -192,12 +202,19 @@ class Zero:
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         n = -(-whole.numel() // self.n_ranks)
-        padded = torch.cat([whole.flatten(), torch.full((n * self.n_ranks - whole.numel(),), -3.0, dtype=whole.dtype)])
+        padded = torch.cat(
+            [
+                whole.flatten(),
+                torch.full((n * self.n_ranks - whole.numel(),), -3.0, dtype=whole.dtype),
+            ]
+        )
         return [padded[rank * n : (rank + 1) * n].clone() for rank in range(self.n_ranks)]
 
     def _cut_3(self, rank: int, state: str) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
         flats = [
-            torch.cat([self._parts(values(name, shape, state))[rank] for name, shape in group.items()])
+            torch.cat(
+                [self._parts(values(name, shape, state))[rank] for name, shape in group.items()]
+            )
             for group in self.groups
         ]
         if self.sub_groups is not None:
@@ -207,6 +224,8 @@ class Zero:
 
 def written(catalog: Catalog, store: ReadStore, folder: Path) -> Path:
     """A universal checkpoint made of a catalog."""
-    source, target = source_and_target(loaded(catalog, store, load_object), deepspeed_universal.FORMAT)
+    source, target = source_and_target(
+        loaded(catalog, store, load_object), deepspeed_universal.FORMAT
+    )
     images = deepspeed_universal.lay_out(target)
     return write_files(materialized(images, target=target, source=source, store=store), folder)

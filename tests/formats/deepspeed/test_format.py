@@ -16,7 +16,13 @@ from safetensors.torch import load_file
 
 from core.catalog.catalog import Catalog
 from core.convert.contract import check_reading
-from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, TruncatedError, UnsupportedError
+from core.errors import (
+    CorruptError,
+    MissingShardError,
+    ReplicaMismatchError,
+    TruncatedError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore, MemoryStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.facets import ZeroFacts
@@ -87,11 +93,20 @@ def test_zero_0_keeps_weights_as_stored_and_its_optimizer_by_numbers(golden: Pat
         assert_holds(store, catalog, key, wanted)
     for number, states in root["optimizer"]["optimizer_state_dict"]["state"].items():
         for state, wanted in states.items():
-            assert_holds(store, catalog, f"optimizer.optimizer_state_dict.state.{number}.{state}", wanted)
+            assert_holds(
+                store, catalog, f"optimizer.optimizer_state_dict.state.{number}.{state}", wanted
+            )
     for group, tensors in enumerate(root["optimizer"]["fp32_groups"]):
         for number, wanted in enumerate(tensors):
             assert_holds(store, catalog, f"optimizer.fp32_groups.{group}.{number}", wanted)
-    assert catalog.objects["optimizer.optimizer_state_dict.param_groups.1.params"].value == [6, 7, 8, 9, 10, 11]
+    assert catalog.objects["optimizer.optimizer_state_dict.param_groups.1.params"].value == [
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]
     assert "numbers" in str(catalog.notes)
 
 
@@ -104,7 +119,14 @@ def test_everything_else_is_an_object(golden: Path, case: str) -> None:
     assert found["optimizer.param_groups.0.betas"] == (0.9, 0.999)
     assert found["optimizer.param_groups.1.weight_decay"] == 0.0
     assert found["optimizer.param_groups.1.params"] == [
-        *("layers.0.0.bias", "layers.0.2.bias", "layers.1.0.bias", "layers.1.2.bias", "norm.weight", "norm.bias")
+        *(
+            "layers.0.0.bias",
+            "layers.0.2.bias",
+            "layers.1.0.bias",
+            "layers.1.2.bias",
+            "norm.weight",
+            "norm.bias",
+        )
     ]
     assert attributes(found["optimizer.loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
     assert isinstance(found["ds_config"], dict)
@@ -117,12 +139,17 @@ def test_the_skeleton_has_every_entry_under_its_path(golden: Path) -> None:
     assert [entry.key for entry in entries(catalog.skeleton)] == [
         ".".join(map(str, entry.path)) for entry in entries(catalog.skeleton)
     ]
-    assert {entry.key for entry in entries(catalog.skeleton)} == {*catalog.tensors, *catalog.objects}
+    assert {entry.key for entry in entries(catalog.skeleton)} == {
+        *catalog.tensors,
+        *catalog.objects,
+    }
 
 
 @pytest.mark.parametrize("case", [*GOLD, "zero0_dp2_bf16"])
 def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: str) -> None:
-    check_reading(deepspeed.FORMAT, golden / "deepspeed" / case / "global_step10", tmp_path / "damaged")
+    check_reading(
+        deepspeed.FORMAT, golden / "deepspeed" / case / "global_step10", tmp_path / "damaged"
+    )
 
 
 def test_reading_needs_no_framework(golden: Path, repo_dir: Path) -> None:
@@ -134,16 +161,22 @@ def test_reading_needs_no_framework(golden: Path, repo_dir: Path) -> None:
         "sys.exit(' '.join({'torch', 'numpy', 'deepspeed'} & set(sys.modules)) or 0)"
     )
     folder = golden / "deepspeed" / "zero3_dp2_bf16" / "global_step10"
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=repo_dir, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=repo_dir, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_only_directories_of_ranks_are_sniffed(golden: Path) -> None:
-    assert not deepspeed.sniff(LocalStore(golden / "deepspeed" / "zero1_dp2_bf16"))  # the root has a tracker only
+    assert not deepspeed.sniff(
+        LocalStore(golden / "deepspeed" / "zero1_dp2_bf16")
+    )  # the root has a tracker only
     universal = golden / "deepspeed_universal" / "zero1_dp2_bf16" / "global_step10_universal"
     assert not deepspeed.sniff(LocalStore(universal))
     assert not deepspeed.sniff(MemoryStore({"pytorch_model.bin": b""}))
-    assert not deepspeed.sniff(LocalStore(golden / "deepspeed" / "zero1_dp2_bf16" / "global_step10", entry=MODEL))
+    assert not deepspeed.sniff(
+        LocalStore(golden / "deepspeed" / "zero1_dp2_bf16" / "global_step10", entry=MODEL)
+    )
 
 
 RUNS = {
@@ -161,18 +194,28 @@ RUNS = {
 def test_every_parameter_is_put_together(tmp_path: Path, name: str) -> None:
     run = RUNS[name]
     if run.sub_groups is not None:
-        n = sum(-(-torch.Size(shape).numel() // run.n_ranks) for group in GROUPS for shape in group.values())
+        n = sum(
+            -(-torch.Size(shape).numel() // run.n_ranks)
+            for group in GROUPS
+            for shape in group.values()
+        )
         run.sub_groups = (*run.sub_groups, n - sum(run.sub_groups))
     store, catalog = opened(run.write(tmp_path / "x"))
     for group in GROUPS:
         for parameter, shape in group.items():
             assert_holds(store, catalog, parameter, values(parameter, shape))
             for state in STATES:
-                assert_holds(store, catalog, f"optimizer.state.{parameter}.{state}", values(parameter, shape, state))
+                assert_holds(
+                    store,
+                    catalog,
+                    f"optimizer.state.{parameter}.{state}",
+                    values(parameter, shape, state),
+                )
             assert_holds(store, catalog, f"optimizer.state.{parameter}.step", torch.tensor(4.0))
     assert len(catalog.tensors) == 7 * 4
     assert all(
-        fragment.array is not None and fragment.array.extent.encoding is None for fragment in catalog.all_fragments()
+        fragment.array is not None and fragment.array.extent.encoding is None
+        for fragment in catalog.all_fragments()
     )
 
 
@@ -190,7 +233,9 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
         if name == MODEL:
             content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
 
-    store, catalog = opened(Zero(1, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
+    store, catalog = opened(
+        Zero(1, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen)
+    )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
     assert "1 parameters that are in no optimizer group, such as base" in str(catalog.notes)
 
@@ -233,7 +278,9 @@ def test_buffers_of_16_bits_become_float32(tmp_path: Path, stage: int) -> None:
         data = bytearray(tensor_bytes(catalog, store, key).tobytes())
         found = torch.frombuffer(data, dtype=wanted.dtype).reshape(wanted.shape)
         assert (f"torch.{meta.dtype}", meta.shape) == (str(wanted.dtype), tuple(wanted.shape))
-        assert torch.equal(found[~is_nan], wanted[~is_nan]) and bool((found[is_nan] != found[is_nan]).all())
+        assert torch.equal(found[~is_nan], wanted[~is_nan]) and bool(
+            (found[is_nan] != found[is_nan]).all()
+        )
 
 
 def test_client_state_with_tensors_is_carried(tmp_path: Path) -> None:
@@ -305,24 +352,37 @@ shapes = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1
 
 
 @settings(max_examples=150, deadline=None)
-@given(groups=st.lists(shapes, min_size=1, max_size=3), n_ranks=st.integers(1, 9), is_stage_3=st.booleans())
+@given(
+    groups=st.lists(shapes, min_size=1, max_size=3),
+    n_ranks=st.integers(1, 9),
+    is_stage_3=st.booleans(),
+)
 def test_runs_cover_every_element_once_in_order(
     groups: list[list[tuple[int, ...]]], n_ranks: int, is_stage_3: bool
 ) -> None:
-    named = [{f"{number}.{i}": shape for i, shape in enumerate(group)} for number, group in enumerate(groups)]
+    named = [
+        {f"{number}.{i}": shape for i, shape in enumerate(group)}
+        for number, group in enumerate(groups)
+    ]
     run = Zero(3 if is_stage_3 else 2, n_ranks, groups=named)
-    flats = [(run._cut_3 if is_stage_3 else run._cut_12)(rank, "fp32")[0] for rank in range(n_ranks)]
+    flats = [
+        (run._cut_3 if is_stage_3 else run._cut_12)(rank, "fp32")[0] for rank in range(n_ranks)
+    ]
     sizes = [[len(flat) for flat in rank] for rank in flats]
     cut = cut_parameters(named, sizes) if is_stage_3 else cut_groups(named, sizes, alignment=None)
     for group in named:
         for name, shape in group.items():
             found = list(cut.runs(name))
             parts = [flats[run.rank][run.group][run.at : run.at + run.n] for run in found]
-            assert [run.start for run in found] == [sum(run.n for run in found[:i]) for i in range(len(found))]
+            assert [run.start for run in found] == [
+                sum(run.n for run in found[:i]) for i in range(len(found))
+            ]
             assert torch.equal(torch.cat(parts), values(name, shape).flatten())
 
 
-def edit_optim(rank: int, change: Callable[[dict[str, Any]], None]) -> Callable[[str, dict[str, Any]], None]:
+def edit_optim(
+    rank: int, change: Callable[[dict[str, Any]], None]
+) -> Callable[[str, dict[str, Any]], None]:
     def edit(name: str, content: dict[str, Any]) -> None:
         if name == f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt":
             change(content["optimizer_state_dict"])
@@ -523,7 +583,9 @@ def test_a_missing_model_file_of_zero_3_is_named(tmp_path: Path, rank: int) -> N
 def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     (folder / MODEL).unlink()
-    with pytest.raises(MissingShardError, match=r"\*_model_states\.pt, which names the parameters, is missing"):
+    with pytest.raises(
+        MissingShardError, match=r"\*_model_states\.pt, which names the parameters, is missing"
+    ):
         deepspeed.read(LocalStore(folder))
     Zero(3, 2).write(tmp_path / "y")
     for path in folder.iterdir():
@@ -543,7 +605,9 @@ def test_missing_optimizer_files_are_named(tmp_path: Path) -> None:
 def test_files_of_an_older_run_are_not_taken_for_ranks(tmp_path: Path) -> None:
     folder = Zero(2, 3).write(tmp_path / "x")
     Zero(2, 2).write(folder)
-    with pytest.raises(CorruptError, match="an older run|there are 2 ranks, but there are files of 3"):
+    with pytest.raises(
+        CorruptError, match="an older run|there are 2 ranks, but there are files of 3"
+    ):
         deepspeed.read(LocalStore(folder))
     (folder / RANK_1).rename(folder / f"bf16_{RANK_1}")
     with pytest.raises(CorruptError, match="from two runs"):
@@ -554,14 +618,28 @@ def test_files_of_an_older_run_are_not_taken_for_ranks(tmp_path: Path) -> None:
     ("name", "message", "advice"),
     [
         ("mp_rank_01_model_states.pt", "model-parallel rank 1", "make a universal checkpoint"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "model-parallel rank 1", "make a universal checkpoint"),
-        ("layer_3_expert_0_mp_rank_00_model_states.pt", "single experts", "converts the experts of AutoEP only"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "single experts", "converts the experts of AutoEP only"),
+        (
+            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            "model-parallel rank 1",
+            "make a universal checkpoint",
+        ),
+        (
+            "layer_3_expert_0_mp_rank_00_model_states.pt",
+            "single experts",
+            "converts the experts of AutoEP only",
+        ),
+        (
+            "expp_rank_0_mp_rank_00_optim_states.pt",
+            "single experts",
+            "converts the experts of AutoEP only",
+        ),
         ("layer_03-model_00-model_states.pt", "pipeline stages", "make a universal checkpoint"),
         ("offloaded_tensors/rank00", "offloaded to NVMe", "does not convert such a checkpoint"),
     ],
 )
-def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path: Path, name: str, message: str, advice: str) -> None:
+def test_other_kinds_of_parallelism_are_refused_by_name(
+    tmp_path: Path, name: str, message: str, advice: str
+) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"")
@@ -570,7 +648,9 @@ def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path: Path, name: st
     assert advice in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
+@pytest.mark.parametrize(
+    "name", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"]
+)
 def test_without_zero_deepspeeds_converter_is_not_recommended(tmp_path: Path, name: str) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     for path in folder.glob("*optim_states.pt"):

@@ -93,7 +93,11 @@ def seen_by_deepspeed(
     arguments = [str(folder), str(out), str(stage), str(n_groups), "1" if has_state else "0"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=600, env=environment
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, object] = torch.load(out, weights_only=True)
@@ -102,10 +106,14 @@ def seen_by_deepspeed(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", ["zero1_dp2_bf16", "zero3_dp2_bf16"])
-def test_every_stage_loads_what_every_stage_saved(golden: Path, tmp_path: Path, case: str, stage: int) -> None:
+def test_every_stage_loads_what_every_stage_saved(
+    golden: Path, tmp_path: Path, case: str, stage: int
+) -> None:
     store = LocalStore(golden / "deepspeed" / case / "global_step10")
     catalog = deepspeed.read(store)
-    found = seen_by_deepspeed(written(catalog, store, tmp_path / "made"), tmp_path / "out", stage=stage)
+    found = seen_by_deepspeed(
+        written(catalog, store, tmp_path / "made"), tmp_path / "out", stage=stage
+    )
     n_seen = 0
     for key in catalog.tensors:
         tensor = found.get(key)
@@ -114,15 +122,21 @@ def test_every_stage_loads_what_every_stage_saved(golden: Path, tmp_path: Path, 
             n_seen += 1
     assert n_seen == 36
     assert found["steps"] == [2.0, 2.0] and found["note"] == "gold"
-    assert found["decay"] == ([0.1, 0.1] if stage == 3 else [0.1, 0.0])  # ZeRO-3 takes the first group's for all
+    assert found["decay"] == (
+        [0.1, 0.1] if stage == 3 else [0.1, 0.0]
+    )  # ZeRO-3 takes the first group's for all
 
 
 @pytest.mark.parametrize(("stage", "n_groups"), [(1, 2), (2, 1), (3, 2)])
-def test_weights_alone_are_loaded_into_every_group(golden: Path, tmp_path: Path, stage: int, n_groups: int) -> None:
+def test_weights_alone_are_loaded_into_every_group(
+    golden: Path, tmp_path: Path, stage: int, n_groups: int
+) -> None:
     store = LocalStore(golden / "deepspeed" / "zero2_dp2_bf16" / "global_step10")
     catalog = without_optimizer(deepspeed.read(store)).catalog
     folder = written(catalog, store, tmp_path / "made")
-    found = seen_by_deepspeed(folder, tmp_path / "out", stage=stage, n_groups=n_groups, has_state=False)
+    found = seen_by_deepspeed(
+        folder, tmp_path / "out", stage=stage, n_groups=n_groups, has_state=False
+    )
     for key in catalog.tensors:
         if key != "inv_freq":
             tensor = found[key]

@@ -51,13 +51,22 @@ def plain(value: object) -> object:
 
 
 def assert_equal(
-    one: tuple[ReadStore, Catalog], other: tuple[ReadStore, Catalog], *, without: tuple[str, ...] = ()
+    one: tuple[ReadStore, Catalog],
+    other: tuple[ReadStore, Catalog],
+    *,
+    without: tuple[str, ...] = (),
 ) -> None:
     """Two checkpoints hold the same tensors and objects."""
-    metas = [{key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()} for _, catalog in (one, other)]
+    metas = [
+        {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+        for _, catalog in (one, other)
+    ]
     assert metas[0] == metas[1]
     for key in metas[0]:
-        assert tensor_bytes(one[1], one[0], key).tobytes() == tensor_bytes(other[1], other[0], key).tobytes(), key
+        assert (
+            tensor_bytes(one[1], one[0], key).tobytes()
+            == tensor_bytes(other[1], other[0], key).tobytes()
+        ), key
     objects = [
         {key: plain(item.value) for key, item in catalog.objects.items() if key not in without}
         for _, catalog in (one, other)
@@ -75,30 +84,41 @@ def in_memory(
         for n, tensor in enumerate(arrays.values())
     }
     stored = {
-        key: StoredArray(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), Extent(f"t{n}", 0))
+        key: StoredArray(
+            key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), Extent(f"t{n}", 0)
+        )
         for n, (key, tensor) in enumerate(arrays.items())
     }
     found = {key: StoredObject(key, value=value) for key, value in (objects or {}).items()}
-    return MemoryStore(dict(files)), catalog_of_arrays(format="memory", arrays=stored, objects=found)
+    return MemoryStore(dict(files)), catalog_of_arrays(
+        format="memory", arrays=stored, objects=found
+    )
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_is_kept(check: Callable[..., None], tmp_path: Path) -> None:
     tensors = {
-        key: spec for key, spec in SAMPLE.tensors.items() if spec[0] == "float32" or DTYPES[spec[0]].kind == "int"
+        key: spec
+        for key, spec in SAMPLE.tensors.items()
+        if spec[0] == "float32" or DTYPES[spec[0]].kind == "int"
     }
     check(deepspeed_universal.FORMAT, tmp_path, Sample(tensors, SAMPLE.objects))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: str) -> None:
-    check_reading(deepspeed_universal.FORMAT, golden / "deepspeed_universal" / case, tmp_path / "damaged")
+    check_reading(
+        deepspeed_universal.FORMAT, golden / "deepspeed_universal" / case, tmp_path / "damaged"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_universal_checkpoint_has_the_catalog_of_its_source(golden: Path, case: str) -> None:
     source = LocalStore(golden / "deepspeed" / case / "global_step10")
-    for folder in (golden / "deepspeed_universal" / case, golden / "deepspeed_universal" / case / FOLDER):
+    for folder in (
+        golden / "deepspeed_universal" / case,
+        golden / "deepspeed_universal" / case / FOLDER,
+    ):
         found = opened(folder)
         assert_equal((source, deepspeed.read(source)), found)
         assert facet_of(found[1], ZeroFacts).stage == int(case[4])
@@ -124,9 +144,19 @@ def test_what_is_written_equals_ds_to_universal_file_by_file(
     made = written(catalog, store, tmp_path / "made")
     assert (made / "latest_universal").read_text() == FOLDER
     gold = golden / "deepspeed_universal" / case
-    names = {str(path.relative_to(gold)) for path in gold.rglob("*.pt") if path.parent.name not in ("zero", FOLDER)}
-    mine = {str(path.relative_to(made)) for path in made.rglob("*.pt") if path.parent.name not in ("zero", FOLDER)}
-    if case.startswith("zero3"):  # DeepSpeed leaves out steps and buffers there, and cannot load the latter elsewhere
+    names = {
+        str(path.relative_to(gold))
+        for path in gold.rglob("*.pt")
+        if path.parent.name not in ("zero", FOLDER)
+    }
+    mine = {
+        str(path.relative_to(made))
+        for path in made.rglob("*.pt")
+        if path.parent.name not in ("zero", FOLDER)
+    }
+    if case.startswith(
+        "zero3"
+    ):  # DeepSpeed leaves out steps and buffers there, and cannot load the latter elsewhere
         mine = {name for name in mine if not name.endswith("step.pt") and "inv_freq" not in name}
     assert mine == names
     for name in sorted(names):
@@ -140,7 +170,9 @@ def test_what_is_written_equals_ds_to_universal_file_by_file(
         assert found.detach().numpy().tobytes() == wanted.detach().numpy().tobytes(), name
 
 
-@pytest.mark.parametrize("case", ["zero1_dp2_bf16", "zero2_dp2_bf16", "zero2_dp2_fp32", "zero3_dp2_bf16"])
+@pytest.mark.parametrize(
+    "case", ["zero1_dp2_bf16", "zero2_dp2_bf16", "zero2_dp2_fp32", "zero3_dp2_bf16"]
+)
 def test_writing_and_reading_again_changes_nothing(golden: Path, tmp_path: Path, case: str) -> None:
     store = LocalStore(golden / "deepspeed" / case / "global_step10")
     catalog = deepspeed.read(store)
@@ -153,7 +185,9 @@ def test_writing_and_reading_again_changes_nothing(golden: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loaders_of_all_stages_find_what_they_look_for(golden: Path, tmp_path: Path, case: str) -> None:
+def test_the_loaders_of_all_stages_find_what_they_look_for(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
     store = LocalStore(golden / "deepspeed" / case / "global_step10")
     folder = written(deepspeed.read(store), store, tmp_path / "made") / FOLDER
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -174,14 +208,20 @@ def test_the_loaders_of_all_stages_find_what_they_look_for(golden: Path, tmp_pat
     assert inner is not None and inner["param_groups"] == groups
     step = tree.arrays["optimizer_state_dict.state.0.step"]
     assert (
-        LocalStore(folder).read("zero/optimizer_state.pt", step.extent.offset, 4) == torch.tensor(2.0).numpy().tobytes()
+        LocalStore(folder).read("zero/optimizer_state.pt", step.extent.offset, 4)
+        == torch.tensor(2.0).numpy().tobytes()
     )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_odd_shapes_client_tensors_and_shared_parameters_come_back(tmp_path: Path, stage: int) -> None:
+def test_odd_shapes_client_tensors_and_shared_parameters_come_back(
+    tmp_path: Path, stage: int
+) -> None:
     run = Zero(
-        stage, 3, shared={"head": "embed"}, buffers={"count": torch.tensor(5), "table": torch.ones(2).bfloat16()}
+        stage,
+        3,
+        shared={"head": "embed"},
+        buffers={"count": torch.tensor(5), "table": torch.ones(2).bfloat16()},
     )
     store = LocalStore(run.write(tmp_path / "x"))
     catalog = deepspeed.read(store)
@@ -191,7 +231,9 @@ def test_odd_shapes_client_tensors_and_shared_parameters_come_back(tmp_path: Pat
     assert found[1].aliases == {"head": "embed"}
     assert not (folder / "global_step4_universal" / "zero" / "head").exists()
     leaf = found[1].objects["rng"].value
-    assert isinstance(leaf, TensorLeaf) and tensor_bytes(found[1], found[0], leaf.key).tobytes() == bytes(range(6))
+    assert isinstance(leaf, TensorLeaf) and tensor_bytes(
+        found[1], found[0], leaf.key
+    ).tobytes() == bytes(range(6))
     _, table = content(folder / "global_step4_universal" / "zero" / "table" / "fp32.pt")
     assert table.dtype == torch.float32
 
@@ -234,7 +276,9 @@ def test_missing_state_is_said(tmp_path: Path) -> None:
     folder = written(bare, store, tmp_path / "made") / "global_step4_universal"
     assert sorted(path.name for path in (folder / "zero" / "embed").iterdir()) == ["fp32.pt"]
     state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
-    assert len(state["param_groups"]) == 7 and "optimizer_state_dict" not in state  # no group of DeepSpeed is left over
+    assert (
+        len(state["param_groups"]) == 7 and "optimizer_state_dict" not in state
+    )  # no group of DeepSpeed is left over
     arrays = {"w": torch.ones(2), "optimizer.state.w.exp_avg": torch.ones(2)}
     notes = for_universal(in_memory(arrays)[1]).notes
     assert "no optimizer step" in notes[0] and "no param_groups" in notes[1]
@@ -243,7 +287,9 @@ def test_missing_state_is_said(tmp_path: Path) -> None:
 def test_unknown_groups_are_as_many_as_there_could_be(tmp_path: Path) -> None:
     """DeepSpeed walks its own groups and these side by side, and does not load what has no partner."""
     names = ("a", "b", "c")
-    arrays = {name: torch.ones(2) for name in names} | {f"optimizer.state.{n}.exp_avg": torch.ones(2) for n in names}
+    arrays = {name: torch.ones(2) for name in names} | {
+        f"optimizer.state.{n}.exp_avg": torch.ones(2) for n in names
+    }
     objects = {f"optimizer.param_groups.{name}.lr": 0.5 if name == "b" else 0.25 for name in names}
     store, catalog = in_memory(arrays, objects)
     folder = written(catalog, store, tmp_path / "flat") / "universal"
@@ -287,7 +333,9 @@ def test_how_tensor_parallelism_cuts_a_parameter_is_kept(tmp_path: Path) -> None
 
 def test_classes_that_the_loader_cannot_import_are_put_aside(tmp_path: Path) -> None:
     strange = Inert("newobj", Global("megatron.core.enums", "ModelType"), (1,))
-    store, catalog = in_memory({"w": torch.ones(2)}, {"args": make_namespace({"lr": 0.5, "type": strange}), "step": 5})
+    store, catalog = in_memory(
+        {"w": torch.ones(2)}, {"args": make_namespace({"lr": 0.5, "type": strange}), "step": 5}
+    )
     folder = written(catalog, store, tmp_path)
     root = torch.load(folder / "universal" / "mp_rank_00_model_states.pt", weights_only=True)
     assert root["step"] == 5 and "args" not in root
@@ -333,7 +381,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, what: str) -> None
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_the_check_refuses_what_laying_out_refuses(what: str) -> None:
-    _, target = source_and_target(in_memory(REFUSED[what][0], REFUSED[what][1])[1], deepspeed_universal.FORMAT)
+    _, target = source_and_target(
+        in_memory(REFUSED[what][0], REFUSED[what][1])[1], deepspeed_universal.FORMAT
+    )
     with pytest.raises(UnsupportedError) as refused:
         deepspeed_universal.lay_out(target)
     with pytest.raises(UnsupportedError) as checked:
@@ -371,8 +421,16 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         {"cat_dim": 0, "param": torch.ones(5)},
         r"state 'exp_avg' has shape \(5,\)",
     ),
-    "a state that is cut otherwise": ("exp_avg", {"cat_dim": 1, "param": values("deep", (2, 3, 4))}, "is cut by"),
-    "a bare tensor of another length": ("exp_avg", torch.ones(25), r"25 elements, but the model states give it"),
+    "a state that is cut otherwise": (
+        "exp_avg",
+        {"cat_dim": 1, "param": values("deep", (2, 3, 4))},
+        "is cut by",
+    ),
+    "a bare tensor of another length": (
+        "exp_avg",
+        torch.ones(25),
+        r"25 elements, but the model states give it",
+    ),
 }
 
 
@@ -413,7 +471,12 @@ def test_files_that_deepspeed_needs_are_missed_in_a_note(tmp_path: Path) -> None
     _, catalog = opened(folder)
     assert set(catalog.tensors) == {
         *(name for group in GROUPS for name in group),
-        *(f"optimizer.state.{name}.{state}" for group in GROUPS for name in group for state in (*STATES, "step")),
+        *(
+            f"optimizer.state.{name}.{state}"
+            for group in GROUPS
+            for name in group
+            for state in (*STATES, "step")
+        ),
     }
     notes = catalog.notes
     assert "no model states" in notes[0] and "no zero/optimizer_state.pt" in notes[1]
@@ -425,14 +488,20 @@ def test_groups_of_deepspeed_are_written_as_they_are(tmp_path: Path) -> None:
     foreign = catalog.without_facets(ZeroFacts)
     for source, n in ((catalog, 2), (foreign, 7)):
         folder = written(source, store, tmp_path / f"made{n}") / "global_step4_universal"
-        groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)["param_groups"]
+        groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)[
+            "param_groups"
+        ]
         assert len(groups) == n
         assert len([key for key in opened(folder)[1].objects if key.endswith(".lr")]) == 2
 
 
-def test_directories_that_were_exchanged_are_told_by_their_shapes(golden: Path, tmp_path: Path) -> None:
+def test_directories_that_were_exchanged_are_told_by_their_shapes(
+    golden: Path, tmp_path: Path
+) -> None:
     target, a, b = tmp_path / "universal", "layers.1.0.weight", "layers.1.2.weight"
-    shutil.copytree(golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile)
+    shutil.copytree(
+        golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile
+    )
     (zero,) = target.glob("*/zero")
     (zero / a).rename(zero / "aside")
     (zero / b).rename(zero / a)
@@ -443,7 +512,9 @@ def test_directories_that_were_exchanged_are_told_by_their_shapes(golden: Path, 
 
 def test_a_step_is_one_number(golden: Path, tmp_path: Path) -> None:
     target = tmp_path / "universal"
-    shutil.copytree(golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile)
+    shutil.copytree(
+        golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile
+    )
     (zero,) = target.glob("*/zero")
     shutil.copyfile(zero / "norm.bias" / "exp_avg.pt", zero / "norm.weight" / "step.pt")
     with pytest.raises(CorruptError, match="the step is a tensor of shape"):

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import WeightFileFacts
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore, MemoryStore
 from core.formats.huggingface.bin_format import FORMAT, read, sniff
 from core.formats.torch import format as torch_file
@@ -56,15 +62,22 @@ def directory(
     """A directory of shards; the index lists what is in them, unless another one is given."""
     total = len(shards)
     if weight_map is None:
-        weight_map = {key: shard(n + 1, total) for n, content in enumerate(shards) for key in content}
+        weight_map = {
+            key: shard(n + 1, total) for n, content in enumerate(shards) for key in content
+        }
     files = {shard(n + 1, total): saved(content) for n, content in enumerate(shards)}
-    files[INDEX] = json.dumps({"metadata": {}, "weight_map": weight_map} if index is None else index).encode()
+    files[INDEX] = json.dumps(
+        {"metadata": {}, "weight_map": weight_map} if index is None else index
+    ).encode()
     return MemoryStore({**files, **(beside or {})})
 
 
 def tensors() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return (
-        {"a.weight": filled(torch.float32, 4, 3), "b": filled(torch.bfloat16, 5).requires_grad_(False)},
+        {
+            "a.weight": filled(torch.float32, 4, 3),
+            "b": filled(torch.bfloat16, 5).requires_grad_(False),
+        },
         {"c": filled(torch.int64, 2), "a.bias": filled(torch.float32, 4)},
     )
 
@@ -85,7 +98,9 @@ def as_torch_file(catalog: Catalog, store: MemoryStore | LocalStore) -> Any:
 
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied"])
 @pytest.mark.parametrize("kind", ["zip", "legacy", "deflated"])
-def test_golden_shards_hold_what_torch_loads(golden: Path, model: str, kind: str, tmp_path: Path) -> None:
+def test_golden_shards_hold_what_torch_loads(
+    golden: Path, model: str, kind: str, tmp_path: Path
+) -> None:
     folder = golden / "hf" / model / "bin_sharded"
     loaded: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.bin")):
@@ -102,7 +117,9 @@ def test_golden_shards_hold_what_torch_loads(golden: Path, model: str, kind: str
         meta = catalog.tensors[key]
         assert (f"torch.{meta.dtype}", meta.shape) == (str(tensor.dtype), tuple(tensor.shape))
         assert entry_bytes(catalog, store, key) == bits(tensor), key
-    assert catalog.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in model else {})
+    assert catalog.aliases == (
+        {"lm_head.weight": "model.embed_tokens.weight"} if "tied" in model else {}
+    )
     assert catalog.notes == ()
     assert facet_of(catalog, WeightFileFacts).stem == "model"
     assert catalog.carried == {"config.json": "file:config.json"}
@@ -112,7 +129,10 @@ def test_golden_shards_hold_what_torch_loads(golden: Path, model: str, kind: str
 
 def test_shards_hold_the_weights_of_the_single_file(golden: Path) -> None:
     folder = golden / "hf/llama"
-    stores = LocalStore(folder / "bin_sharded"), LocalStore(folder / "torch_single", entry="model_zip.pt")
+    stores = (
+        LocalStore(folder / "bin_sharded"),
+        LocalStore(folder / "torch_single", entry="model_zip.pt"),
+    )
     shards, single = read(stores[0]), torch_file.read(stores[1])
     assert shards.tensors == {key: single.tensors[key] for key in shards.tensors}
     assert set(shards.tensors) == set(single.tensors)
@@ -120,7 +140,10 @@ def test_shards_hold_the_weights_of_the_single_file(golden: Path) -> None:
 
 
 def test_parameters_stay_parameters() -> None:
-    first = {"w": torch.nn.Parameter(filled(torch.float32, 3)), "v": filled(torch.float32, 2).requires_grad_()}
+    first = {
+        "w": torch.nn.Parameter(filled(torch.float32, 3)),
+        "v": filled(torch.float32, 2).requires_grad_(),
+    }
     store = directory(first, {"x": filled(torch.int8, 3)})
     catalog = read(store)
     assert catalog.skeleton == {
@@ -133,7 +156,9 @@ def test_parameters_stay_parameters() -> None:
 
 def test_tensors_that_share_their_bytes_in_a_shard_still_do() -> None:
     weight = filled(torch.float32, 6, 5)
-    store = directory({"x": filled(torch.int8, 3)}, {"embed": weight, "head": weight, "t": weight.t()})
+    store = directory(
+        {"x": filled(torch.int8, 3)}, {"embed": weight, "head": weight, "t": weight.t()}
+    )
     catalog = read(store)
     assert catalog.aliases == {"head": "embed"}
     loaded = as_torch_file(catalog, store)
@@ -144,9 +169,17 @@ def test_tensors_that_share_their_bytes_in_a_shard_still_do() -> None:
 def test_values_that_are_no_tensors_are_objects() -> None:
     first, second = tensors()
     store = directory(
-        {**first, "extra": argparse.Namespace(state=filled(torch.int8, 3)), "settings": {"lr": 0.5, "n": [1, 2]}},
+        {
+            **first,
+            "extra": argparse.Namespace(state=filled(torch.int8, 3)),
+            "settings": {"lr": 0.5, "n": [1, 2]},
+        },
         {**second, "more": argparse.Namespace(state=filled(torch.int8, 4)), "none": None},
-        weight_map={**dict.fromkeys(first, shard(1)), **dict.fromkeys(second, shard(2)), "none": shard(2)},
+        weight_map={
+            **dict.fromkeys(first, shard(1)),
+            **dict.fromkeys(second, shard(2)),
+            "none": shard(2),
+        },
     )
     catalog = read(store)
     assert list(catalog.objects) == ["extra", "settings.lr", "settings.n", "more", "none"]
@@ -214,7 +247,10 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
 def test_both_ways_to_count_shared_tensors_are_right() -> None:
     weight = filled(torch.float32, 6, 5)
     for total in (120, 240):
-        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(("a", "b"), shard(1, 1))}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict.fromkeys(("a", "b"), shard(1, 1)),
+        }
         assert read(directory({"a": weight, "b": weight}, index=index)).notes == ()
 
 
@@ -229,7 +265,9 @@ def without(places: Mapping[str, object], name: str) -> dict[str, object]:
 def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
     def indexed(index: object) -> MemoryStore:
         store = directory(FIRST, SECOND)
-        store.contents[INDEX] = bytearray(index if isinstance(index, bytes) else json.dumps(index).encode())
+        store.contents[INDEX] = bytearray(
+            index if isinstance(index, bytes) else json.dumps(index).encode()
+        )
         return store
 
     lost = directory(FIRST, SECOND)
@@ -237,8 +275,12 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
     cut = directory(FIRST, SECOND)
     del cut.contents[shard(2)][-100:]
     twice = directory(FIRST, {**SECOND, "b": filled(torch.int8, 3)}, weight_map=PLACES)
-    nested = directory(FIRST, {"model": SECOND}, weight_map={**dict.fromkeys(FIRST, shard(1)), "model.c": shard(2)})
-    numbered: MemoryStore = directory(FIRST, {1: filled(torch.int8, 3)}, weight_map={**PLACES, "1": shard(2)})  # type: ignore[dict-item]
+    nested = directory(
+        FIRST, {"model": SECOND}, weight_map={**dict.fromkeys(FIRST, shard(1)), "model.c": shard(2)}
+    )
+    numbered: MemoryStore = directory(
+        FIRST, {1: filled(torch.int8, 3)}, weight_map={**PLACES, "1": shard(2)}
+    )  # type: ignore[dict-item]
     listed = directory(FIRST, SECOND)
     listed.contents[shard(2)] = bytearray(saved([filled(torch.int8, 3)]))
     both = directory(FIRST, SECOND)
@@ -246,7 +288,9 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
     objects = directory({**FIRST, "n": 1}, {**SECOND, "n": 2}, weight_map=PLACES)
     elsewhere = directory({**FIRST, "n": 1}, SECOND, weight_map={**PLACES, "n": shard(2)})
     joined = directory(
-        {**FIRST, "x": {"y": 1}}, {**SECOND, "x.y": filled(torch.int8, 3)}, weight_map={**PLACES, "x.y": shard(2)}
+        {**FIRST, "x": {"y": 1}},
+        {**SECOND, "x.y": filled(torch.int8, 3)},
+        weight_map={**PLACES, "x.y": shard(2)},
     )
     outside = directory(FIRST, SECOND)
     outside.contents[shard(2)] = bytearray(repickled({"c": a_tensor((17,), (1,))}))
@@ -281,10 +325,26 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "no object": (indexed([1]), CorruptError, "not an object"),
         "no weight_map": (indexed({"metadata": {}}), CorruptError, "no weight_map"),
         "an empty weight_map": (indexed({"weight_map": {}}), CorruptError, "no weight_map"),
-        "a weight_map that is a list": (indexed({"weight_map": ["a"]}), CorruptError, "no weight_map"),
-        "a key that is there twice": (indexed(b'{"weight_map": {"a": "x", "a": "y"}}'), CorruptError, "duplicate key"),
-        "a place outside": (indexed({"weight_map": {"a": "../x.bin"}}), UnsafeError, "not a path inside"),
-        "a place that is a number": (indexed({"weight_map": {"a": 5}}), UnsafeError, "not a path inside"),
+        "a weight_map that is a list": (
+            indexed({"weight_map": ["a"]}),
+            CorruptError,
+            "no weight_map",
+        ),
+        "a key that is there twice": (
+            indexed(b'{"weight_map": {"a": "x", "a": "y"}}'),
+            CorruptError,
+            "duplicate key",
+        ),
+        "a place outside": (
+            indexed({"weight_map": {"a": "../x.bin"}}),
+            UnsafeError,
+            "not a path inside",
+        ),
+        "a place that is a number": (
+            indexed({"weight_map": {"a": 5}}),
+            UnsafeError,
+            "not a path inside",
+        ),
     }
 
 
@@ -304,12 +364,20 @@ def test_a_single_file_and_the_files_beside_it_are_read() -> None:
         ("pytorch_model.bin", "config.json", "model"),
         ("adapter_model.bin", "adapter_config.json", "adapter_model"),
     ):
-        files = {name: saved(value), config: b"{}", "training_args.bin": b"x", "tokenizer.json": b"[]"}
+        files = {
+            name: saved(value),
+            config: b"{}",
+            "training_args.bin": b"x",
+            "tokenizer.json": b"[]",
+        }
         store = MemoryStore(files)
         assert sniff(store)
         catalog = read(store)
         assert list(catalog.tensors) == ["model.w"]
-        assert catalog.carried == {config: f"file:{config}", "tokenizer.json": "file:tokenizer.json"}
+        assert catalog.carried == {
+            config: f"file:{config}",
+            "tokenizer.json": "file:tokenizer.json",
+        }
         assert facet_of(catalog, WeightFileFacts).stem == stem
         assert catalog.notes == ("not read: training_args.bin",)
         assert entry_bytes(catalog, store, "file:tokenizer.json") == b"[]"
@@ -343,8 +411,13 @@ REAL = {name: bytes(data) for name, data in directory(*tensors()).contents.items
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(REAL)), st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1))
-def test_a_damaged_directory_raises_only_our_errors(name: str, damages: list[tuple[int, int]]) -> None:
+@given(
+    st.sampled_from(sorted(REAL)),
+    st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1),
+)
+def test_a_damaged_directory_raises_only_our_errors(
+    name: str, damages: list[tuple[int, int]]
+) -> None:
     data = bytearray(REAL[name])
     for at, byte in damages[:4]:
         data[at % len(data)] = byte
@@ -354,9 +427,16 @@ def test_a_damaged_directory_raises_only_our_errors(name: str, damages: list[tup
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model_fsdp.bin"])
-def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(golden: Path, tmp_path: Path, name: str) -> None:
-    path = Path(shutil.copytree(golden / "accelerate/plain_bin/checkpoint_0", tmp_path / "checkpoint_0"))
+def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
+    path = Path(
+        shutil.copytree(golden / "accelerate/plain_bin/checkpoint_0", tmp_path / "checkpoint_0")
+    )
     (path / "pytorch_model.bin").rename(path / name)
     opened = open_checkpoint(path)
-    assert (opened.format.name, facet_of(opened.catalog, WeightFileFacts).stem) == ("torch_bin", "model")
+    assert (opened.format.name, facet_of(opened.catalog, WeightFileFacts).stem) == (
+        "torch_bin",
+        "model",
+    )
     assert sorted(opened.catalog.tensors) == ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -14,12 +14,24 @@ from core.catalog.files_beside import carried_of, with_documents, without_carrie
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import MAX_VALUES
 from core.files.store import LocalStore, MemoryStore
-from core.formats.huggingface.files import carried_files, config_number, config_of, file_images, with_carried
+from core.formats.huggingface.files import (
+    carried_files,
+    config_number,
+    config_of,
+    file_images,
+    with_carried,
+)
 from core.opening.target import partitioned
 from tests.support.materialize import materialized
 
 CARRIED = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+    ),
     *(
         "tokenizer.tiktoken",
         "special_tokens_map.json",
@@ -29,7 +41,13 @@ CARRIED = (
         "merges.txt",
         "spm.model",
     ),
-    *("preprocessor_config.json", "chat_template.json", "chat_template.jinja", "extra.jinja", "added_tokens.json"),
+    *(
+        "preprocessor_config.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "extra.jinja",
+        "added_tokens.json",
+    ),
     *(
         "README.md",
         "LICENSE",
@@ -42,10 +60,35 @@ CARRIED = (
     *("model_index.json", "qwen.tiktoken", "USE_POLICY.md", "größe.json"),
 )
 LEFT = (
-    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-    *("x.safetensors.index.fp16.json", "ckpt-manifest.json", "model.safetensors.ckpt-manifest.json", "ckpt-objects.pt"),
-    *("tokenizer.pt", "vocab.npy", "metadata.json", "zarr.json", ".gitattributes", ".hidden.json", "training_args.bin"),
-    *("events.out", "optimizer.pt", "notes.txt", "back\\slash.json", "model.gguf", "line\nbreak.json"),
+    *(
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+    *(
+        "x.safetensors.index.fp16.json",
+        "ckpt-manifest.json",
+        "model.safetensors.ckpt-manifest.json",
+        "ckpt-objects.pt",
+    ),
+    *(
+        "tokenizer.pt",
+        "vocab.npy",
+        "metadata.json",
+        "zarr.json",
+        ".gitattributes",
+        ".hidden.json",
+        "training_args.bin",
+    ),
+    *(
+        "events.out",
+        "optimizer.pt",
+        "notes.txt",
+        "back\\slash.json",
+        "model.gguf",
+        "line\nbreak.json",
+    ),
 )
 
 
@@ -70,7 +113,12 @@ def test_carried_files_come_out_byte_for_byte() -> None:
 
 
 def test_a_carried_file_gets_a_key_that_no_tensor_has() -> None:
-    taken = Catalog("fake", None, {"file:config.json": TensorMeta("file:config.json", "uint8", (1,))}, lambda key: ())
+    taken = Catalog(
+        "fake",
+        None,
+        {"file:config.json": TensorMeta("file:config.json", "uint8", (1,))},
+        lambda key: (),
+    )
     made = with_carried(taken, MemoryStore({"config.json": b"{}"}))
     assert carried_of(made) == {"config.json": "file:file:config.json"}
 
@@ -121,7 +169,10 @@ BROKEN = {
     "not a number": (b'{"a": nan}', "not a JSON file"),
     "too deep": (b'{"a":' + b"[" * 100_000, "not a JSON file"),
     "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "not a JSON file"),
-    "too many values": (b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}", "too many JSON values"),
+    "too many values": (
+        b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}",
+        "too many JSON values",
+    ),
 }
 
 

@@ -54,7 +54,9 @@ def read(folder: Path) -> tuple[Catalog, LocalStore]:
     return torch_dist.FORMAT.read(store), store
 
 
-def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored", dialect: str | None = None) -> Path:
+def rewritten(
+    source_dir: Path, folder: Path, *, by: str = "as_stored", dialect: str | None = None
+) -> Path:
     source, store = read(source_dir)
     source = loaded(source, store, lambda s, array, key: load_object(s, array, key=key))
     target = partitioned(source, format="torch_dist", by=by)
@@ -122,7 +124,9 @@ def test_the_tensors_of_the_common_state_are_hidden_ones(golden: Path, case: str
 
 
 @pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
-@pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0161_torch_dist", "mcore0121_torch_dist"])
+@pytest.mark.parametrize(
+    "family", ["mcore_torch_dist", "mcore0161_torch_dist", "mcore0121_torch_dist"]
+)
 def test_stacked_weights_equal_the_oracle(golden: Path, family: str, model: str) -> None:
     catalog, store = read(folder_of(golden, f"{family}/{model}/tp2_pp2"))
     oracle = load_file(golden / "oracle" / model / "global.safetensors")
@@ -144,7 +148,9 @@ def test_stacked_weights_equal_the_oracle(golden: Path, family: str, model: str)
     assert len(compared) > 20
 
 
-def test_reformulated_tensors_are_shown_as_stored_with_their_true_shape_beside_them(golden: Path) -> None:
+def test_reformulated_tensors_are_shown_as_stored_with_their_true_shape_beside_them(
+    golden: Path,
+) -> None:
     case = "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space"
     catalog, _ = read(folder_of(golden, case))
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
@@ -169,7 +175,11 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
     )
     for case in ("mcore_torch_dist/dense_gqa/tp2_pp2", "mcore0161_torch_dist/dense_gqa/tp2_pp2"):
         folder = str(folder_of(golden, case))
-        subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=Path(__file__).resolve().parents[3])
+        subprocess.run(
+            [sys.executable, "-c", code, folder],
+            check=True,
+            cwd=Path(__file__).resolve().parents[3],
+        )
 
 
 # ---- writing
@@ -186,11 +196,16 @@ def test_what_we_wrote_reads_back_equal(golden: Path, tmp_path: Path, case: str,
     assert set(ours.objects) == set(source.objects)
     for key in source.tensors:
         assert ours.tensors[key] == source.tensors[key]
-        assert tensor_bytes(ours, store, key).tobytes() == tensor_bytes(source, source_store, key).tobytes(), key
+        assert (
+            tensor_bytes(ours, store, key).tobytes()
+            == tensor_bytes(source, source_store, key).tobytes()
+        ), key
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_config_is_written_as_megatron_writes_it(golden: Path, tmp_path: Path, case: str) -> None:
+def test_the_config_is_written_as_megatron_writes_it(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
     source_dir = folder_of(golden, case)
     ours = rewritten(source_dir, tmp_path / "ours")
     assert (ours / "metadata.json").read_bytes() == (source_dir / "metadata.json").read_bytes()
@@ -198,7 +213,9 @@ def test_the_config_is_written_as_megatron_writes_it(golden: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_metadata_says_to_torch_what_megatron_said(golden: Path, tmp_path: Path, case: str) -> None:
+def test_the_metadata_says_to_torch_what_megatron_said(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
     source_dir = folder_of(golden, case)
     if CASES[case] == "0.12":
         pytest.skip("the original needs megatron's classes to be unpickled")
@@ -228,7 +245,9 @@ def test_torch_loads_every_object_that_we_wrote(golden: Path, tmp_path: Path, ca
         if key.startswith("rerun_state_machine_state"):
             continue  # names classes of Megatron
         found = torch.load(io.BytesIO(item_bytes(ours, key)), weights_only=False)
-        assert described(found) == described(torch.load(io.BytesIO(item_bytes(source_dir, key)), weights_only=False))
+        assert described(found) == described(
+            torch.load(io.BytesIO(item_bytes(source_dir, key)), weights_only=False)
+        )
 
 
 def described(value: object) -> object:
@@ -263,9 +282,16 @@ def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
 
 
 def test_metadata_is_the_last_image() -> None:
-    target = catalog_of_arrays(format="torch_dist", arrays={"w": PlannedArray("w", "float32", (2, 3))})
+    target = catalog_of_arrays(
+        format="torch_dist", arrays={"w": PlannedArray("w", "float32", (2, 3))}
+    )
     images = torch_dist.lay_out(target)
-    assert [image.path for image in images] == ["__0_0.distcp", "metadata.json", "common.pt", ".metadata"]
+    assert [image.path for image in images] == [
+        "__0_0.distcp",
+        "metadata.json",
+        "common.pt",
+        ".metadata",
+    ]
     assert [image.is_metadata for image in images] == [False, False, False, True]
 
 
@@ -302,7 +328,9 @@ def test_objects_that_are_no_sharded_objects_join_the_common_state(tmp_path: Pat
 
 
 def test_an_unknown_dialect_is_refused() -> None:
-    target = catalog_of_arrays(format="torch_dist", arrays={}).with_facet(TorchDistFacts(dialect="0.99"))
+    target = catalog_of_arrays(format="torch_dist", arrays={}).with_facet(
+        TorchDistFacts(dialect="0.99")
+    )
     with pytest.raises(UnsupportedError, match=r"0\.99"):
         torch_dist.lay_out(target)
 
@@ -322,7 +350,9 @@ HEAD = "mcore_torch_dist/dense_gqa/tp2_pp2"
 V0161 = "mcore0161_torch_dist/dense_gqa/tp2_pp2"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "17", '{"sharded_backend": "torch_dist"', "\xff\xfe", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "17", '{"sharded_backend": "torch_dist"', "\xff\xfe", "[" * 100_000]
+)
 def test_bad_json_is_corrupt_and_names_the_file(copied: Callable[[str], Path], text: str) -> None:
     folder = copied(HEAD)
     (folder / "metadata.json").write_text(text, encoding="latin-1")
@@ -332,9 +362,13 @@ def test_bad_json_is_corrupt_and_names_the_file(copied: Callable[[str], Path], t
     assert caught.value.file == "metadata.json"
 
 
-def test_dcp_files_under_the_name_of_the_zarr_backend_are_refused(copied: Callable[[str], Path]) -> None:
+def test_dcp_files_under_the_name_of_the_zarr_backend_are_refused(
+    copied: Callable[[str], Path],
+) -> None:
     folder = copied(HEAD)
-    (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "zarr", "sharded_backend_version": 1}'
+    )
     assert torch_dist.FORMAT.sniff(LocalStore(folder))
     with pytest.raises(CorruptError, match="'zarr'"):
         read(folder)
@@ -342,7 +376,9 @@ def test_dcp_files_under_the_name_of_the_zarr_backend_are_refused(copied: Callab
 
 def test_a_newer_version_of_the_backend_is_refused(copied: Callable[[str], Path]) -> None:
     folder = copied(HEAD)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}')
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
+    )
     with pytest.raises(UnsupportedError, match="version 2"):
         read(folder)
 
@@ -386,7 +422,9 @@ def test_a_common_state_that_is_no_dict_is_corrupt(copied: Callable[[str], Path]
         read(folder)
 
 
-def test_a_common_state_that_runs_code_runs_nothing(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_common_state_that_runs_code_runs_nothing(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     class Attack:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             import os

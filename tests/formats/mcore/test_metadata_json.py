@@ -15,7 +15,9 @@ from core.formats.mcore.objects import is_sharded_object
 
 
 def store_of(config: object) -> MemoryStore:
-    return MemoryStore({CONFIG: config if isinstance(config, bytes) else json.dumps(config).encode()})
+    return MemoryStore(
+        {CONFIG: config if isinstance(config, bytes) else json.dumps(config).encode()}
+    )
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])

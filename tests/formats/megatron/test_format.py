@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from core.catalog.facets import RankFacts
-from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    TruncatedError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.formats.registry import sniffed
@@ -54,7 +60,11 @@ def test_a_rank_catalog_names_every_rank(golden: Path) -> None:
 def test_random_states_are_hidden_inside_their_object(golden: Path) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, "dense_gqa/tp1_pp1")))
     assert not any("rng_state" in key for key in catalog.tensors)
-    inside = {leaf.key for leaf in walk(catalog.objects["mp_rank_00:rng_state"].value) if isinstance(leaf, TensorLeaf)}
+    inside = {
+        leaf.key
+        for leaf in walk(catalog.objects["mp_rank_00:rng_state"].value)
+        if isinstance(leaf, TensorLeaf)
+    }
     assert inside == set(catalog.hidden)
     assert "mp_rank_00:rng_state.0.torch_rng_state" in inside
     assert catalog.objects["mp_rank_00:iteration"].value == 10
@@ -76,7 +86,13 @@ def test_the_kind_of_optimizer_is_known(golden: Path, case: str, kind: str, key:
 
 @pytest.mark.parametrize(
     ("case", "n_ranks"),
-    [("tp1_pp1_ep4", 4), ("tp1_pp2_ep2", 4), ("tp2_pp1", 2), ("tp2_pp1_ep2", 4), ("tp2_pp1_ep2_etp1", 2)],
+    [
+        ("tp1_pp1_ep4", 4),
+        ("tp1_pp2_ep2", 4),
+        ("tp2_pp1", 2),
+        ("tp2_pp1_ep2", 4),
+        ("tp2_pp1_ep2_etp1", 2),
+    ],
 )
 def test_expert_parallel_files_can_be_looked_at(golden: Path, case: str, n_ranks: int) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, f"moe_seq/{case}")))
@@ -109,7 +125,10 @@ def test_other_directories_are_not_taken_for_rank_files(golden: Path, tmp_path: 
 def test_a_missing_rank_is_named(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, "dense_gqa/tp2_pp2", tmp_path)
     shutil.rmtree(folder / "mp_rank_01_000")
-    with pytest.raises(MissingShardError, match="TP2 PP2, which is 4 rank directories, but mp_rank_01_000 is missing"):
+    with pytest.raises(
+        MissingShardError,
+        match="TP2 PP2, which is 4 rank directories, but mp_rank_01_000 is missing",
+    ):
         megatron.read(LocalStore(folder))
 
 
@@ -130,7 +149,10 @@ def test_a_directory_of_another_run_is_named(golden: Path, tmp_path: Path) -> No
 
 def test_ranks_of_different_checkpoints_are_told_apart(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, "dense_gqa/tp2_pp1", tmp_path)
-    shutil.copy(iteration(golden, "dense_gelu/tp2_pp1") / "mp_rank_01/model_optim_rng.pt", folder / "mp_rank_01")
+    shutil.copy(
+        iteration(golden, "dense_gelu/tp2_pp1") / "mp_rank_01/model_optim_rng.pt",
+        folder / "mp_rank_01",
+    )
     with pytest.raises(CorruptError, match=r"argument \w+ is .* in mp_rank_00"):
         megatron.read(LocalStore(folder))
 
@@ -176,7 +198,9 @@ def test_lay_out_writes_a_root_with_its_tracker(golden: Path) -> None:
     ]
     assert list(images[-1].literals(lambda name: 0)) == [(0, b"10")]
     placed = {array.array.name for image in images for array in image.arrays}
-    assert placed == {fragment.array.name for fragment in target.all_fragments() if fragment.array is not None}
+    assert placed == {
+        fragment.array.name for fragment in target.all_fragments() if fragment.array is not None
+    }
 
 
 def test_without_an_iteration_the_checkpoint_is_a_release(golden: Path) -> None:

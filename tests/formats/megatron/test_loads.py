@@ -23,7 +23,10 @@ from tests.support.asked import asked
 from tests.support.facets import with_facts
 from tests.support.materialize import materialized, write_files
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
@@ -124,14 +127,18 @@ That one without ``args``: those of the newer version name enums that 0.16.1 doe
 
 def catalog_of(folder: Path) -> Catalog:
     store = LocalStore(folder)
-    return loaded(torch_dist.FORMAT.read(store), store, lambda s, array, key: load_object(s, array, key=key))
+    return loaded(
+        torch_dist.FORMAT.read(store), store, lambda s, array, key: load_object(s, array, key=key)
+    )
 
 
 def rewritten(source: Catalog, source_dir: Path, folder: Path, *, by: str = "as_stored") -> Path:
     target = partitioned(source, format="torch_dist", by=by)
     assert torch_dist.FORMAT.lay_out is not None
     images = torch_dist.FORMAT.lay_out(target)
-    return write_files(materialized(images, target=target, source=source, store=LocalStore(source_dir)), folder)
+    return write_files(
+        materialized(images, target=target, source=source, store=LocalStore(source_dir)), folder
+    )
 
 
 def without_args(catalog: Catalog) -> dict[object, object]:
@@ -150,7 +157,9 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         has_common = name not in HEAD
         small = replace(catalog, write=WriteOptions(max_file_bytes=200_000))
         if not has_common:
-            small = with_facts(replace(small, common=without_args(catalog)), TorchDistFacts, dialect="common_pt")
+            small = with_facts(
+                replace(small, common=without_args(catalog)), TorchDistFacts, dialect="common_pt"
+            )
         whole = rewritten(small, source, root / f"{number}-whole", by="whole")
         folders = {
             name: (source, has_common),

@@ -22,7 +22,13 @@ from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WeightFileFacts, WriteOptions
 from core.catalog.files_beside import with_documents
 from core.copy.run import execute
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.safetensors.format import lay_out, read, sniff
 from core.formats.torch.side_file import OBJECTS_FILE
@@ -45,7 +51,14 @@ def values(key: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     if dtype is torch.bool:
         return (torch.arange(n) + seed).remainder(3).eq(0).reshape(shape)
     width = torch.empty((), dtype=dtype).element_size()
-    return torch.arange(n * width, dtype=torch.int64).mul(31).add(seed).to(torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.arange(n * width, dtype=torch.int64)
+        .mul(31)
+        .add(seed)
+        .to(torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def raw(tensor: torch.Tensor) -> list[int]:
@@ -89,7 +102,9 @@ def written(source: Catalog, store: ReadStore, folder: Path, **options: Any) -> 
     return folder / images[0].path if target.write.is_file else folder
 
 
-def saved(state: State, path: Path, metadata: dict[str, str] | None = None) -> tuple[Catalog, LocalStore]:
+def saved(
+    state: State, path: Path, metadata: dict[str, str] | None = None
+) -> tuple[Catalog, LocalStore]:
     """A file that safetensors wrote, read by us."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path, metadata)
@@ -108,11 +123,15 @@ def all_of(folder: Path) -> State:
 DTYPES_OF_TORCH = [
     dtype
     for name, row in DTYPES.items()
-    if row.safetensors not in (None, "F4", "F8_E8M0")  # which safetensors.torch 0.8 writes but does not read
+    if row.safetensors
+    not in (None, "F4", "F8_E8M0")  # which safetensors.torch 0.8 writes but does not read
     for dtype in [getattr(torch, name)]
 ]
 MIXED = {
-    **{f"d.{dtype}".replace("torch.", ""): values(str(dtype), dtype, 3, 5) for dtype in DTYPES_OF_TORCH},
+    **{
+        f"d.{dtype}".replace("torch.", ""): values(str(dtype), dtype, 3, 5)
+        for dtype in DTYPES_OF_TORCH
+    },
     "scalar": values("scalar", torch.float32),
     "step": torch.tensor(7),
     "flag": torch.tensor(True),
@@ -184,9 +203,15 @@ for name in sys.argv[1:]:
     assert FORMAT.sniff(store) and FORMAT.read(store).tensors
 print(sorted({"torch", "numpy", "safetensors", "zarr", "tensorstore", "ml_dtypes"} & set(sys.modules)))
 """
-    folders = (golden / "hf" / "llama" / "safetensors_sharded", golden / "torch_dcp" / "hf_storage_dp2")
+    folders = (
+        golden / "hf" / "llama" / "safetensors_sharded",
+        golden / "torch_dcp" / "hf_storage_dp2",
+    )
     run = [sys.executable, "-c", code, *map(str, folders)]
-    assert subprocess.run(run, cwd=repo_dir, check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run(run, cwd=repo_dir, check=True, capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 def test_a_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
@@ -201,7 +226,9 @@ def test_a_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
 
 
 def test_aliases_that_safetensors_recorded_are_tensors(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    )
     model[1].weight = model[0].weight
     save_model(model, str(tmp_path / "model.safetensors"), {"note": "x"})
     store = LocalStore(tmp_path)
@@ -259,7 +286,12 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "but it is not there",
         "x",
     ),
-    "a tensor that is not listed": ({**SHARDED, INDEX: index_of(without("c"))}, CorruptError, "does not list", "c"),
+    "a tensor that is not listed": (
+        {**SHARDED, INDEX: index_of(without("c"))},
+        CorruptError,
+        "does not list",
+        "c",
+    ),
     "a tensor in another file": (
         {
             **SHARDED,
@@ -272,25 +304,53 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     ),
     "no weight_map": ({**SHARDED, INDEX: b"{}"}, CorruptError, "no weight_map", None),
     "an empty weight_map": ({**SHARDED, INDEX: index_of({})}, CorruptError, "no weight_map", None),
-    "a weight_map of lists": ({**SHARDED, INDEX: index_of({"a": []})}, UnsafeError, "not a path", None),
+    "a weight_map of lists": (
+        {**SHARDED, INDEX: index_of({"a": []})},
+        UnsafeError,
+        "not a path",
+        None,
+    ),
     "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "not a JSON file", None),
     "an index that is a list": ({**SHARDED, INDEX: b"[]"}, CorruptError, "not an object", None),
-    "a file outside": ({**SHARDED, INDEX: index_of({"a": "../x.safetensors"})}, UnsafeError, "not a path", None),
-    "a file of another kind": ({**SHARDED, INDEX: index_of({"a": "x.bin"})}, CorruptError, "not a safetensors", "a"),
+    "a file outside": (
+        {**SHARDED, INDEX: index_of({"a": "../x.safetensors"})},
+        UnsafeError,
+        "not a path",
+        None,
+    ),
+    "a file of another kind": (
+        {**SHARDED, INDEX: index_of({"a": "x.bin"})},
+        CorruptError,
+        "not a safetensors",
+        "a",
+    ),
     "a shard of a series that is not there": (
         {"model-00001-of-00002.safetensors": A},
         MissingShardError,
         "only 1 of 2 shards found",
         None,
     ),
-    "a tensor in two files": ({"x.safetensors": A, "y.safetensors": A}, CorruptError, "also in x.safetensors", "a"),
+    "a tensor in two files": (
+        {"x.safetensors": A, "y.safetensors": A},
+        CorruptError,
+        "also in x.safetensors",
+        "a",
+    ),
     "two indexes": (
-        {"x.safetensors.index.json": index_of({"a": "x"}), "y.safetensors.index.json": index_of({"a": "x"})},
+        {
+            "x.safetensors.index.json": index_of({"a": "x"}),
+            "y.safetensors.index.json": index_of({"a": "x"}),
+        },
         UnsupportedError,
         "there are 2 indexes",
         None,
     ),
-    "a file that is cut": ({"model.safetensors": A[:-1]}, CorruptError, "the tensor ends at byte", "a"),
+    "a file that is cut": (
+        {"model.safetensors": A[:-1]},
+        CorruptError,
+        "the tensor ends at byte",
+        "a",
+    ),
     "an index of no length": ({"model.safetensors": b""}, CorruptError, "too few", None),
 }
 
@@ -389,7 +449,9 @@ def test_a_written_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e8m0fnu"])
-def test_dtypes_that_safetensors_reads_as_bytes_only_are_written_and_read(tmp_path: Path, dtype: str) -> None:
+def test_dtypes_that_safetensors_reads_as_bytes_only_are_written_and_read(
+    tmp_path: Path, dtype: str
+) -> None:
     flat = torch.arange(12, dtype=torch.uint8)
     save_file({"w": flat.view(getattr(torch, dtype)).reshape(3, 4)}, tmp_path / "in.safetensors")
     store = LocalStore(tmp_path, entry="in.safetensors")
@@ -397,7 +459,9 @@ def test_dtypes_that_safetensors_reads_as_bytes_only_are_written_and_read(tmp_pa
     assert (source.tensors["w"].dtype, source.tensors["w"].shape) == (dtype, (3, 4))
     path = written(source, store, tmp_path / "out", is_file=True)
     with safe_open(path, "np") as opened:
-        assert opened.get_slice("w").get_shape() == ([3, 8] if dtype.startswith("float4") else [3, 4])
+        assert opened.get_slice("w").get_shape() == (
+            [3, 8] if dtype.startswith("float4") else [3, 4]
+        )
     assert tensor_bytes(source, store, "w").ravel().tolist() == list(range(12))
     data = path.read_bytes()
     assert data[8 + struct.unpack("<Q", data[:8])[0] :] == bytes(range(12))
@@ -407,7 +471,12 @@ def test_dtypes_that_safetensors_reads_as_bytes_only_are_written_and_read(tmp_pa
 def test_a_golden_directory_comes_out_as_it_was(golden: Path, tmp_path: Path, name: str) -> None:
     folder = golden / "hf" / "llama" / f"safetensors_{name}"
     store = LocalStore(folder)
-    out = written(read(store), store, tmp_path / "out", max_file_bytes=30_000 if name == "sharded" else 1 << 30)
+    out = written(
+        read(store),
+        store,
+        tmp_path / "out",
+        max_file_bytes=30_000 if name == "sharded" else 1 << 30,
+    )
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
     for path in folder.iterdir():
         if path.name != INDEX:
@@ -442,7 +511,9 @@ def test_files_without_tensors_are_written_and_read(tmp_path: Path) -> None:
 
 
 def test_metadata_of_the_source_are_kept_and_format_is_added(tmp_path: Path) -> None:
-    source, store = saved({"w": torch.ones(2)}, tmp_path / "in.safetensors", {"author": "é", "step": "3"})
+    source, store = saved(
+        {"w": torch.ones(2)}, tmp_path / "in.safetensors", {"author": "é", "step": "3"}
+    )
     out = written(source, store, tmp_path / "out")
     with safe_open(out / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"author": "é", "step": "3", "format": "pt"}
@@ -456,8 +527,13 @@ def test_another_format_in_the_metadata_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1 << 30, 50])
 def test_an_alias_is_written_once_and_recorded(tmp_path: Path, limit: int) -> None:
-    state = {"embed.weight": values("e", torch.bfloat16, 4, 3), "norm": values("n", torch.float32, 10)}
-    source, store = saved({**state, "lm_head.weight": state["embed.weight"].clone()}, tmp_path / "in.safetensors")
+    state = {
+        "embed.weight": values("e", torch.bfloat16, 4, 3),
+        "norm": values("n", torch.float32, 10),
+    }
+    source, store = saved(
+        {**state, "lm_head.weight": state["embed.weight"].clone()}, tmp_path / "in.safetensors"
+    )
     tied = replace(source, aliases={"lm_head.weight": "embed.weight"})
     out = written(tied, store, tmp_path / "out", max_file_bytes=limit)
     assert_equal(all_of(out), state)
@@ -470,7 +546,9 @@ def test_an_alias_is_written_once_and_recorded(tmp_path: Path, limit: int) -> No
 def test_an_alias_that_differs_or_cannot_be_recorded_is_written(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.ones(3), "format": torch.ones(2)}
     source, store = saved(state, tmp_path / "in.safetensors")
-    out = written(replace(source, aliases={"b": "a", "format": "a", "gone": "a"}), store, tmp_path / "out")
+    out = written(
+        replace(source, aliases={"b": "a", "format": "a", "gone": "a"}), store, tmp_path / "out"
+    )
     assert_equal(all_of(out), state)
 
 
@@ -478,7 +556,9 @@ def test_a_model_that_safetensors_saved_with_shared_weights_loads_again(tmp_path
     from safetensors.torch import load_model
 
     def model() -> torch.nn.Module:
-        made = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+        made = torch.nn.Sequential(
+            torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        )
         made[1].weight = made[0].weight
         return made
 
@@ -520,17 +600,24 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
 
 
 def with_settings(source: Catalog) -> Catalog:
-    objects = {"args": StoredObject("args", value=make_namespace({"lr": 0.1})), "step": StoredObject("step", value=7)}
+    objects = {
+        "args": StoredObject("args", value=make_namespace({"lr": 0.1})),
+        "step": StoredObject("step", value=7),
+    }
     return replace(source, objects=objects)
 
 
 def test_a_directory_keeps_objects_and_small_files(golden: Path, tmp_path: Path) -> None:
     folder = golden / "hf" / "llama" / "safetensors_single"
     store = LocalStore(folder)
-    source = with_documents(with_settings(read(store)), {"generation_config.json": b"{}", "NOTICE": b"hello"})
+    source = with_documents(
+        with_settings(read(store)), {"generation_config.json": b"{}", "NOTICE": b"hello"}
+    )
     out = written(source, store, tmp_path / "out")
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
-    assert (out / "generation_config.json").read_bytes() == b"{}" and (out / "NOTICE").read_bytes() == b"hello"
+    assert (out / "generation_config.json").read_bytes() == b"{}" and (
+        out / "NOTICE"
+    ).read_bytes() == b"hello"
     assert torch.load(out / OBJECTS_FILE, weights_only=True)["objects"] == {"step": 7}
     again = LocalStore(out)
     back = read(again)
@@ -560,14 +647,21 @@ def test_nesting_and_optimizer_of_a_torch_file_survive_a_directory(tmp_path: Pat
 
     state = {
         "model": {"w": values("w", torch.bfloat16, 3, 4), "b": values("b", torch.float32, 3)},
-        "optimizer": {"state": {0: {"exp_avg": values("m", torch.float32, 3, 4), "step": torch.tensor(3.0)}}},
+        "optimizer": {
+            "state": {0: {"exp_avg": values("m", torch.float32, 3, 4), "step": torch.tensor(3.0)}}
+        },
         "groups": [{"lr": 0.1, "params": [0]}],
         "epoch": 5,
     }
     torch.save(state, tmp_path / "in.pt")
     store = LocalStore(tmp_path, entry="in.pt")
     out = written(inlined(TORCH.read(store)), store, tmp_path / "out")
-    assert set(all_of(out)) == {"model.w", "model.b", "optimizer.state.0.exp_avg", "optimizer.state.0.step"}
+    assert set(all_of(out)) == {
+        "model.w",
+        "model.b",
+        "optimizer.state.0.exp_avg",
+        "optimizer.state.0.step",
+    }
     again = LocalStore(out)
     back = inlined(read(again))
     target = partitioned(back, format="torch", by="whole")
@@ -591,12 +685,16 @@ def test_nesting_and_optimizer_of_a_torch_file_survive_a_directory(tmp_path: Pat
 @pytest.mark.parametrize("limit", [30_000, 1 << 30])
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied"])
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_a_written_directory(golden: Path, tmp_path: Path, model: str, limit: int) -> None:
+def test_transformers_loads_a_written_directory(
+    golden: Path, tmp_path: Path, model: str, limit: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = golden / "hf" / model / "safetensors_sharded"
     store = LocalStore(folder)
     out = written(read(store), store, tmp_path / "out", max_file_bytes=limit)
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, folder))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, folder)
+    )
     assert_equal(ours, theirs)
     assert_equal({key: ours[key] for key in all_of(folder)}, all_of(folder))

@@ -18,9 +18,22 @@ from safetensors.torch import save
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.stored import PlannedArray
-from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    TruncatedError,
+    UnsupportedError,
+)
 from core.files.store import MemoryStore
-from core.formats.safetensors.header import MAX_HEADER_BYTES, ORDER, Header, file_image, looks_like_header, read_header
+from core.formats.safetensors.header import (
+    MAX_HEADER_BYTES,
+    ORDER,
+    Header,
+    file_image,
+    looks_like_header,
+    read_header,
+)
 from core.formats.safetensors.json_text import MAX_ENTRY_BYTES, scanned
 
 W = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
@@ -28,7 +41,11 @@ W = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 
 
 def file_of(header: str | bytes | Mapping[str, object], data: bytes | int = 8) -> bytes:
-    text = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
+    text = (
+        header
+        if isinstance(header, bytes)
+        else (header if isinstance(header, str) else json.dumps(header)).encode()
+    )
     return struct.pack("<Q", len(text)) + text + (bytes(data) if isinstance(data, int) else data)
 
 
@@ -36,7 +53,9 @@ def parsed(header: str | bytes | Mapping[str, object], data: bytes | int = 8) ->
     return read_header(MemoryStore({"f": file_of(header, data)}), "f")
 
 
-def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), **more: object) -> dict[str, object]:
+def entry(
+    dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), **more: object
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
@@ -62,7 +81,9 @@ def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
     assert found.metadata == {"format": "pt", 'ü"\\': "\n"} and found.n_bytes == 15
 
 
-@pytest.mark.parametrize("text", ["{}", "{} \n\t\r ", '{ "__metadata__" : { } }', '{"__metadata__":{}}      '])
+@pytest.mark.parametrize(
+    "text", ["{}", "{} \n\t\r ", '{ "__metadata__" : { } }', '{"__metadata__":{}}      ']
+)
 def test_a_header_without_tensors_is_fine(text: str) -> None:
     assert parsed(text, 0).arrays == {}
 
@@ -79,7 +100,9 @@ def test_names_are_unescaped() -> None:
     assert list(parsed('{"é🦄": ' + W + "}").arrays) == ["é🦄"]
 
 
-BROKEN: dict[str, tuple[str | bytes | Mapping[str, object], int, type[CheckpointingException], str]] = {
+BROKEN: dict[
+    str, tuple[str | bytes | Mapping[str, object], int, type[CheckpointingException], str]
+] = {
     "no object": ("[]", 0, CorruptError, "an opening brace"),
     "leading space": (" {}", 0, CorruptError, "an opening brace"),
     "empty header": ("", 0, CorruptError, "an opening brace"),
@@ -92,8 +115,18 @@ BROKEN: dict[str, tuple[str | bytes | Mapping[str, object], int, type[Checkpoint
     "a comma too many": ('{"w":' + W + ",}", 8, CorruptError, "a name and a colon"),
     "text behind": ('{"w":' + W + "}x", 8, CorruptError, "1 bytes follow"),
     "two objects": ('{"w":' + W + "}{}", 8, CorruptError, "2 bytes follow"),
-    "a name twice": ('{"w":' + W + ',"w":' + W + "}", 8, CorruptError, "two entries with the same name"),
-    "metadata twice": ('{"__metadata__":{},"__metadata__":{}}', 0, CorruptError, "two entries with the same name"),
+    "a name twice": (
+        '{"w":' + W + ',"w":' + W + "}",
+        8,
+        CorruptError,
+        "two entries with the same name",
+    ),
+    "metadata twice": (
+        '{"__metadata__":{},"__metadata__":{}}',
+        0,
+        CorruptError,
+        "two entries with the same name",
+    ),
     "a metadata name twice": ('{"__metadata__":{"a":"b","a":"c"}}', 0, CorruptError, "'a' twice"),
     "a field twice": ('{"w":' + W[:-1] + ',"dtype":"F32"}}', 8, CorruptError, "a field twice"),
     "metadata no object": ('{"__metadata__":"pt"}', 0, CorruptError, "an opening brace"),
@@ -101,7 +134,12 @@ BROKEN: dict[str, tuple[str | bytes | Mapping[str, object], int, type[Checkpoint
     "metadata of numbers": ('{"__metadata__":{"a":1}}', 0, CorruptError, "only strings"),
     "metadata of objects": ('{"__metadata__":{"a":{}}}', 0, CorruptError, "only strings"),
     "an entry that is a number": ('{"w":1}', 0, CorruptError, "not a JSON object of at most"),
-    "an entry with an object": ('{"w":{"dtype":{}}}', 0, CorruptError, "not a JSON object of at most"),
+    "an entry with an object": (
+        '{"w":{"dtype":{}}}',
+        0,
+        CorruptError,
+        "not a JSON object of at most",
+    ),
     "an entry that is no JSON": ('{"w":{dtype}}', 0, CorruptError, "the entry is not valid JSON"),
     "an entry that is too long": (
         '{"w":{"shape":[' + "1," * MAX_ENTRY_BYTES + "1]}}",
@@ -109,11 +147,36 @@ BROKEN: dict[str, tuple[str | bytes | Mapping[str, object], int, type[Checkpoint
         CorruptError,
         "not a JSON object of at most",
     ),
-    "a deep entry": ('{"w":{"shape":' + "[" * 9000 + "]" * 7000 + "}}", 0, CorruptError, "the entry is not valid JSON"),
-    "no dtype": ('{"w":{"shape":[2],"data_offsets":[0,8]}}', 8, CorruptError, "lacks the field 'dtype'"),
-    "no shape": ('{"w":{"dtype":"F32","data_offsets":[0,8]}}', 8, CorruptError, "lacks the field 'shape'"),
-    "no offsets": ('{"w":{"dtype":"F32","shape":[2]}}', 8, CorruptError, "lacks the field 'data_offsets'"),
-    "a field that is unknown": ({"w": entry(strides=[1])}, 8, CorruptError, "unknown field 'strides'"),
+    "a deep entry": (
+        '{"w":{"shape":' + "[" * 9000 + "]" * 7000 + "}}",
+        0,
+        CorruptError,
+        "the entry is not valid JSON",
+    ),
+    "no dtype": (
+        '{"w":{"shape":[2],"data_offsets":[0,8]}}',
+        8,
+        CorruptError,
+        "lacks the field 'dtype'",
+    ),
+    "no shape": (
+        '{"w":{"dtype":"F32","data_offsets":[0,8]}}',
+        8,
+        CorruptError,
+        "lacks the field 'shape'",
+    ),
+    "no offsets": (
+        '{"w":{"dtype":"F32","shape":[2]}}',
+        8,
+        CorruptError,
+        "lacks the field 'data_offsets'",
+    ),
+    "a field that is unknown": (
+        {"w": entry(strides=[1])},
+        8,
+        CorruptError,
+        "unknown field 'strides'",
+    ),
     "a dtype that is unknown": ({"w": entry("Q4_K")}, 8, UnsupportedError, "'Q4_K' is unknown"),
     "a dtype that is a number": ({"w": entry(4)}, 8, UnsupportedError, "'4' is unknown"),
     "a dtype that is a list": ({"w": entry(["F32"])}, 8, UnsupportedError, "is unknown"),
@@ -126,16 +189,41 @@ BROKEN: dict[str, tuple[str | bytes | Mapping[str, object], int, type[Checkpoint
         "last axis must be even",
     ),
     "half a byte": ({"w": entry("F4", [], [0, 1])}, 1, UnsupportedError, "last axis must be even"),
-    "half bytes of the wrong length": ({"w": entry("F4", [4], [0, 4])}, 4, CorruptError, "make 2 bytes"),
+    "half bytes of the wrong length": (
+        {"w": entry("F4", [4], [0, 4])},
+        4,
+        CorruptError,
+        "make 2 bytes",
+    ),
     "a shape that is no list": ({"w": entry(shape=2)}, 8, CorruptError, "shape is 2, not a list"),
     "a negative extent": ({"w": entry(shape=[-2])}, 8, CorruptError, "not a list of numbers"),
     "a fraction": ({"w": entry(shape=[2.0])}, 8, CorruptError, "not a list of numbers"),
     "true": ({"w": entry(shape=[True])}, 8, CorruptError, "not a list of numbers"),
-    "infinity": ('{"w":' + W.replace("[2]", "[Infinity]") + "}", 8, CorruptError, "not a list of numbers"),
+    "infinity": (
+        '{"w":' + W.replace("[2]", "[Infinity]") + "}",
+        8,
+        CorruptError,
+        "not a list of numbers",
+    ),
     "a huge extent": ({"w": entry(shape=[1 << 63])}, 8, CorruptError, "not a list of numbers"),
-    "an extent of many digits": ('{"w":' + W.replace("2", "9" * 5000) + "}", 8, CorruptError, "is not valid JSON"),
-    "extents whose product is huge": ({"w": entry(shape=[1 << 40, 1 << 40])}, 8, CorruptError, "make 48357"),
-    "a shape that makes another length": ({"w": entry(shape=[3])}, 8, CorruptError, "make 12 bytes"),
+    "an extent of many digits": (
+        '{"w":' + W.replace("2", "9" * 5000) + "}",
+        8,
+        CorruptError,
+        "is not valid JSON",
+    ),
+    "extents whose product is huge": (
+        {"w": entry(shape=[1 << 40, 1 << 40])},
+        8,
+        CorruptError,
+        "make 48357",
+    ),
+    "a shape that makes another length": (
+        {"w": entry(shape=[3])},
+        8,
+        CorruptError,
+        "make 12 bytes",
+    ),
     "one offset": ({"w": entry(offsets=[8])}, 8, CorruptError, "not a begin and an end"),
     "three offsets": ({"w": entry(offsets=[0, 4, 8])}, 8, CorruptError, "not a begin and an end"),
     "offsets backwards": ({"w": entry(offsets=[8, 0])}, 8, CorruptError, "not a begin and an end"),
@@ -164,7 +252,9 @@ def test_a_broken_header_is_refused_with_its_file(case: str) -> None:
     assert caught.value.file == "f"
 
 
-@pytest.mark.parametrize("case", [case for case, row in BROKEN.items() if isinstance(row[0], dict) and "w" in row[0]])
+@pytest.mark.parametrize(
+    "case", [case for case, row in BROKEN.items() if isinstance(row[0], dict) and "w" in row[0]]
+)
 def test_an_error_about_a_tensor_names_it(case: str) -> None:
     header, data, _, _ = BROKEN[case]
     with pytest.raises(CheckpointingException) as caught:
@@ -209,7 +299,13 @@ def test_half_bytes_are_pairs_in_the_catalog() -> None:
 
 def test_files_are_told_by_their_first_bytes() -> None:
     good = file_of({"w": entry()})
-    others = (b"", b"PK\x03\x04" + bytes(20), good[:9], struct.pack("<Q", 2) + b"[]", good[:8] + b" " + good[9:])
+    others = (
+        b"",
+        b"PK\x03\x04" + bytes(20),
+        good[:9],
+        struct.pack("<Q", 2) + b"[]",
+        good[:8] + b" " + good[9:],
+    )
     assert looks_like_header(MemoryStore({"f": good}), "f")
     assert not any(looks_like_header(MemoryStore({"f": data}), "f") for data in others)
 
@@ -255,8 +351,12 @@ def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(data: st.DataObject) -> None:
-    whole = bytearray(save({"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5, dtype=torch.uint8)}))
+def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(
+    data: st.DataObject,
+) -> None:
+    whole = bytearray(
+        save({"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5, dtype=torch.uint8)})
+    )
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(whole) - 1))
         whole[at] = data.draw(st.sampled_from([*b'{}[]",:0123456789 \\azF', 0, 255]))
@@ -267,14 +367,27 @@ def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(
     real = dict(safetensors.deserialize(bytes(whole)))
     assert real.keys() == found.arrays.keys()
     for name, array in found.arrays.items():
-        assert tuple(real[name]["shape"]) == array.shape and real[name]["dtype"] == DTYPES[array.dtype].safetensors
-        assert bytes(real[name]["data"]) == bytes(whole[array.extent.offset : array.extent.offset + array.n_bytes])
+        assert (
+            tuple(real[name]["shape"]) == array.shape
+            and real[name]["dtype"] == DTYPES[array.dtype].safetensors
+        )
+        assert bytes(real[name]["data"]) == bytes(
+            whole[array.extent.offset : array.extent.offset + array.n_bytes]
+        )
 
 
-names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda s: s != "__metadata__")
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
+    lambda s: s != "__metadata__"
+)
 
 
-@given(st.dictionaries(names, st.tuples(st.sampled_from(ORDER), st.lists(st.integers(0, 3), max_size=3))), names, names)
+@given(
+    st.dictionaries(
+        names, st.tuples(st.sampled_from(ORDER), st.lists(st.integers(0, 3), max_size=3))
+    ),
+    names,
+    names,
+)
 @settings(max_examples=200, deadline=None)
 def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
     tensors: dict[str, tuple[str, list[int]]], name: str, text: str
@@ -290,7 +403,13 @@ def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
         n_bytes = math.prod(shape) * dtype.itemsize
         flat = torch.arange(number, number + n_bytes, dtype=torch.uint8)
         kind = getattr(torch, dtype.name)
-        made = torch.empty(shape, dtype=kind) if n_bytes == 0 else (flat % 2).bool() if kind is torch.bool else flat
+        made = (
+            torch.empty(shape, dtype=kind)
+            if n_bytes == 0
+            else (flat % 2).bool()
+            if kind is torch.bool
+            else flat
+        )
         real[key] = made if n_bytes == 0 else made.view(kind).reshape(shape)
     image = file_image("f", arrays, {name: text})
     wanted = save(real, {name: text})  # type: ignore[arg-type]
@@ -308,21 +427,33 @@ def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
 
 
 def test_every_dtype_of_the_table_has_a_place_in_the_order() -> None:
-    assert sorted(ORDER) == sorted(dtype.safetensors for dtype in DTYPES.values() if dtype.safetensors is not None)
+    assert sorted(ORDER) == sorted(
+        dtype.safetensors for dtype in DTYPES.values() if dtype.safetensors is not None
+    )
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "complex32"])
 def test_a_dtype_that_the_format_lacks_is_refused_with_a_way_out(dtype: str) -> None:
     with pytest.raises(UnsupportedError, match=f"no dtype {dtype}") as caught:
         file_image("f", {"w": PlannedArray("w", dtype, (2,))}, {})
-    assert caught.value.key == "w" and caught.value.hint is not None and "--exclude" in caught.value.hint
+    assert (
+        caught.value.key == "w"
+        and caught.value.hint is not None
+        and "--exclude" in caught.value.hint
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "dtype", "shape"),
-    [("__metadata__", "float32", (2,)), ("w", "float4_e2m1fn_x2", ()), ("a\ud800", "float32", (2,))],
+    [
+        ("__metadata__", "float32", (2,)),
+        ("w", "float4_e2m1fn_x2", ()),
+        ("a\ud800", "float32", (2,)),
+    ],
 )
-def test_what_cannot_be_written_is_refused_by_name(key: str, dtype: str, shape: tuple[int, ...]) -> None:
+def test_what_cannot_be_written_is_refused_by_name(
+    key: str, dtype: str, shape: tuple[int, ...]
+) -> None:
     with pytest.raises(UnsupportedError) as caught:
         file_image("f", {key: PlannedArray(key, dtype, shape)}, {})
     assert caught.value.key == key and caught.value.hint
@@ -330,7 +461,9 @@ def test_what_cannot_be_written_is_refused_by_name(key: str, dtype: str, shape: 
 
 def test_a_header_of_twenty_thousand_tensors_is_read_and_laid_out() -> None:
     arrays = {
-        f"model.layers.{n // 9}.e{n}": PlannedArray(f"model.layers.{n // 9}.e{n}", "bfloat16", (1, 2))
+        f"model.layers.{n // 9}.e{n}": PlannedArray(
+            f"model.layers.{n // 9}.e{n}", "bfloat16", (1, 2)
+        )
         for n in range(20_000)
     }
     image = file_image("f", arrays, {"format": "pt"})

@@ -25,7 +25,11 @@ def piece_name(rank: int, number: int = 1, total: int = 1) -> str:
 
 def piece_file(pieces: Pieces, *, info: object = None, version: str = "1.0") -> bytes:
     """A file of one rank: key → (offsets, piece)."""
-    said = {key: {"saved_offsets": list(offsets)} for key, (offsets, _) in pieces.items()} if info is None else info
+    said = (
+        {key: {"saved_offsets": list(offsets)} for key, (offsets, _) in pieces.items()}
+        if info is None
+        else info
+    )
     text = said if isinstance(said, str) else json.dumps(said)
     tensors = {key: piece.contiguous() for key, (_, piece) in pieces.items()}
     return save(tensors, {"format": "pt", "DCP_VERSION": version, "DCP_SHARDING_INFO": text})
@@ -53,16 +57,22 @@ def test_golden_pieces_add_up_to_the_true_tensors(golden: Path, folder: str) -> 
     assert sniff(store)
     catalog = read(store)
     wanted = {}
-    for path in sorted((golden / "torch_dcp" / "hf_storage_consolidated_dp2").glob("*.safetensors")):
+    for path in sorted(
+        (golden / "torch_dcp" / "hf_storage_consolidated_dp2").glob("*.safetensors")
+    ):
         wanted |= load_file(path)
     assert set(catalog.tensors) == set(wanted)
     for key, tensor in wanted.items():
-        assert torch.equal(tensor_of(catalog, store, key).view(torch.int16), tensor.view(torch.int16)), key
+        assert torch.equal(
+            tensor_of(catalog, store, key).view(torch.int16), tensor.view(torch.int16)
+        ), key
     oracle = load_file(golden / "oracle" / "torch_dcp" / "global_bf16.safetensors")
     assert {key: meta.shape for key, meta in catalog.tensors.items()} == {
         key: tuple(tensor.shape) for key, tensor in oracle.items()
     }
-    assert all(torch.equal(tensor_of(catalog, store, key), tensor) for key, tensor in oracle.items())
+    assert all(
+        torch.equal(tensor_of(catalog, store, key), tensor) for key, tensor in oracle.items()
+    )
 
 
 def test_consolidated_files_win_over_the_pieces_beside_them(golden: Path) -> None:
@@ -101,7 +111,9 @@ def test_scalars_integers_and_bools_are_read(golden: Path) -> None:
 def test_pieces_may_be_cut_along_any_axes_and_lie_in_any_file() -> None:
     big = torch.arange(30.0).reshape(5, 6)
     corners = [(0, 0, 3, 4), (0, 4, 3, 2), (3, 0, 2, 4), (3, 4, 2, 2)]
-    ranks: list[Pieces] = [{"w": ((r, c), big[r : r + n, c : c + m])} for r, c, n, m in reversed(corners)]
+    ranks: list[Pieces] = [
+        {"w": ((r, c), big[r : r + n, c : c + m])} for r, c, n, m in reversed(corners)
+    ]
     store = store_of(*ranks)
     assert torch.equal(tensor_of(read(store), store, "w"), big)
 
@@ -114,7 +126,10 @@ def test_empty_pieces_of_uneven_shards_do_not_count() -> None:
 
 
 def test_equal_pieces_of_several_ranks_are_replicas() -> None:
-    store = store_of({"w": ((0, 0), W), "s": ((), torch.tensor(1))}, {"w": ((0, 0), W), "s": ((), torch.tensor(1))})
+    store = store_of(
+        {"w": ((0, 0), W), "s": ((), torch.tensor(1))},
+        {"w": ((0, 0), W), "s": ((), torch.tensor(1))},
+    )
     catalog = read(store)
     assert len(catalog.fragments("w")) == 2 and len(catalog.fragments("s")) == 2
     assert torch.equal(tensor_of(catalog, store, "w"), W)
@@ -143,7 +158,11 @@ def test_what_torch_saves_in_pieces_is_read(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     state = {"a": W, "b": torch.arange(5), "c": torch.tensor(2), "d": torch.tensor([True, False])}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    dcp.save(
+        state,
+        storage_writer=HuggingFaceStorageWriter(str(tmp_path), save_distributed=True),
+        no_dist=True,
+    )
     store = LocalStore(tmp_path)
     assert [name for name in store.files() if name.startswith("shard-00001-model-00001-of-00001")]
     catalog = read(store)
@@ -152,7 +171,10 @@ def test_what_torch_saves_in_pieces_is_read(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str | None]] = {
     "a hole": (
-        {piece_name(1): piece_file({"w": ((0, 0), W[:2])}), piece_name(3): piece_file({"w": ((4, 0), W[4:])})},
+        {
+            piece_name(1): piece_file({"w": ((0, 0), W[:2])}),
+            piece_name(3): piece_file({"w": ((4, 0), W[4:])}),
+        },
         MissingShardError,
         "no piece holds offset [2, 0] shape [2, 2] of the tensor of shape [6, 2]",
         "w",
@@ -164,19 +186,28 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "w",
     ),
     "an overlap": (
-        {piece_name(1): piece_file({"w": ((0, 0), W[:4])}), piece_name(2): piece_file({"w": ((3, 0), W[3:])})},
+        {
+            piece_name(1): piece_file({"w": ((0, 0), W[:4])}),
+            piece_name(2): piece_file({"w": ((3, 0), W[3:])}),
+        },
         CorruptError,
         "two pieces overlap",
         "w",
     ),
     "another dtype": (
-        {piece_name(1): piece_file({"w": ((0, 0), W[:4])}), piece_name(2): piece_file({"w": ((4, 0), W[4:].half())})},
+        {
+            piece_name(1): piece_file({"w": ((0, 0), W[:4])}),
+            piece_name(2): piece_file({"w": ((4, 0), W[4:].half())}),
+        },
         CorruptError,
         "a piece is float16 with 2 axes, another float32",
         "w",
     ),
     "another number of axes": (
-        {piece_name(1): piece_file({"w": ((0, 0), W[:4])}), piece_name(2): piece_file({"w": ((4,), W[4])})},
+        {
+            piece_name(1): piece_file({"w": ((0, 0), W[:4])}),
+            piece_name(2): piece_file({"w": ((4,), W[4])}),
+        },
         CorruptError,
         "with 1 axes",
         "w",
@@ -187,8 +218,18 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "saved_offsets [0] do not match the 2 axes",
         "w",
     ),
-    "negative offsets": ({piece_name(1): piece_file({"w": ((0, -1), W)})}, CorruptError, "do not match", "w"),
-    "no offsets": ({piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})}, CorruptError, "do not match", "w"),
+    "negative offsets": (
+        {piece_name(1): piece_file({"w": ((0, -1), W)})},
+        CorruptError,
+        "do not match",
+        "w",
+    ),
+    "no offsets": (
+        {piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})},
+        CorruptError,
+        "do not match",
+        "w",
+    ),
     "offsets for another tensor": (
         {piece_name(1): piece_file({"w": ((), W)}, info={"x": {"saved_offsets": []}})},
         CorruptError,
@@ -214,7 +255,10 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         None,
     ),
     "a file number that no rank has": (
-        {piece_name(1, 1, 3): piece_file({"w": ((0, 0), W)}), piece_name(1, 3, 3): piece_file({"x": ((0, 0), W)})},
+        {
+            piece_name(1, 1, 3): piece_file({"w": ((0, 0), W)}),
+            piece_name(1, 3, 3): piece_file({"x": ((0, 0), W)}),
+        },
         MissingShardError,
         "no rank's piece of file 2",
         None,
@@ -229,7 +273,10 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "model.embed_tokens.weight",
     ),
     "a norm that is too short": (
-        {piece_name(1): piece_file({"model.norm.weight": ((0,), W[0])}), "config.json": b'{"hidden_size": 4}'},
+        {
+            piece_name(1): piece_file({"model.norm.weight": ((0,), W[0])}),
+            "config.json": b'{"hidden_size": 4}',
+        },
         MissingShardError,
         "config.json states hidden_size 4",
         "model.norm.weight",

@@ -66,7 +66,11 @@ def test_objects_of_a_torch_file_stay_what_they_were_and_are_named(tmp_path: Pat
     assert found["history"] == state["history"] and found["begun"] == state["begun"]
     assert np.array_equal(found["mask"], state["mask"]) and found["config"].width == 64
     (note,) = report.notes
-    assert all(name in note for name in REFUSED) and "numpy.ndarray" in note and "argparse.Namespace" in note
+    assert (
+        all(name in note for name in REFUSED)
+        and "numpy.ndarray" in note
+        and "argparse.Namespace" in note
+    )
     assert "py_rng" not in note, "plain tuples are accepted"
     assert "weights_only=False" not in note
 
@@ -86,7 +90,12 @@ def test_a_file_that_loads_with_weights_only_still_does_after_a_conversion(tmp_p
     report = converted(tmp_path / "b.pt", tmp_path / "c.pt")
     assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     assert any("set aside" in note for note in report.notes)
-    plain = {"w": torch.ones(2), "size": torch.Size((2,)), "kind": torch.float16, "device": torch.device("cpu")}
+    plain = {
+        "w": torch.ones(2),
+        "size": torch.Size((2,)),
+        "kind": torch.float16,
+        "device": torch.device("cpu"),
+    }
     torch.save(plain, tmp_path / "plain.pt")
     assert converted(tmp_path / "plain.pt", tmp_path / "same.pt").notes == ()
     assert torch.load(tmp_path / "same.pt", weights_only=True)["size"] == torch.Size((2,))
@@ -107,7 +116,11 @@ def test_objects_in_a_common_state_stay_what_they_were(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b", "torch_dist")
     common = torch.load(tmp_path / "b" / "common.pt", weights_only=False)
-    assert common["args"] == state["args"] and type(common["best"]) is np.float64 and common["config"].width == 64
+    assert (
+        common["args"] == state["args"]
+        and type(common["best"]) is np.float64
+        and common["config"].width == 64
+    )
 
 
 def test_a_dcp_names_what_it_sets_aside(golden: Path, tmp_path: Path) -> None:
@@ -125,7 +138,15 @@ def test_megatrons_arguments_are_set_aside_and_named(golden: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "root",
-    [torch.ones(2), [torch.ones(2), 5], (torch.ones(2), {"a": torch.zeros(3)}), 5, [], np.arange(3), Config(3)],
+    [
+        torch.ones(2),
+        [torch.ones(2), 5],
+        (torch.ones(2), {"a": torch.zeros(3)}),
+        5,
+        [],
+        np.arange(3),
+        Config(3),
+    ],
     ids=["tensor", "list", "tuple", "int", "empty list", "array", "object"],
 )
 def test_the_root_keeps_its_type(root: object, tmp_path: Path) -> None:
@@ -162,10 +183,14 @@ def lightning_file() -> dict[str, Any]:
         "epoch": 1,
         "global_step": 4,
         "pytorch-lightning_version": "2.6.0",
-        "state_dict": collections.OrderedDict({"net.weight": torch.ones(2, 4), "net.bias": torch.zeros(2)}),
+        "state_dict": collections.OrderedDict(
+            {"net.weight": torch.ones(2, 4), "net.bias": torch.zeros(2)}
+        ),
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
         "callbacks": {},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"params": [0, 1]}]}],
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"params": [0, 1]}]}
+        ],
         "lr_schedulers": [],
         "hparams_name": "kwargs",
         "hyper_parameters": {"width": np.int64(4), "dropout": np.float64(0.5)},

@@ -48,10 +48,15 @@ from tests.formats.torch.torch_samples import (
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kind_of_tensor_is_read_and_written_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_read_and_written_bit_for_bit(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     value = kinds_of(dtype)
     catalog, store = opened(saved(value))
-    flat = {"nested.list.0": value["nested"]["list"][0], "nested.list.1.0": value["nested"]["list"][1][0]}
+    flat = {
+        "nested.list.0": value["nested"]["list"][0],
+        "nested.list.1.0": value["nested"]["list"][1][0],
+    }
     flat |= {"nested.list.1.1.deep": value["nested"]["list"][1][1]["deep"]}
     flat |= {key: item for key, item in value.items() if key != "nested"}
     assert sorted(catalog.tensors) == sorted(flat)
@@ -63,12 +68,16 @@ def test_every_kind_of_tensor_is_read_and_written_bit_for_bit(dtype: torch.dtype
         assert_same(loaded, value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+)
 def test_parameters_and_requires_grad_stay(dtype: torch.dtype, tmp_path: Path) -> None:
     value = {
         "parameter": torch.nn.Parameter(filled(dtype, 3, 2)),
         "frozen": torch.nn.Parameter(filled(dtype, 4), requires_grad=False),
-        "leaf": filled(dtype, 5).requires_grad_(dtype != torch.float8_e4m3fn),  # torch cannot load what it saves
+        "leaf": filled(dtype, 5).requires_grad_(
+            dtype != torch.float8_e4m3fn
+        ),  # torch cannot load what it saves
         "number": torch.nn.Parameter(filled(torch.int64, 5), requires_grad=False),
     }
     catalog, store = opened(saved(value))
@@ -99,16 +108,24 @@ def test_aliases_that_became_different_are_stored_apart() -> None:
     assert [placed.array.name for placed in image.arrays] == ["a", "b"]
     without, _ = opened(saved({"a": weight, "b": weight, "c": weight}))
     target = partitioned(select(without, exclude=["a"]).catalog, format="torch", by="whole")
-    assert [placed.array.name for placed in lay_out(target)[0].arrays] == ["b"], "b and c still share"
+    assert [placed.array.name for placed in lay_out(target)[0].arrays] == ["b"], (
+        "b and c still share"
+    )
 
 
 def test_a_record_that_is_just_the_tensor_lends_its_crc() -> None:
     storage = filled(torch.float32, 12)
-    data = saved({"whole": storage.view(3, 4), "part": storage[:6], "turned": storage.view(3, 4).t()})
+    data = saved(
+        {"whole": storage.view(3, 4), "part": storage[:6], "turned": storage.view(3, 4).t()}
+    )
     catalog, _ = opened(data)
     crcs = {key: catalog.fragments(key)[0].array.extent.crc for key in catalog.tensors}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert crcs == {"whole": archive.getinfo("archive/data/0").CRC, "part": None, "turned": None}
+        assert crcs == {
+            "whole": archive.getinfo("archive/data/0").CRC,
+            "part": None,
+            "turned": None,
+        }
     torch.serialization.set_crc32_options(False)
     try:
         catalog, store = opened(saved({"whole": storage}))
@@ -120,7 +137,11 @@ def test_a_record_that_is_just_the_tensor_lends_its_crc() -> None:
 
 
 def test_a_written_file_has_right_crcs_and_offsets(tmp_path: Path) -> None:
-    value = {"a": filled(torch.float32, 9, 9), "e": filled(torch.int8, 0), "b": filled(torch.float8_e5m2, 7)}
+    value = {
+        "a": filled(torch.float32, 9, 9),
+        "e": filled(torch.int8, 0),
+        "b": filled(torch.float8_e5m2, 7),
+    }
     data = rewritten(saved(value))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
@@ -254,7 +275,9 @@ def test_object_leaves_are_filled_in() -> None:
 
 
 def test_iteration_and_args_are_told() -> None:
-    catalog, _ = opened(saved({"iteration": 12, "args": argparse.Namespace(lr=1.5), "w": filled(torch.int8, 1)}))
+    catalog, _ = opened(
+        saved({"iteration": 12, "args": argparse.Namespace(lr=1.5), "w": filled(torch.int8, 1)})
+    )
     assert catalog.iteration == 12
     assert attributes(catalog.args) == {"lr": 1.5}
     assert catalog.version == "3"
@@ -271,9 +294,14 @@ def bare_storage() -> object:
 UNSUPPORTED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse tensor"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "sparse tensor"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8), "quantized tensor"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8),
+        "quantized tensor",
+    ),
     "per channel": (
-        lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        lambda: torch.quantize_per_channel(
+            torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+        ),
         "quantized tensor",
     ),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
@@ -315,7 +343,10 @@ def test_tensors_with_python_attributes_are_read_without_them(tmp_path: Path) ->
         "2 tensors carry Python attributes (partition_dim, tensor_model_parallel), which are not kept",
     )
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
-        assert_same(loaded, {"plain": plain, "marked": filled(torch.float32, 4), "parameter": loaded["parameter"]})
+        assert_same(
+            loaded,
+            {"plain": plain, "marked": filled(torch.float32, 4), "parameter": loaded["parameter"]},
+        )
         assert isinstance(loaded["parameter"], torch.nn.Parameter)
         assert bits(loaded["parameter"]) == bits(parameter)
 
@@ -360,7 +391,14 @@ def test_other_kinds_of_files_are_refused_by_name() -> None:
         assert FORMAT.sniff(store)
         with pytest.raises(UnsupportedError, match=message):
             FORMAT.read(store)
-    for data in (b"", b"PK", b"hello world", bytes(600), tarred("notes.txt", "pickle"), bytes(257) + b"ustar"):
+    for data in (
+        b"",
+        b"PK",
+        b"hello world",
+        bytes(600),
+        tarred("notes.txt", "pickle"),
+        bytes(257) + b"ustar",
+    ):
         assert not FORMAT.sniff(MemoryStore({"f.pt": data}, entry="f.pt"))
 
 
@@ -385,7 +423,9 @@ GOLDEN_FILES = (
 
 
 @pytest.mark.parametrize("name", GOLDEN_FILES)
-def test_golden_files_are_read_and_written_bit_for_bit(golden: Path, name: str, tmp_path: Path) -> None:
+def test_golden_files_are_read_and_written_bit_for_bit(
+    golden: Path, name: str, tmp_path: Path
+) -> None:
     path = golden / name
     store = LocalStore(path.parent, entry=path.name)
     catalog = FORMAT.read(store)
@@ -436,7 +476,9 @@ def test_a_rank_file_is_written_again_with_its_objects_in_place(golden: Path) ->
     assert all(key.startswith("mp_rank_01:") for key in (*tree.arrays, *tree.objects))
     assert all(array.coords == (("tp", 1), ("pp", 0)) for array in tree.arrays.values())
     arrays = {**tree.arrays, **tree.hidden}
-    planned = {key: PlannedArray(array.name, array.dtype, array.shape) for key, array in arrays.items()}
+    planned = {
+        key: PlannedArray(array.name, array.dtype, array.shape) for key, array in arrays.items()
+    }
     plan = plan_tree(tree.value, planned.__getitem__, prefix="model_optim_rng")
     made = bytearray(plan.size)
     for placed in plan.arrays:
@@ -454,7 +496,9 @@ def test_a_rank_file_is_written_again_with_its_objects_in_place(golden: Path) ->
     assert to_plain(mapping["args"]) == to_plain(as_mapping(tree.value)["args"])  # type: ignore[index]
     for key in catalog.tensors:
         source = arrays[f"mp_rank_01:{key}"]
-        assert entry_bytes(catalog, memory, key) == store.read(path.name, source.extent.offset, source.n_bytes)
+        assert entry_bytes(catalog, memory, key) == store.read(
+            path.name, source.extent.offset, source.n_bytes
+        )
 
 
 def test_a_planned_zip_may_lie_in_a_bigger_file() -> None:

@@ -23,12 +23,16 @@ from tests.formats.torch.torch_samples import DTYPES, bits, filled, kinds_of, sa
 
 def item(value: object, *, before: int = 37) -> tuple[MemoryStore, Extent]:
     data = saved(value)
-    return MemoryStore({"i": b"x" * before + data + b"y" * 50}), Extent("i", before, item_bytes=len(data))
+    return MemoryStore({"i": b"x" * before + data + b"y" * 50}), Extent(
+        "i", before, item_bytes=len(data)
+    )
 
 
 def located(value: torch.Tensor, **where: int) -> tuple[MemoryStore, StoredArray]:
     store, extent = item(value, **where)
-    return store, item_location(store, StoredArray("t", str(value.dtype)[6:], tuple(value.shape), extent))
+    return store, item_location(
+        store, StoredArray("t", str(value.dtype)[6:], tuple(value.shape), extent)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -44,7 +48,11 @@ def test_items_are_located_with_their_strides(dtype: torch.dtype) -> None:
             if tensor.numel():
                 span = 1 + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
                 raw = bytearray(store.read("i", extent.offset, span * tensor.element_size()))
-                view = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).as_strided(array.shape, strides)
+                view = (
+                    torch.frombuffer(raw, dtype=torch.uint8)
+                    .view(dtype)
+                    .as_strided(array.shape, strides)
+                )
                 assert bits(view) == bits(tensor)
 
 
@@ -72,7 +80,9 @@ def test_an_item_whose_records_are_in_another_order_is_located() -> None:
         for name, data in content.items():
             made.writestr(name, data)
     store = MemoryStore({"i": stream.getvalue()})
-    array = item_location(store, StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=store.size("i"))))
+    array = item_location(
+        store, StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=store.size("i")))
+    )
     assert store.read("i", array.extent.offset, 12) == bits(tensor)  # type: ignore[union-attr]
 
 
@@ -83,9 +93,15 @@ def test_an_array_that_is_not_late_is_returned_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "message"),
-    [("float32", (4, 3), "float32 tensor of shape"), ("float32", (12,), "shape"), ("int32", (3, 4), "int32")],
+    [
+        ("float32", (4, 3), "float32 tensor of shape"),
+        ("float32", (12,), "shape"),
+        ("int32", (3, 4), "int32"),
+    ],
 )
-def test_an_item_that_is_not_what_the_metadata_says_is_refused(dtype: str, shape: Shape, message: str) -> None:
+def test_an_item_that_is_not_what_the_metadata_says_is_refused(
+    dtype: str, shape: Shape, message: str
+) -> None:
     store, extent = item(filled(torch.float32, 3, 4))
     with pytest.raises(CorruptError, match=message) as caught:
         item_location(store, StoredArray("layer.weight", dtype, shape, extent))
@@ -151,10 +167,16 @@ def test_golden_items_are_located(golden: Path) -> None:
     for index, place in metadata.storage_data.items():
         meta = metadata.state_dict_metadata[index.fqn]
         extent = Extent(place.relative_path, place.offset, item_bytes=place.length)
-        tensor = torch.load(io.BytesIO(store.read(extent.file, place.offset, place.length)), weights_only=False)
+        tensor = torch.load(
+            io.BytesIO(store.read(extent.file, place.offset, place.length)), weights_only=False
+        )
         if hasattr(meta, "size"):
-            shape = next(tuple(chunk.sizes) for chunk in meta.chunks if chunk.offsets == index.offset)
-            found = item_location(store, StoredArray("t", str(meta.properties.dtype)[6:], shape, extent)).extent
+            shape = next(
+                tuple(chunk.sizes) for chunk in meta.chunks if chunk.offsets == index.offset
+            )
+            found = item_location(
+                store, StoredArray("t", str(meta.properties.dtype)[6:], shape, extent)
+            ).extent
             assert found is not None and found.strides is None
             assert store.read(extent.file, found.offset, len(bits(tensor))) == bits(tensor)
             n += 1

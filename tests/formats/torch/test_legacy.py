@@ -173,7 +173,9 @@ def test_a_tensor_that_is_not_handled_is_shown_and_not_copied(kind: str) -> None
         written(catalog, store)
 
 
-def storage(key: object = "1", n: object = 16, view: object = None, kind: object = FLOATS) -> tuple[object, ...]:
+def storage(
+    key: object = "1", n: object = 16, view: object = None, kind: object = FLOATS
+) -> tuple[object, ...]:
     return ("storage", kind, key, "cpu", n, view)
 
 
@@ -210,7 +212,10 @@ def test_views_of_storages_as_old_torch_saved_them_are_read() -> None:
     }  # fmt: skip
     assert {key: entry_bytes(catalog, store, key) for key in catalog.tensors} == wanted
     assert catalog.aliases == {"all of it": "whole"}
-    assert_same(torch.load(io.BytesIO(written(catalog, store))), torch.load(io.BytesIO(data), weights_only=False))
+    assert_same(
+        torch.load(io.BytesIO(written(catalog, store))),
+        torch.load(io.BytesIO(data), weights_only=False),
+    )
 
 
 def test_what_python_2_saved_is_read() -> None:
@@ -252,21 +257,53 @@ def test_a_count_in_the_other_byte_order_is_refused_as_torch_refuses_it(system: 
 STORED = {"1": (16, CONTENT)}
 FINE = {"t": a_view(None, (2, 3))}
 BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
-    "another version": (legacy_stream(FINE, STORED, version=1002), UnsupportedError, "version 1002"),
+    "another version": (
+        legacy_stream(FINE, STORED, version=1002),
+        UnsupportedError,
+        "version 1002",
+    ),
     "no version": (legacy_stream(FINE, STORED, version=["x"]), UnsupportedError, "version"),
-    "listed, not used": (legacy_stream(FINE, {**STORED, "2": (1, b"1234")}), CorruptError, "nothing refers to it"),
-    "used, not listed": (legacy_stream(FINE, {}), CorruptError, "refers to storage '1', which is not listed"),
-    "listed twice": (legacy_stream(FINE, STORED, keys=["1", "1"]) + bytes(72), CorruptError, "listed twice"),
-    "keys that are no list": (legacy_stream(FINE, STORED, keys={"1": 2}), CorruptError, "list of storage keys"),
-    "keys that are no text": (legacy_stream(FINE, STORED, keys=[1]), CorruptError, "list of storage keys"),
-    "fewer elements": (legacy_stream(FINE, {"1": (15, CONTENT)}), CorruptError, "elements, but the object refers"),
+    "listed, not used": (
+        legacy_stream(FINE, {**STORED, "2": (1, b"1234")}),
+        CorruptError,
+        "nothing refers to it",
+    ),
+    "used, not listed": (
+        legacy_stream(FINE, {}),
+        CorruptError,
+        "refers to storage '1', which is not listed",
+    ),
+    "listed twice": (
+        legacy_stream(FINE, STORED, keys=["1", "1"]) + bytes(72),
+        CorruptError,
+        "listed twice",
+    ),
+    "keys that are no list": (
+        legacy_stream(FINE, STORED, keys={"1": 2}),
+        CorruptError,
+        "list of storage keys",
+    ),
+    "keys that are no text": (
+        legacy_stream(FINE, STORED, keys=[1]),
+        CorruptError,
+        "list of storage keys",
+    ),
+    "fewer elements": (
+        legacy_stream(FINE, {"1": (15, CONTENT)}),
+        CorruptError,
+        "elements, but the object refers",
+    ),
     "less than nothing": (legacy_stream(FINE, {"1": (-1, CONTENT)}), CorruptError, "-1 elements"),
     "two lengths": (
         legacy_stream({"t": a_view(None, (3,)), "u": a_view(None, (3,), n=15)}, STORED),
         CorruptError,
         "64 bytes at one place, 60",
     ),
-    "a short storage": (legacy_stream(FINE, {"1": (16, CONTENT[:-1])}), TruncatedError, "of which the file holds 63"),
+    "a short storage": (
+        legacy_stream(FINE, {"1": (16, CONTENT[:-1])}),
+        TruncatedError,
+        "of which the file holds 63",
+    ),
     "no storage": (legacy_stream(FINE, STORED)[:-72], TruncatedError, "ends before storage '1'"),
     "half a length": (legacy_stream(FINE, STORED)[:-68], TruncatedError, "ends before storage '1'"),
     "something behind": (legacy_stream(FINE, STORED) + b"x", CorruptError, "1 bytes follow"),
@@ -281,13 +318,41 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
         UnsupportedError,
         "unknown storage type torch.OddStorage",
     ),
-    "five fields": (legacy_stream({"t": a_tensor()}, STORED), CorruptError, "malformed persistent id"),
-    "an odd id": (legacy_stream({"t": a_tensor(pid=("module", "x", None, None))}, STORED), CorruptError, "persistent"),
-    "an id of no tuple": (legacy_stream({"t": a_tensor(pid=5)}, STORED), CorruptError, "malformed persistent id 5"),
-    "a key that is no text": (legacy_stream({"t": a_tensor(pid=storage(1))}, STORED), CorruptError, "storage is"),
-    "a negative length": (legacy_stream({"t": a_tensor(pid=storage(n=-1))}, STORED), CorruptError, "storage is"),
-    "a view outside": (legacy_stream({"t": a_view(("2", 12, 5), (2,))}, STORED), CorruptError, "64 bytes"),
-    "a negative view": (legacy_stream({"t": a_view(("2", -1, 5), (2,))}, STORED), CorruptError, "64 bytes"),
+    "five fields": (
+        legacy_stream({"t": a_tensor()}, STORED),
+        CorruptError,
+        "malformed persistent id",
+    ),
+    "an odd id": (
+        legacy_stream({"t": a_tensor(pid=("module", "x", None, None))}, STORED),
+        CorruptError,
+        "persistent",
+    ),
+    "an id of no tuple": (
+        legacy_stream({"t": a_tensor(pid=5)}, STORED),
+        CorruptError,
+        "malformed persistent id 5",
+    ),
+    "a key that is no text": (
+        legacy_stream({"t": a_tensor(pid=storage(1))}, STORED),
+        CorruptError,
+        "storage is",
+    ),
+    "a negative length": (
+        legacy_stream({"t": a_tensor(pid=storage(n=-1))}, STORED),
+        CorruptError,
+        "storage is",
+    ),
+    "a view outside": (
+        legacy_stream({"t": a_view(("2", 12, 5), (2,))}, STORED),
+        CorruptError,
+        "64 bytes",
+    ),
+    "a negative view": (
+        legacy_stream({"t": a_view(("2", -1, 5), (2,))}, STORED),
+        CorruptError,
+        "64 bytes",
+    ),
     "a view of two places": (
         legacy_stream({"t": a_view(("2", 1, 5), (2,)), "u": a_view(("2", 2, 5), (2,))}, STORED),
         CorruptError,
@@ -298,8 +363,16 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
         CorruptError,
         "both a storage and a part",
     ),
-    "a malformed view": (legacy_stream({"t": a_view((1, 2), (2,))}, STORED), CorruptError, "a view of a storage is"),
-    "a tensor outside its view": (legacy_stream({"t": a_view(("2", 4, 5), (2, 3))}, STORED), CorruptError, "reaches"),
+    "a malformed view": (
+        legacy_stream({"t": a_view((1, 2), (2,))}, STORED),
+        CorruptError,
+        "a view of a storage is",
+    ),
+    "a tensor outside its view": (
+        legacy_stream({"t": a_view(("2", 4, 5), (2, 3))}, STORED),
+        CorruptError,
+        "reaches",
+    ),
     "complex, big-endian": (
         legacy_stream(
             {"t": a_tensor(pid=storage(n=8, kind=Global("torch", "ComplexFloatStorage")))},
@@ -322,7 +395,11 @@ def test_a_stream_that_contradicts_itself_is_refused(case: str) -> None:
 
 
 REAL = saved_legacy(
-    {"a": filled(torch.float32, 4, 3), "n": argparse.Namespace(lr=1.0), "l": [filled(torch.bfloat16, 5), (1,)]}
+    {
+        "a": filled(torch.float32, 4, 3),
+        "n": argparse.Namespace(lr=1.0),
+        "l": [filled(torch.bfloat16, 5), (1,)],
+    }
 )
 
 
@@ -344,17 +421,27 @@ def test_a_stream_inside_a_bigger_file_is_read_in_place() -> None:
 
 
 def test_an_object_is_loaded_from_its_stream() -> None:
-    data = saved_legacy({"cpu": filled(torch.uint8, 20), "args": argparse.Namespace(x=filled(torch.int8, 3))})
+    data = saved_legacy(
+        {"cpu": filled(torch.uint8, 20), "args": argparse.Namespace(x=filled(torch.int8, 3))}
+    )
     store = MemoryStore({"o": b"z" * 11 + data})
-    loaded, arrays = load_object(store, StoredArray("raw:k", "uint8", (len(data),), Extent("o", 11)), key="rng")
+    loaded, arrays = load_object(
+        store, StoredArray("raw:k", "uint8", (len(data),), Extent("o", 11)), key="rng"
+    )
     assert sorted(array.shape for array in arrays.values()) == [(3,), (20,)]
     assert isinstance(loaded, dict)
     array = arrays[loaded["cpu"].key]
     assert store.read("o", array.extent.offset, 20) == filled(torch.uint8, 20).numpy().tobytes()
 
 
-def test_pickles_longer_than_what_is_read_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = {"t" * 900: filled(torch.int8, 3), **{f"n{n}": "x" * n for n in range(0, 700, 13)}, "net": Net()}
+def test_pickles_longer_than_what_is_read_at_once_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value = {
+        "t" * 900: filled(torch.int8, 3),
+        **{f"n{n}": "x" * n for n in range(0, 700, 13)},
+        "net": Net(),
+    }
     for protocol in (1, 2, 4):
         data = saved_legacy(value, pickle_protocol=protocol)
         for n in (8, 9, 37, 128 << 10):
@@ -366,7 +453,18 @@ def test_pickles_longer_than_what_is_read_at_once_are_found(monkeypatch: pytest.
 def test_the_end_of_a_pickle_is_found_without_making_it(protocol: int) -> None:
     import pickle
 
-    value = [1, 1 << 70, -5, 2.5, "text\n", b"bytes." * 60, "." * 300, {"a": (None, True)}, Exception, complex(1, 2)]
+    value = [
+        1,
+        1 << 70,
+        -5,
+        2.5,
+        "text\n",
+        b"bytes." * 60,
+        "." * 300,
+        {"a": (None, True)},
+        Exception,
+        complex(1, 2),
+    ]
     value += [pickle.PickleBuffer, {1, 2}, 70000, 1 << 2100, bytearray(b"ab.")]
     data = pickle.dumps(value, protocol=protocol)
     for before, behind in ((b"", b""), (b"..", b"..")):
@@ -375,7 +473,15 @@ def test_the_end_of_a_pickle_is_found_without_making_it(protocol: int) -> None:
 
 
 def test_a_pickle_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for data in (b"", b"\x80", b"N" * 300, b"X\xff\xff\xff\xffabc", b"\x8d" + b"\xff" * 8, b"cmodule\n", b"\x95"):
+    for data in (
+        b"",
+        b"\x80",
+        b"N" * 300,
+        b"X\xff\xff\xff\xffabc",
+        b"\x8d" + b"\xff" * 8,
+        b"cmodule\n",
+        b"\x95",
+    ):
         with pytest.raises(TruncatedError, match="ends inside a pickle"):
             pickle_end(MemoryStore({"p": data}), "p", 0, len(data))
     with pytest.raises(CorruptError, match="opcode 0xff"):
@@ -394,7 +500,9 @@ def legacy_copy(source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp2_pp1_dp2_distopt", "tp1_pp2_vpp2"])
-def test_rank_files_that_are_streams_are_read_like_zips(golden: Path, case: str, tmp_path: Path) -> None:
+def test_rank_files_that_are_streams_are_read_like_zips(
+    golden: Path, case: str, tmp_path: Path
+) -> None:
     root = golden / "mcore_legacy/dense_gqa" / case
     stores = [
         LocalStore(folder / "iter_0000010") for folder in (root, legacy_copy(root, tmp_path / case))
@@ -414,7 +522,9 @@ def test_rank_files_that_are_streams_are_read_like_zips(golden: Path, case: str,
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_a_damaged_stream_raises_only_our_errors(damages: list[tuple[int, int]]) -> None:
     data = bytearray(REAL)
     for at, byte in damages:
@@ -423,13 +533,19 @@ def test_a_damaged_stream_raises_only_our_errors(damages: list[tuple[int, int]])
 
 
 OLD = legacy_stream(
-    {"part": a_view(("2", 4, 8), (2, 3), offset=1), "net": Persistent(("module", Global("a", "B"), "f", "src"))}, STORED
+    {
+        "part": a_view(("2", 4, 8), (2, 3), offset=1),
+        "net": Persistent(("module", Global("a", "B"), "f", "src")),
+    },
+    STORED,
 )
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from([OLD, REAL]), st.integers(0, 2**32))
-def test_a_stream_with_missing_and_doubled_bytes_raises_only_our_errors(data: bytes, seed: int) -> None:
+def test_a_stream_with_missing_and_doubled_bytes_raises_only_our_errors(
+    data: bytes, seed: int
+) -> None:
     rng = random.Random(seed)
     made = bytearray(data)
     for _ in range(1 + seed % 3):

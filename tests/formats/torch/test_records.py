@@ -20,7 +20,13 @@ from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
 from core.copy.run import execute
-from core.errors import CapacityError, CheckpointingException, CorruptError, UnsafeError, UnsupportedError
+from core.errors import (
+    CapacityError,
+    CheckpointingException,
+    CorruptError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import MemoryStore
 from core.formats.torch.format import FORMAT, item_location, lay_out, load_object
 from core.formats.torch.zip import records as torch_record
@@ -89,7 +95,9 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_kind_of_tensor_is_read_as_from_a_plain_zip(dtype: torch.dtype, packing: str, tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_read_as_from_a_plain_zip(
+    dtype: torch.dtype, packing: str, tmp_path: Path
+) -> None:
     value = kinds_of(dtype)
     data = saved(value)
     catalog, store = opened(PACKINGS[packing](data))
@@ -147,7 +155,11 @@ def test_big_numbers_are_turned_round_unit_by_unit(monkeypatch: pytest.MonkeyPat
 
 def test_long_records_are_inflated_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_record, "PIECE_BYTES", 100)
-    value = {"noise": filled(torch.uint8, 5000), "zeros": torch.zeros(3000), "part": filled(torch.int16, 900)[333:700]}
+    value = {
+        "noise": filled(torch.uint8, 5000),
+        "zeros": torch.zeros(3000),
+        "part": filled(torch.int16, 900)[333:700],
+    }
     catalog, store = opened(deflated(saved(value)))
     for key, tensor in value.items():
         assert entry_bytes(catalog, store, key) == bits(tensor)
@@ -169,7 +181,9 @@ def test_the_engine_copies_what_is_deflated() -> None:
 def test_objects_of_a_deflated_stream_are_loaded() -> None:
     data = deflated(saved({"state": filled(torch.uint8, 20), "step": 3}))
     store = MemoryStore({"o": b"z" * 11 + data})
-    loaded, arrays = load_object(store, StoredArray("raw:k", "uint8", (len(data),), Extent("o", 11)), key="rng")
+    loaded, arrays = load_object(
+        store, StoredArray("raw:k", "uint8", (len(data),), Extent("o", 11)), key="rng"
+    )
     assert isinstance(loaded, dict)
     assert loaded["step"] == 3
     placed = (decoded := DecodedStore(store)).placed(arrays[loaded["state"].key]).extent
@@ -180,7 +194,11 @@ def test_objects_of_a_deflated_stream_are_loaded() -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_an_item_that_is_not_plain_is_refused_by_name(packing: str) -> None:
     stream = saved(filled(torch.float32, 3))
-    data = {"deflate": deflated, "big-endian": _big, "big-endian deflate": lambda s: deflated(_big(s))}[packing](stream)
+    data = {
+        "deflate": deflated,
+        "big-endian": _big,
+        "big-endian deflate": lambda s: deflated(_big(s)),
+    }[packing](stream)
     late = StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=len(data)))
     with pytest.raises(UnsupportedError, match="deflated|big-endian") as caught:
         item_location(MemoryStore({"i": data}), late)
@@ -217,9 +235,19 @@ def packed(pickle: bytes | None = None, content: bytes = CONTENT, **changes: obj
         (b"a/data/0", 8, data, size, crc),
     ):
         facts = struct.pack("<HHHHHIIIHH", 20, 0, method, 0, 0, check, len(stored), n, len(name), 0)
-        directory += b"PK\x01\x02" + struct.pack("<H", 20) + facts + struct.pack("<HHHII", 0, 0, 0, 0, len(body)) + name
+        directory += (
+            b"PK\x01\x02"
+            + struct.pack("<H", 20)
+            + facts
+            + struct.pack("<HHHII", 0, 0, 0, 0, len(body))
+            + name
+        )
         body += b"PK\x03\x04" + facts + name + stored
-    return body + directory + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 2, 2, len(directory), len(body), 0)
+    return (
+        body
+        + directory
+        + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 2, 2, len(directory), len(body), 0)
+    )
 
 
 def test_the_hand_made_deflated_file_is_fine() -> None:
@@ -254,7 +282,9 @@ def test_damaged_deflated_data_are_an_error_that_names_the_file(case: str) -> No
     assert caught.value.span is not None
 
 
-def test_a_deflated_pickle_asks_for_no_more_than_its_length_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deflated_pickle_asks_for_no_more_than_its_length_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bomb = deflated(repickled(b"\x80\x02](" + b"]" * 3_000_000 + b"e."))
     assert len(bomb) < 10_000
     with pytest.raises(UnsafeError):
@@ -264,11 +294,17 @@ def test_a_deflated_pickle_asks_for_no_more_than_its_length_allows(monkeypatch: 
         opened(bomb)
 
 
-REAL = deflated(saved({"a": filled(torch.float32, 4, 3), "z": torch.zeros(500), "l": [filled(torch.bfloat16, 5)]}))
+REAL = deflated(
+    saved(
+        {"a": filled(torch.float32, 4, 3), "z": torch.zeros(500), "l": [filled(torch.bfloat16, 5)]}
+    )
+)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_a_damaged_deflated_file_raises_only_our_errors(damages: list[tuple[int, int]]) -> None:
     data = bytearray(REAL)
     for at, byte in damages:
@@ -285,12 +321,16 @@ def test_any_deflated_data_raise_only_our_errors(raw: bytes, size: int) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_an_encoding_states_the_memory_that_it_takes(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoding_states_the_memory_that_it_takes(
+    packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tracemalloc
 
     monkeypatch.setattr(torch_record, "UNIT_BYTES", 1 << 20)
     base = filled(torch.int32, 1200, 1000)
-    catalog, store = opened(PACKINGS[packing](saved({"whole": base, "turned": base.t(), "part": base[300:700, 5:900]})))
+    catalog, store = opened(
+        PACKINGS[packing](saved({"whole": base, "turned": base.t(), "part": base[300:700, 5:900]}))
+    )
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
         encoding = encoding_of(catalog, key)

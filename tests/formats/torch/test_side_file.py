@@ -16,10 +16,24 @@ from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import FORMAT as TORCH
-from core.formats.torch.side_file import OBJECTS_FILE, ObjectsBeside, objects_image, read_objects, with_objects
+from core.formats.torch.side_file import (
+    OBJECTS_FILE,
+    ObjectsBeside,
+    objects_image,
+    read_objects,
+    with_objects,
+)
 from core.opening.objects import inlined
 from core.opening.target import partitioned
-from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, make_namespace
+from core.pickle.inert import (
+    NO_STATE,
+    Global,
+    Inert,
+    ObjectLeaf,
+    Persistent,
+    TensorLeaf,
+    make_namespace,
+)
 from tests.support.materialize import materialized, tensor_bytes
 
 
@@ -42,7 +56,11 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
 
     def fragments_of(key: str) -> list[Fragment]:
         number = tensors.index(key)
-        return [Fragment(key, full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))]
+        return [
+            Fragment(
+                key, full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,)
+            )
+        ]
 
     return Catalog(
         "fake",
@@ -65,7 +83,8 @@ def opened(store: MemoryStore) -> Mapping[str, object]:
 
 NESTED: dict[str, object] = {
     "model": OrderedDict(
-        w=torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)), b=torch.arange(3, dtype=torch.bfloat16)
+        w=torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)),
+        b=torch.arange(3, dtype=torch.bfloat16),
     ),
     "optimizer": {
         "state": {0: {"step": torch.tensor(7.0), "lr": 0.1}},
@@ -97,7 +116,9 @@ def test_objects_and_nesting_of_a_torch_file_come_back(tmp_path: Path) -> None:
 
 
 def test_the_file_is_opened_by_torch_with_its_defaults(tmp_path: Path) -> None:
-    source = flat_catalog(args=make_namespace({"lr": 0.1}), kind=Global("mine", "Kind.a"), plain={"a": [1, (2, None)]})
+    source = flat_catalog(
+        args=make_namespace({"lr": 0.1}), kind=Global("mine", "Kind.a"), plain={"a": [1, (2, None)]}
+    )
     value = opened(written(source, MemoryStore()))
     assert value["ckpt_objects"] == 1 and value["skeleton"] is None
     assert value["objects"] == {"plain": {"a": [1, (2, None)]}}
@@ -106,7 +127,11 @@ def test_the_file_is_opened_by_torch_with_its_defaults(tmp_path: Path) -> None:
 def test_objects_that_torch_refuses_come_back_as_they_were() -> None:
     found = read_back(written(flat_catalog(args=make_namespace({"lr": 0.1}), n=1), MemoryStore()))
     args = found.objects["args"].value
-    assert isinstance(args, Inert) and str(args.fn) == "argparse.Namespace" and args.state == {"lr": 0.1}
+    assert (
+        isinstance(args, Inert)
+        and str(args.fn) == "argparse.Namespace"
+        and args.state == {"lr": 0.1}
+    )
     assert list(found.objects) == ["args", "n"]
 
 
@@ -155,9 +180,13 @@ def test_files_are_equal_for_equal_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", [("w", "new"), ()])
-def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(tensors: tuple[str, ...]) -> None:
+def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(
+    tensors: tuple[str, ...],
+) -> None:
     beside = ObjectsBeside(
-        {"step": StoredObject("step", value=1)}, {"model": {"w": TensorLeaf("w")}, "step": ObjectLeaf("step")}, {}
+        {"step": StoredObject("step", value=1)},
+        {"model": {"w": TensorLeaf("w")}, "step": ObjectLeaf("step")},
+        {},
     )
     made = with_objects(flat_catalog(tensors), beside)
     assert made.skeleton is None and list(made.objects) == ["step"]
@@ -194,7 +223,10 @@ def store_of(value: object) -> MemoryStore:
         ({"objects": [1]}, "not an objects file"),
         ({"ckpt_objects": 1, "objects": {3: 1}}, "key is a int"),
         ({"ckpt_objects": 1, "objects": {}, "skeleton": {"$tuple": 1}}, "."),
-        ({"ckpt_objects": 1, "objects": {}, "skeleton": {"$object": "strange:w"}}, "unknown kind 'strange'"),
+        (
+            {"ckpt_objects": 1, "objects": {}, "skeleton": {"$object": "strange:w"}},
+            "unknown kind 'strange'",
+        ),
     ],
 )
 def test_a_malformed_file_is_corrupt(value: object, message: str) -> None:

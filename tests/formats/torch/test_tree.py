@@ -101,7 +101,10 @@ def test_a_pickle_that_asks_for_code_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_objects_are_loaded_from_their_streams() -> None:
-    state = {"cpu": filled(torch.uint8, 20), "list": [1, (2, argparse.Namespace(x=filled(torch.int8, 3)))]}
+    state = {
+        "cpu": filled(torch.uint8, 20),
+        "list": [1, (2, argparse.Namespace(x=filled(torch.int8, 3)))],
+    }
     for value in (state, [state], 5, None, "text", collections.OrderedDict(a=1)):
         data = saved(value)
         store = MemoryStore({"o": b"z" * 11 + data})
@@ -137,7 +140,11 @@ def test_a_damaged_object_stream_names_the_object() -> None:
 
 
 REAL = saved(
-    {"a": filled(torch.float32, 4, 3), "n": argparse.Namespace(lr=1.0), "l": [filled(torch.bfloat16, 5), (1,)]}
+    {
+        "a": filled(torch.float32, 4, 3),
+        "n": argparse.Namespace(lr=1.0),
+        "l": [filled(torch.bfloat16, 5), (1,)],
+    }
 )
 
 
@@ -150,7 +157,9 @@ def test_a_file_cut_at_any_byte_is_an_error_of_ours() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_a_damaged_file_raises_only_our_errors(damages: list[tuple[int, int]]) -> None:
     data = bytearray(REAL)
     for at, byte in damages:
@@ -161,7 +170,10 @@ def test_a_damaged_file_raises_only_our_errors(damages: list[tuple[int, int]]) -
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.integers(0, 2**32))
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
+    st.integers(0, 2**32),
+)
 def test_a_damaged_pickle_raises_only_our_errors(damages: list[tuple[int, int]], seed: int) -> None:
     with zipfile.ZipFile(io.BytesIO(REAL)) as source:
         pickled = bytearray(source.read("archive/data.pkl"))

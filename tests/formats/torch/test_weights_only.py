@@ -117,12 +117,20 @@ def test_any_root_is_set_aside_and_comes_back(root: object, tmp_path: Path) -> N
     ],
 )
 def test_a_malformed_reserved_entry_is_an_error_of_ours(entries: object) -> None:
-    for note in (entries, {"entries": entries}, {"version": 2, "entries": []}, {"version": 1, "entries": entries}):
+    for note in (
+        entries,
+        {"entries": entries},
+        {"version": 2, "entries": []},
+        {"version": 1, "entries": entries},
+    ):
         with pytest.raises(CorruptError):
             opened(saved({"a": [1, {}], "b": 5, ASIDE_KEY: note}))
 
 
 def test_a_reserved_key_of_somebody_else_is_not_overwritten() -> None:
-    catalog = replace(opened(saved({"a": argparse.Namespace()}))[0], skeleton={"a": Inert("newobj", 1), ASIDE_KEY: 3})
+    catalog = replace(
+        opened(saved({"a": argparse.Namespace()}))[0],
+        skeleton={"a": Inert("newobj", 1), ASIDE_KEY: 3},
+    )
     with pytest.raises(UnsupportedError, match="reserved key"):
         lay_out(catalog)

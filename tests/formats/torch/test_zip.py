@@ -37,7 +37,10 @@ def archive_of(data: bytes, **where: int) -> Archive:
 
 
 def zipped(
-    records: Sequence[tuple[str, bytes]] = (("archive/data.pkl", b"\x80\x02N."), ("archive/data/0", b"12345678")),
+    records: Sequence[tuple[str, bytes]] = (
+        ("archive/data.pkl", b"\x80\x02N."),
+        ("archive/data/0", b"12345678"),
+    ),
     **options: int,
 ) -> bytes:
     stream = io.BytesIO()
@@ -49,7 +52,9 @@ def zipped(
     return stream.getvalue()
 
 
-def assembled(plan_size: int, literals: Sequence[tuple[int, bytes]], data: Mapping[int, bytes]) -> bytes:
+def assembled(
+    plan_size: int, literals: Sequence[tuple[int, bytes]], data: Mapping[int, bytes]
+) -> bytes:
     made = bytearray(plan_size)
     for offset, piece in [*literals, *data.items()]:
         made[offset : offset + len(piece)] = piece
@@ -59,12 +64,18 @@ def assembled(plan_size: int, literals: Sequence[tuple[int, bytes]], data: Mappi
 def replanned(data: bytes) -> bytes:
     """A zip that torch wrote, planned and filled anew from its records."""
     archive = archive_of(data)
-    content = {name: data[record.offset :][: record.n_bytes] for name, record in archive.records.items()}
+    content = {
+        name: data[record.offset :][: record.n_bytes] for name, record in archive.records.items()
+    }
     plan = plan_archive(archive.root, [(name, len(piece)) for name, piece in content.items()])
     payloads = {name: piece for name, piece in content.items() if not name.startswith("data/")}
     literals = list(plan.literals(payloads, lambda name: zlib.crc32(content[name])))
     offsets = dict(zip(plan.names, plan.data, strict=True))
-    arrays = {offsets[f"{plan.root}/{name}"]: piece for name, piece in content.items() if name.startswith("data/")}
+    arrays = {
+        offsets[f"{plan.root}/{name}"]: piece
+        for name, piece in content.items()
+        if name.startswith("data/")
+    }
     return assembled(plan.size, literals, arrays)
 
 
@@ -90,7 +101,9 @@ def test_records_beyond_4_gib_are_placed_as_torch_places_them(tmp_path: Path) ->
     with sparse.open("wb") as made:
         made.truncate(1 << 33)
     tensors = [
-        torch.from_file(str(sparse), shared=True, size=n, dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+        torch.from_file(str(sparse), shared=True, size=n, dtype=torch.uint8)
+        if n
+        else torch.empty(0, dtype=torch.uint8)
         for n in sizes
     ]
     with torch.serialization.skip_data():
@@ -119,7 +132,9 @@ def test_a_planned_zip_is_read_by_zipfile_with_right_crcs() -> None:
 
 
 def test_the_directory_says_what_zipfile_says() -> None:
-    data = saved({"a": torch.arange(9.0), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)})
+    data = saved(
+        {"a": torch.arange(9.0), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)}
+    )
     archive = archive_of(data)
     with zipfile.ZipFile(io.BytesIO(data)) as opened:
         infos = opened.infolist()
@@ -142,14 +157,21 @@ def test_a_zip_inside_a_bigger_file_is_read_in_place() -> None:
 
 
 def test_a_zip_of_another_program_is_read() -> None:
-    records = [("a/", b""), ("a/data.pkl", b"\x80\x02N."), ("a/data/", b""), ("a/data/0", b"12345678")]
+    records = [
+        ("a/", b""),
+        ("a/data.pkl", b"\x80\x02N."),
+        ("a/data/", b""),
+        ("a/data/0", b"12345678"),
+    ]
     archive = archive_of(zipped(records))
     assert list(archive.records) == ["data.pkl", "data/0"]
 
 
 def test_a_zip_with_a_comment_is_read() -> None:
     data = zipped()
-    assert archive_of(data[:-2] + b"\x05\x00hello").records.keys() == archive_of(data).records.keys()
+    assert (
+        archive_of(data[:-2] + b"\x05\x00hello").records.keys() == archive_of(data).records.keys()
+    )
 
 
 def test_a_missing_record_is_named() -> None:
@@ -195,9 +217,17 @@ CONTRADICTIONS = {
         CorruptError,
         "two records 'data.pkl'",
     ),
-    "two roots": (zipped([("a/data.pkl", b"N."), ("b/data/0", b"12")]), CorruptError, "below 'a' and below 'b'"),
+    "two roots": (
+        zipped([("a/data.pkl", b"N."), ("b/data/0", b"12")]),
+        CorruptError,
+        "below 'a' and below 'b'",
+    ),
     "no root": (zipped([("data.pkl", b"N.")]), UnsupportedError, "at its top"),
-    "another local name": (patched(DATA, 30 + 8, b"DATA"), CorruptError, "local header of record 'data|differ"),
+    "another local name": (
+        patched(DATA, 30 + 8, b"DATA"),
+        CorruptError,
+        "local header of record 'data|differ",
+    ),
     "another local size": (patched(DATA, 22, b"\x05"), CorruptError, "by its own header"),
     "another local crc": (patched(DATA, 14, b"\x05"), CorruptError, "by its own header"),
     "another local method": (patched(DATA, 8, b"\x08"), CorruptError, "flags of record"),
@@ -208,7 +238,11 @@ CONTRADICTIONS = {
         "overlaps",
     ),
     "a record that reaches into the next": (
-        patched(patched(DATA, CENTRAL + 20, struct.pack("<II", 999, 999)), 18, struct.pack("<II", 999, 999)),
+        patched(
+            patched(DATA, CENTRAL + 20, struct.pack("<II", 999, 999)),
+            18,
+            struct.pack("<II", 999, 999),
+        ),
         CorruptError,
         "overlaps",
     ),
@@ -217,20 +251,46 @@ CONTRADICTIONS = {
         CorruptError,
         "precede|overlaps",
     ),
-    "a record behind the end": (patched(DATA, SECOND_CENTRAL + 42, b"\xf0\xf0\xf0\x70"), CorruptError, "overlaps"),
+    "a record behind the end": (
+        patched(DATA, SECOND_CENTRAL + 42, b"\xf0\xf0\xf0\x70"),
+        CorruptError,
+        "overlaps",
+    ),
     "two sizes": (patched(DATA, CENTRAL + 20, b"\x05"), CorruptError, "two sizes"),
-    "another method in the local header": (patched(DEFLATED, 8, b"\0"), CorruptError, "flags of record"),
-    "another deflated size in the local header": (patched(DEFLATED, 18, b"\x05"), CorruptError, "by its own header"),
+    "another method in the local header": (
+        patched(DEFLATED, 8, b"\0"),
+        CorruptError,
+        "flags of record",
+    ),
+    "another deflated size in the local header": (
+        patched(DEFLATED, 18, b"\x05"),
+        CorruptError,
+        "by its own header",
+    ),
     "an impossible inflated size": (
-        patched(patched(DEFLATED, 22, b"\0\0\x01"), DEFLATED.index(b"PK\x01\x02") + 24, b"\0\0\x01"),
+        patched(
+            patched(DEFLATED, 22, b"\0\0\x01"), DEFLATED.index(b"PK\x01\x02") + 24, b"\0\0\x01"
+        ),
         CorruptError,
         "too few for 65536",
     ),
-    "bzip2": (zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_BZIP2), UnsupportedError, "compressed"),
+    "bzip2": (
+        zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_BZIP2),
+        UnsupportedError,
+        "compressed",
+    ),
     "encrypted": (patched(DATA, CENTRAL + 8, b"\x01"), UnsupportedError, "encrypted"),
     "several disks": (patched(DATA, END + 4, b"\x01"), UnsupportedError, "several disks"),
-    "an entry on another disk": (patched(DATA, CENTRAL + 34, b"\x01"), UnsupportedError, "several disks"),
-    "more entries stated": (patched(DATA, END + 8, b"\x09\0\x09\0"), CorruptError, "9 directory entries|fewer"),
+    "an entry on another disk": (
+        patched(DATA, CENTRAL + 34, b"\x01"),
+        UnsupportedError,
+        "several disks",
+    ),
+    "more entries stated": (
+        patched(DATA, END + 8, b"\x09\0\x09\0"),
+        CorruptError,
+        "9 directory entries|fewer",
+    ),
     "fewer entries stated": (patched(DATA, END + 8, b"\x01\0\x01\0"), CorruptError, "bytes more"),
     "a malformed entry": (patched(DATA, CENTRAL, b"XX"), CorruptError, "malformed"),
     "a name that is no text": (patched(DATA, CENTRAL + 46, b"\xff"), CorruptError, "differ|name"),
@@ -257,7 +317,9 @@ def test_end_records_that_differ_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2], ids=["stored", "deflated", "bzip2"]
+    "method",
+    [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2],
+    ids=["stored", "deflated", "bzip2"],
 )
 def test_torchscript_is_refused_by_name(method: int) -> None:
     data = zipped([("a/data.pkl", b"N." * 99), ("a/constants.pkl", b"N.")], compression=method)
@@ -282,20 +344,32 @@ def test_records_that_are_deflated_are_told_apart() -> None:
     archive = archive_of(data)
     with zipfile.ZipFile(io.BytesIO(data)) as opened:
         for info, record in zip(opened.infolist(), archive.records.values(), strict=True):
-            assert (record.n_bytes, record.crc, record.packed_bytes) == (info.file_size, info.CRC, info.compress_size)
+            assert (record.n_bytes, record.crc, record.packed_bytes) == (
+                info.file_size,
+                info.CRC,
+                info.compress_size,
+            )
             packed = data[record.span[0] : record.span[1]]
             assert zlib.decompress(packed, -15) == opened.read(info)
 
 
-REAL = saved({"a": torch.arange(9.0), "b": torch.empty(0), "c": [torch.ones(3, dtype=torch.bfloat16)]})
+REAL = saved(
+    {"a": torch.arange(9.0), "b": torch.empty(0), "c": [torch.ones(3, dtype=torch.bfloat16)]}
+)
 
 
 @settings(max_examples=400, deadline=None)
 @given(
     st.sampled_from([REAL, DATA]),
-    st.lists(st.tuples(st.integers(0, len(REAL)), st.binary(min_size=1, max_size=9)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(0, len(REAL)), st.binary(min_size=1, max_size=9)),
+        min_size=1,
+        max_size=3,
+    ),
 )
-def test_a_damaged_zip_raises_only_our_errors(data: bytes, damages: list[tuple[int, bytes]]) -> None:
+def test_a_damaged_zip_raises_only_our_errors(
+    data: bytes, damages: list[tuple[int, bytes]]
+) -> None:
     for at, new in damages:
         at %= len(data)
         data = patched(data, at, new)[: len(data)]

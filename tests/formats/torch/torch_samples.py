@@ -54,7 +54,11 @@ def assert_same(mine: Any, expected: Any) -> None:
     """Equal types, nesting and order; tensors equal bit for bit."""
     assert type(mine) is type(expected), f"{type(mine)} for {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert (mine.dtype, mine.shape, mine.requires_grad) == (expected.dtype, expected.shape, expected.requires_grad)
+        assert (mine.dtype, mine.shape, mine.requires_grad) == (
+            expected.dtype,
+            expected.shape,
+            expected.requires_grad,
+        )
         assert bits(mine) == bits(expected)
     elif isinstance(expected, dict):
         assert list(mine) == list(expected)
@@ -174,11 +178,19 @@ def a_tensor(
     pid: object = None,
 ) -> Inert:
     """The call that makes a tensor, with any arguments."""
-    storage = Persistent(pid if pid is not None else ("storage", Global("torch", kind), key, "cpu", numel))
-    return Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, None))
+    storage = Persistent(
+        pid if pid is not None else ("storage", Global("torch", kind), key, "cpu", numel)
+    )
+    return Inert(
+        "reduce",
+        Global("torch._utils", "_rebuild_tensor_v2"),
+        (storage, offset, shape, strides, False, None),
+    )
 
 
-def repickled(tree: object, *, data: bytes = bytes(64), extra: tuple[tuple[str, bytes], ...] = ()) -> bytes:
+def repickled(
+    tree: object, *, data: bytes = bytes(64), extra: tuple[tuple[str, bytes], ...] = ()
+) -> bytes:
     """A zip with one storage ``data/0`` and any pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
@@ -190,7 +202,11 @@ def repickled(tree: object, *, data: bytes = bytes(64), extra: tuple[tuple[str, 
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
-SYSTEM = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+SYSTEM = {
+    "protocol_version": 1001,
+    "little_endian": True,
+    "type_sizes": {"short": 2, "int": 4, "long": 4},
+}
 
 
 def legacy_stream(
@@ -216,7 +232,14 @@ def legacy_stream(
 def facts_of(catalog: Catalog) -> list[object]:
     """Return what a file says beside its tensors and objects, in a form that ``==`` compares."""
     facts = facet_of(catalog, TorchFileFacts)
-    fields = (catalog.iteration, catalog.args, catalog.aliases, catalog.unsupported, catalog.notes, facts.shared)
+    fields = (
+        catalog.iteration,
+        catalog.args,
+        catalog.aliases,
+        catalog.unsupported,
+        catalog.notes,
+        facts.shared,
+    )
     return [facts.is_set_aside, *map(to_plain, fields)]
 
 
@@ -226,7 +249,9 @@ def as_legacy(data: bytes) -> bytes:
         root = source.namelist()[0].split("/")[0]
         tree = load(source.read(f"{root}/data.pkl"), label="zip")
         pids = {node.value[2]: node.value for node in walk(tree) if isinstance(node, Persistent)}  # type: ignore[index]
-        storages = {key: (pid[4], source.read(f"{root}/data/{key}")) for key, pid in sorted(pids.items())}
+        storages = {
+            key: (pid[4], source.read(f"{root}/data/{key}")) for key, pid in sorted(pids.items())
+        }
     heads = [dumps(head) for head in (MAGIC, 1001, SYSTEM)]
     heads.append(dumps(tree, persistent_id=lambda leaf: (*leaf.value, None)))
     heads.append(dumps(list(storages)))

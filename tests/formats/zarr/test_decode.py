@@ -33,12 +33,18 @@ CODERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def decoded(
-    stored: bytes, *codecs: str, offset: int = 0, dtype: str = "uint32", shape: tuple[int, ...] = SHAPE
+    stored: bytes,
+    *codecs: str,
+    offset: int = 0,
+    dtype: str = "uint32",
+    shape: tuple[int, ...] = SHAPE,
 ) -> bytes:
     coding = ChunkCoding(dtype, shape, tuple(range(len(shape))), False, codecs)
     store = MemoryStore({"f": bytes(offset) + stored + b"behind"})
     return bytes(
-        EncodedChunk(coding, len(stored)).decode(store, StoredArray("w", dtype, shape, Extent("f", offset)), 0)
+        EncodedChunk(coding, len(stored)).decode(
+            store, StoredArray("w", dtype, shape, Extent("f", offset)), 0
+        )
     )
 
 
@@ -48,7 +54,9 @@ def test_every_codec_gives_back_what_was_encoded(name: str, offset: int) -> None
     assert decoded(CODERS[name](VALUES.tobytes()), name, offset=offset) == VALUES.tobytes()
 
 
-@pytest.mark.parametrize("last", [name for name in CODERS if name != "blosc"])  # it wants whole elements
+@pytest.mark.parametrize(
+    "last", [name for name in CODERS if name != "blosc"]
+)  # it wants whole elements
 @pytest.mark.parametrize("first", [name for name in CODERS if name != "blosc"])
 def test_codecs_follow_each_other(first: str, last: str) -> None:
     assert decoded(CODERS[last](CODERS[first](VALUES.tobytes())), first, last) == VALUES.tobytes()
@@ -68,7 +76,9 @@ def test_a_cut_chunk_is_corrupt_and_named(name: str) -> None:
 @pytest.mark.parametrize("change", [-4, 4])
 def test_a_chunk_of_another_length_is_corrupt(name: str, change: int) -> None:
     data = (VALUES.tobytes() + bytes(4))[: VALUES.nbytes + change]
-    with pytest.raises(TruncatedError if change < 0 and name != "blosc" else CorruptError, match="bytes"):
+    with pytest.raises(
+        TruncatedError if change < 0 and name != "blosc" else CorruptError, match="bytes"
+    ):
         decoded(CODERS[name](data), name)
 
 
@@ -120,13 +130,22 @@ def test_an_unknown_codec_is_named() -> None:
 @pytest.mark.parametrize("dtype", ["<c8", "<c16", "<f8", "<f2", "<i8", "|u1"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (2, 0, 1), (1, 0, 2)])
 @pytest.mark.parametrize("is_big", [False, True])
-def test_byte_order_and_order_of_axes_are_undone(dtype: str, order: tuple[int, ...], is_big: bool) -> None:
+def test_byte_order_and_order_of_axes_are_undone(
+    dtype: str, order: tuple[int, ...], is_big: bool
+) -> None:
     values = np.arange(2 * 3 * 4).reshape(2, 3, 4).astype(dtype) * (1 if dtype == "|u1" else 3)
-    stored = values.transpose(order).astype(values.dtype.newbyteorder(">")) if is_big else values.transpose(order)
+    stored = (
+        values.transpose(order).astype(values.dtype.newbyteorder(">"))
+        if is_big
+        else values.transpose(order)
+    )
     coding = ChunkCoding(values.dtype.name, values.shape, order, is_big, ("zlib",))
     data = zlib.compress(stored.tobytes())
     array = StoredArray("w", values.dtype.name, values.shape, Extent("f", 0))
-    assert bytes(EncodedChunk(coding, len(data)).decode(MemoryStore({"f": data}), array, 0)) == values.tobytes()
+    assert (
+        bytes(EncodedChunk(coding, len(data)).decode(MemoryStore({"f": data}), array, 0))
+        == values.tobytes()
+    )
 
 
 def test_plain_chunks_have_strides_instead() -> None:

@@ -44,11 +44,46 @@ NUMBERS: dict[str, object] = {
     "int64": 2**62 + 1,
 }
 VALUES = (
-    *(0, 1, -7, 255, 2**63, 1.5, 0.1, -0.0, 1e30, True, False, "NaN", "Infinity", "-Infinity", None, "abc", "AAAA"),
-    *("0x7f", "0xff80", "0x7fc00001", "0x7ff8000000000001", [0.1, -2.0], [1.5, "NaN"], [1.0], {"a": 1}),
+    *(
+        0,
+        1,
+        -7,
+        255,
+        2**63,
+        1.5,
+        0.1,
+        -0.0,
+        1e30,
+        True,
+        False,
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        None,
+        "abc",
+        "AAAA",
+    ),
+    *(
+        "0x7f",
+        "0xff80",
+        "0x7fc00001",
+        "0x7ff8000000000001",
+        [0.1, -2.0],
+        [1.5, "NaN"],
+        [1.0],
+        {"a": 1},
+    ),
 )
 DTYPE_NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *(
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+    ),
     *("float8_e5m2fnuz", "int64", "int8", "uint8", "uint16", "bool", "complex64", "complex128"),
 )
 
@@ -62,10 +97,22 @@ def filled_by_tensorstore(value: object, dtype: str, zarr_format: int) -> bytes 
     if zarr_format == 3:
         plain = {"name": "bytes", "configuration": {"endian": "little"}}
         grid = {"name": "regular", "configuration": {"chunk_shape": [1]}}
-        metadata = {"shape": [1], "chunk_grid": grid, "data_type": dtype, "fill_value": value, "codecs": [plain]}
+        metadata = {
+            "shape": [1],
+            "chunk_grid": grid,
+            "data_type": dtype,
+            "fill_value": value,
+            "codecs": [plain],
+        }
     else:
         code = dtype if dtype in ml_dtypes.__dict__ else numpy_dtype(dtype).str
-        metadata = {"shape": [1], "chunks": [1], "dtype": code, "fill_value": value, "compressor": None}
+        metadata = {
+            "shape": [1],
+            "chunks": [1],
+            "dtype": code,
+            "fill_value": value,
+            "compressor": None,
+        }
     driver = "zarr" if zarr_format == 2 else "zarr3"
     spec = {"driver": driver, "kvstore": "memory://", "metadata": metadata}
     try:
@@ -95,7 +142,9 @@ def group_by_zarr_python(
     group: Any = zarr_python.open_group(folder, mode="w", zarr_format=zarr_format)
     for name, (dtype, fill) in arrays.items():
         element = np.frombuffer(fill_bytes(fill, dtype, zarr_format=zarr_format) or b"", dtype)[0]
-        array = group.create_array(name, shape=(7, 5), chunks=(2, 3), dtype=dtype, fill_value=element)
+        array = group.create_array(
+            name, shape=(7, 5), chunks=(2, 3), dtype=dtype, fill_value=element
+        )
         data = (np.arange(35).reshape(7, 5) % 2).astype(dtype)
         data[2:4, 3:] = data[6:, :3] = element
         array[...] = data
@@ -112,26 +161,36 @@ def check_reads(folder: Path, wanted: dict[str, np.ndarray[Any, Any]]) -> Catalo
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_chunks_that_zarr_python_leaves_out_are_the_fill_value(zarr_format: int, tmp_path: Path) -> None:
+def test_chunks_that_zarr_python_leaves_out_are_the_fill_value(
+    zarr_format: int, tmp_path: Path
+) -> None:
     arrays = {f"{dtype}": (dtype, fill) for dtype, fill in NUMBERS.items()}
     wanted = group_by_zarr_python(tmp_path / "z", zarr_format, **arrays)
     catalog = check_reads(tmp_path / "z", wanted)
-    assert {tensor.key: tensor.n_chunks for tensor in unstored(catalog)} == dict.fromkeys(NUMBERS, 2)
+    assert {tensor.key: tensor.n_chunks for tensor in unstored(catalog)} == dict.fromkeys(
+        NUMBERS, 2
+    )
     report = run(Job(src=tmp_path / "z", dst=tmp_path / "out", to="zarr3", verify=True))
     assert check_reads(tmp_path / "out", wanted)
     assert any("16 chunks of bool and 7 more are not stored" in note for note in report.notes)
 
 
-def test_a_fill_value_of_null_means_zeros_as_zarr_python_and_tensorstore_read_it(tmp_path: Path) -> None:
+def test_a_fill_value_of_null_means_zeros_as_zarr_python_and_tensorstore_read_it(
+    tmp_path: Path,
+) -> None:
     made: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=2)
     made.create_array("w", shape=(4, 2), chunks=(2, 2), dtype="f4", fill_value=None)[:2] = 1
     assert json.loads((tmp_path / "z/w/.zarray").read_text())["fill_value"] is None
     check_reads(tmp_path / "z", {"w": np.array([[1, 1], [1, 1], [0, 0], [0, 0]], "f4")})
 
 
-def test_inner_chunks_that_shards_leave_out_and_whole_shards_are_the_fill_value(tmp_path: Path) -> None:
+def test_inner_chunks_that_shards_leave_out_and_whole_shards_are_the_fill_value(
+    tmp_path: Path,
+) -> None:
     group: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=3)
-    array = group.create_array("w", shape=(10, 6), chunks=(2, 3), shards=(4, 6), dtype="f4", fill_value=2.5)
+    array = group.create_array(
+        "w", shape=(10, 6), chunks=(2, 3), shards=(4, 6), dtype="f4", fill_value=2.5
+    )
     data = np.arange(60, dtype="f4").reshape(10, 6)
     data[2:4, :3] = data[4:8] = 2.5
     array[...] = data
@@ -144,7 +203,9 @@ def test_inner_chunks_that_shards_leave_out_and_whole_shards_are_the_fill_value(
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_chunks_that_were_removed_as_they_became_the_fill_value_are_it(zarr_format: int, tmp_path: Path) -> None:
+def test_chunks_that_were_removed_as_they_became_the_fill_value_are_it(
+    zarr_format: int, tmp_path: Path
+) -> None:
     group: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=zarr_format)
     array = group.create_array("w", data=np.ones((4, 4), "f4"), chunks=(2, 2))
     array[...] = 0
@@ -157,8 +218,15 @@ def test_chunks_that_were_removed_as_they_became_the_fill_value_are_it(zarr_form
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
-def test_bfloat16_chunks_that_tensorstore_leaves_out_are_the_fill_value(driver: str, tmp_path: Path) -> None:
-    metadata: dict[str, Any] = {"shape": [6], "chunks": [2], "dtype": "bfloat16", "fill_value": "NaN"}
+def test_bfloat16_chunks_that_tensorstore_leaves_out_are_the_fill_value(
+    driver: str, tmp_path: Path
+) -> None:
+    metadata: dict[str, Any] = {
+        "shape": [6],
+        "chunks": [2],
+        "dtype": "bfloat16",
+        "fill_value": "NaN",
+    }
     if driver == "zarr3":
         grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
         metadata = {"shape": [6], "chunk_grid": grid, "data_type": "bfloat16", "fill_value": "NaN"}
@@ -173,7 +241,9 @@ def test_bfloat16_chunks_that_tensorstore_leaves_out_are_the_fill_value(driver: 
 def group(tmp_path: Path) -> Path:
     """A group of zarr-python's with ``w``, of which chunk 1 is not stored."""
     made: Any = zarr_python.open_group(tmp_path / "group", mode="w", zarr_format=3)
-    made.create_array("w", shape=(6,), chunks=(2,), dtype="f4")[...] = np.array([1, 2, 0, 0, 5, 6], "f4")
+    made.create_array("w", shape=(6,), chunks=(2,), dtype="f4")[...] = np.array(
+        [1, 2, 0, 0, 5, 6], "f4"
+    )
     assert not (tmp_path / "group/w/c/1").exists()
     return tmp_path / "group"
 
@@ -211,7 +281,9 @@ def test_several_workers_write_fill_values_as_one_process_does(group: Path, tmp_
     assert (tmp_path / "two.pt").read_bytes() == (tmp_path / "one.pt").read_bytes()
 
 
-def test_a_chunk_that_the_manifest_lists_is_missing(group: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chunk_that_the_manifest_lists_is_missing(
+    group: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["manifest", str(group)]) == 0
     assert open_checkpoint(group).notes  # the manifest does not list what was never there
     (group / "w/c/2").unlink()
@@ -231,7 +303,9 @@ def test_a_chunk_of_a_group_of_ours_is_missing_though_zarr_would_fill_it(tmp_pat
         zarr3.FORMAT.read(LocalStore(folder))
 
 
-@pytest.mark.parametrize("gone", [(), ("metadata.json",), ("common.pt",), ("metadata.json", "common.pt")])
+@pytest.mark.parametrize(
+    "gone", [(), ("metadata.json",), ("common.pt",), ("metadata.json", "common.pt")]
+)
 def test_a_chunk_of_a_megatron_checkpoint_is_missing_whatever_else_is_lost(
     gone: tuple[str, ...], golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,7 +349,9 @@ def test_a_grid_of_very_many_absent_chunks_takes_few_fragments() -> None:
         "compressor": None,
         "filters": None,
     }
-    store = MemoryStore({".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode(), "w/5.7": bytes(40)})
+    store = MemoryStore(
+        {".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode(), "w/5.7": bytes(40)}
+    )
     catalog = zarr.FORMAT.read(store)
     assert len(catalog.fragments("w")) <= 1 + 2 * 3
     assert sum(fragment.box.n_elements for fragment in catalog.fragments("w")) == 10**11
@@ -311,7 +387,12 @@ def test_a_fill_value_that_the_type_cannot_hold_fills_nothing(value: object) -> 
         "compressor": None,
         "filters": None,
     }
-    files = {".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode(), "w/0": bytes(8), "w/1": bytes(8)}
+    files = {
+        ".zgroup": b"{}",
+        "w/.zarray": json.dumps(metadata).encode(),
+        "w/0": bytes(8),
+        "w/1": bytes(8),
+    }
     assert zarr.FORMAT.read(MemoryStore(files)).tensors  # as long as it is not needed
     del files["w/1"]
     with pytest.raises(MissingShardError, match="1 of 2 exist"):

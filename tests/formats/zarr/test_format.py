@@ -23,7 +23,13 @@ from core.catalog.stored import PlannedArray
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
-from core.errors import CorruptError, MissingShardError, TruncatedError, UnsafeError, UnsupportedError
+from core.errors import (
+    CorruptError,
+    MissingShardError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.mcore.objects import is_sharded_object
@@ -36,7 +42,15 @@ from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk
 from core.validate.run import validate
 from tests.support.materialize import tensor_bytes
-from tests.support.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, filled, source_of, written
+from tests.support.zarr_files import (
+    as_bytes,
+    by_tensorstore,
+    element_bytes,
+    files_of,
+    filled,
+    source_of,
+    written,
+)
 
 CASES = (
     "dense_gqa/tp2_pp2",
@@ -75,7 +89,9 @@ def plain_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_megatron_is_recognised_and_tells_its_common_state(golden: Path, case: str) -> None:
+def test_a_checkpoint_of_megatron_is_recognised_and_tells_its_common_state(
+    golden: Path, case: str
+) -> None:
     store = LocalStore(folder_of(golden, case))
     assert zarr.FORMAT.sniff(store)
     assert not torch_dist.FORMAT.sniff(store)
@@ -146,7 +162,10 @@ def test_the_catalog_is_that_of_the_torch_dist_checkpoint_of_the_same_run(
     assert set(ours.tensors) == set(theirs.tensors)
     for key, meta in theirs.tensors.items():
         assert ours.tensors[key] == meta
-        assert tensor_bytes(ours, store, key).tobytes() == tensor_bytes(theirs, their_store, key).tobytes(), key
+        assert (
+            tensor_bytes(ours, store, key).tobytes()
+            == tensor_bytes(theirs, their_store, key).tobytes()
+        ), key
     theirs = loaded(theirs, their_store, load_object)
     assert set(ours.objects) == set(theirs.objects)
     for key, item in theirs.objects.items():
@@ -176,7 +195,9 @@ def test_metadata_is_read_without_heavy_modules(golden: Path) -> None:
         "assert not heavy, heavy"
     )
     folder = str(folder_of(golden, "dense_gqa/tp2_pp2_optim"))
-    subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=Path(__file__).resolve().parents[3])
+    subprocess.run(
+        [sys.executable, "-c", code, folder], check=True, cwd=Path(__file__).resolve().parents[3]
+    )
 
 
 # ---- writing what Megatron would
@@ -204,7 +225,9 @@ def described(data: bytes) -> object:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_we_wrote_is_byte_for_byte_what_we_read(golden: Path, tmp_path: Path, case: str) -> None:
+def test_what_we_wrote_is_byte_for_byte_what_we_read(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
     source, store = read(folder_of(golden, case))
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     ours = files_of(folder)
@@ -229,19 +252,28 @@ def test_a_zarr_checkpoint_becomes_torch_dist(golden: Path, tmp_path: Path) -> N
     assert set(ours.objects) == set(theirs.objects)
     for key, meta in theirs.tensors.items():
         assert ours.tensors[key] == meta
-        assert tensor_bytes(ours, ours_store, key).tobytes() == tensor_bytes(theirs, their_store, key).tobytes(), key
+        assert (
+            tensor_bytes(ours, ours_store, key).tobytes()
+            == tensor_bytes(theirs, their_store, key).tobytes()
+        ), key
 
 
-def test_another_layout_gives_the_chunks_that_megatron_wrote_there(golden: Path, tmp_path: Path) -> None:
+def test_another_layout_gives_the_chunks_that_megatron_wrote_there(
+    golden: Path, tmp_path: Path
+) -> None:
     source, store = read(folder_of(golden, "dense_gqa/tp2_pp2"))
     whole = unshard(source, rules=load_rules(), target_tp=4)
     stacked = stack(whole, Topology(tp=4), rules=load_rules())
     folder = filled(stacked.source, store, stacked.target, zarr.FORMAT, tmp_path / "ours")
     theirs = files_of(folder_of(golden, "dense_gqa/tp4_pp1"))
-    arrays = {name: data for name, data in theirs.items() if not name.endswith((".pt", "metadata.json"))}
+    arrays = {
+        name: data for name, data in theirs.items() if not name.endswith((".pt", "metadata.json"))
+    }
     ours = files_of(folder)
     assert len(arrays) > 100
-    assert {name: ours.get(name) == data for name, data in arrays.items()} == dict.fromkeys(arrays, True)
+    assert {name: ours.get(name) == data for name, data in arrays.items()} == dict.fromkeys(
+        arrays, True
+    )
 
 
 def test_metadata_json_is_the_last_image() -> None:
@@ -252,16 +284,27 @@ def test_metadata_json_is_the_last_image() -> None:
 
 
 TYPES = [name for name in DTYPES if name not in ("complex32", "float4_e2m1fn_x2")]
-SHAPES: dict[str, tuple[int, ...]] = {"scalar": (), "one": (1,), "row": (7,), "square": (6, 10), "deep": (2, 3, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "one": (1,),
+    "row": (7,),
+    "square": (6, 10),
+    "deep": (2, 3, 4),
+}
 
 
 def test_tensorstore_reads_every_type_and_shape_that_we_write(tmp_path: Path) -> None:
-    tensors = {f"{dtype}.{name}": (dtype, shape) for dtype in TYPES for name, shape in SHAPES.items()}
+    tensors = {
+        f"{dtype}.{name}": (dtype, shape) for dtype in TYPES for name, shape in SHAPES.items()
+    }
     chunks: dict[str, tuple[int, ...]] = {f"{dtype}.square": (3, 5) for dtype in TYPES}
     source, store = source_of(tensors, chunks=chunks)
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     for key, (dtype, shape) in tensors.items():
-        assert by_tensorstore(folder / key, "zarr").tobytes() == element_bytes(key, dtype, shape).tobytes(), key
+        assert (
+            by_tensorstore(folder / key, "zarr").tobytes()
+            == element_bytes(key, dtype, shape).tobytes()
+        ), key
     assert sorted(path.name for path in (folder / "bfloat16.square").iterdir()) == [
         ".zarray",
         "0.0",
@@ -273,7 +316,9 @@ def test_tensorstore_reads_every_type_and_shape_that_we_write(tmp_path: Path) ->
 
 def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Path) -> None:
     known = [name for name in TYPES if not name.startswith(("bfloat", "float8"))]
-    tensors = {f"{dtype}.{name}": (dtype, shape) for dtype in known for name, shape in SHAPES.items()}
+    tensors = {
+        f"{dtype}.{name}": (dtype, shape) for dtype in known for name, shape in SHAPES.items()
+    }
     source, store = source_of(tensors)
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     for key, (dtype, shape) in tensors.items():
@@ -283,7 +328,10 @@ def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Pa
 
 
 def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"a": ("bfloat16", (0, 4)), "b": ("int64", (3, 0))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "a": ("bfloat16", (0, 4)),
+        "b": ("int64", (3, 0)),
+    }
     source, store = source_of(tensors)
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     assert json.loads((folder / "a" / ".zarray").read_bytes())["chunks"] == [1, 4]
@@ -295,7 +343,10 @@ def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
 
 
 def test_keys_with_slashes_are_nested_directories(tmp_path: Path) -> None:
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model/w": ("int32", (3,)), "model/deep/w": ("int32", (4,))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "model/w": ("int32", (3,)),
+        "model/deep/w": ("int32", (4,)),
+    }
     source, store = source_of(tensors)
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     assert (folder / "model" / "deep" / "w" / ".zarray").exists()
@@ -327,12 +378,17 @@ def test_pieces_that_are_no_grid_become_one_chunk(tmp_path: Path) -> None:
     source, store = source_of({"w": ("float32", (7, 4))}, chunks={"w": (3, 4)})
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     assert (folder / "w" / "0.0").stat().st_size == 7 * 4 * 4
-    assert by_tensorstore(folder / "w", "zarr").tobytes() == element_bytes("w", "float32", (7, 4)).tobytes()
+    assert (
+        by_tensorstore(folder / "w", "zarr").tobytes()
+        == element_bytes("w", "float32", (7, 4)).tobytes()
+    )
 
 
 def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
     source, store = read(folder_of(golden, "dense_gqa/tp2_pp2_optim"))
-    one, two = (files_of(written(source, store, zarr.FORMAT, tmp_path / name)) for name in ("one", "two"))
+    one, two = (
+        files_of(written(source, store, zarr.FORMAT, tmp_path / name)) for name in ("one", "two")
+    )
     assert one == two
 
 
@@ -341,7 +397,9 @@ def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
 COMPRESSORS = ({"id": "zstd"}, {"id": "gzip"}, {"id": "zlib"}, {"id": "bz2"}, {"id": "blosc"}, None)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda item: "plain" if item is None else item["id"])
+@pytest.mark.parametrize(
+    "compressor", COMPRESSORS, ids=lambda item: "plain" if item is None else item["id"]
+)
 @pytest.mark.parametrize("separator", [".", "/"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_what_tensorstore_writes_is_read(
@@ -395,7 +453,9 @@ def test_groups_that_zarr_python_writes_are_read(tmp_path: Path) -> None:
 
 
 def test_a_single_array_is_a_tensor_called_array(tmp_path: Path) -> None:
-    zarr_python.create_array(tmp_path / "one", shape=(4,), chunks=(2,), dtype="i4", zarr_format=2)[:] = [1, 2, 3, 4]
+    zarr_python.create_array(tmp_path / "one", shape=(4,), chunks=(2,), dtype="i4", zarr_format=2)[
+        :
+    ] = [1, 2, 3, 4]
     catalog, store = read(tmp_path / "one")
     assert list(catalog.tensors) == ["array"]
     assert tensor_bytes(catalog, store, "array").tobytes() == np.array([1, 2, 3, 4], "i4").tobytes()
@@ -437,7 +497,9 @@ def test_a_missing_chunk_is_reported_not_zero_filled(copied: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "error"), [(-1, TruncatedError), (1, CorruptError)])
-def test_a_chunk_of_the_wrong_length_is_named(copied: Path, change: int, error: type[CorruptError]) -> None:
+def test_a_chunk_of_the_wrong_length_is_named(
+    copied: Path, change: int, error: type[CorruptError]
+) -> None:
     path = copied / KEY / "2.1.0"
     path.write_bytes((path.read_bytes() + b"x")[: path.stat().st_size + change])
     with pytest.raises(error) as caught:
@@ -516,7 +578,9 @@ GOOD: dict[str, object] = {
 
 
 def zarray_of(**changes: object) -> bytes:
-    return json.dumps({name: value for name, value in {**GOOD, **changes}.items() if value != "absent"}).encode()
+    return json.dumps(
+        {name: value for name, value in {**GOOD, **changes}.items() if value != "absent"}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -558,7 +622,9 @@ def test_a_malformed_zarray_is_corrupt_and_named(changes: dict[str, object]) -> 
     assert caught.value.file == "w/.zarray"
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"shape": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"shape": ' + b"9" * 5000 + b"}"]
+)
 def test_a_zarray_that_is_no_json_object_is_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         parse_zarray(data, file="w/.zarray", key="w")
@@ -566,7 +632,21 @@ def test_a_zarray_that_is_no_json_object_is_corrupt(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["|V2", "<V2", "|S5", "<U3", "<M8[ns]", "int4", "float4_e2m1fn", "|f4", "=f4", "", [["a", "<f4"]], 7]
+    "dtype",
+    [
+        "|V2",
+        "<V2",
+        "|S5",
+        "<U3",
+        "<M8[ns]",
+        "int4",
+        "float4_e2m1fn",
+        "|f4",
+        "=f4",
+        "",
+        [["a", "<f4"]],
+        7,
+    ],
 )
 def test_an_element_type_that_is_not_handled_is_refused_by_name(dtype: object) -> None:
     with pytest.raises(UnsupportedError, match="element type") as caught:
@@ -581,7 +661,10 @@ def test_zarr_3_metadata_in_a_zarray_is_refused() -> None:
 
 def plain_group(**changes: object) -> MemoryStore:
     """One array of four chunks."""
-    files: dict[str, bytes | bytearray] = {".zgroup": b'{"zarr_format": 2}', "w/.zarray": zarray_of(**changes)}
+    files: dict[str, bytes | bytearray] = {
+        ".zgroup": b'{"zarr_format": 2}',
+        "w/.zarray": zarray_of(**changes),
+    }
     files |= {f"w/{name}": bytes(24) for name in ("0.0", "0.1", "1.0", "1.1")}
     return MemoryStore(files)
 
@@ -594,7 +677,9 @@ def plain_group(**changes: object) -> MemoryStore:
         ({"filters": [{"id": "zstd"}]}, "'filter zstd'"),
     ],
 )
-def test_a_codec_that_is_not_known_is_named_when_data_is_asked_for(changes: dict[str, object], name: str) -> None:
+def test_a_codec_that_is_not_known_is_named_when_data_is_asked_for(
+    changes: dict[str, object], name: str
+) -> None:
     catalog = zarr.FORMAT.read(plain_group(**changes))
     assert catalog.tensors["w"].shape == (4, 6)
     with pytest.raises(UnsupportedError, match=name) as caught:
@@ -655,7 +740,9 @@ def test_edge_chunks_may_hold_anything_beyond_the_tensor(tmp_path: Path) -> None
 
 def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
     store = plain_group()
-    store.contents["names/.zarray"] = bytearray(zarray_of(dtype="|O", filters=[{"id": "vlen-utf8"}]))
+    store.contents["names/.zarray"] = bytearray(
+        zarray_of(dtype="|O", filters=[{"id": "vlen-utf8"}])
+    )
     catalog = zarr.FORMAT.read(store)
     assert list(catalog.tensors) == ["w"]
     assert "element type" in str(catalog.objects["names"].value)
@@ -672,7 +759,9 @@ def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
         {"compressor": {"id": "pickle"}},
     ],
 )
-def test_an_array_of_pickles_is_unsafe_and_the_others_are_read(changes: dict[str, object], tmp_path: Path) -> None:
+def test_an_array_of_pickles_is_unsafe_and_the_others_are_read(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
     with pytest.raises(UnsafeError, match="pickles"):
         parse_zarray(zarray_of(**changes), file="names/.zarray", key="names")
     store = plain_group()
@@ -685,8 +774,14 @@ def test_an_array_of_pickles_is_unsafe_and_the_others_are_read(changes: dict[str
         run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", fsync=False))
     run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False))
     for level in Level:
-        found = [item for item in validate(tmp_path / "src", level=level).findings if item.severity == Severity.ERROR]
-        assert [(finding.code, finding.file, finding.key) for finding in found] == [("CK601", "names/.zarray", "names")]
+        found = [
+            item
+            for item in validate(tmp_path / "src", level=level).findings
+            if item.severity == Severity.ERROR
+        ]
+        assert [(finding.code, finding.file, finding.key) for finding in found] == [
+            ("CK601", "names/.zarray", "names")
+        ]
 
 
 @pytest.mark.parametrize("name", ["order", "fill_value", "compressor", "filters"])

@@ -27,13 +27,26 @@ from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import ZarrArray
 from core.formats.zarr.metadata3 import node_of, parse_array
 from tests.support.materialize import tensor_bytes
-from tests.support.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, source_of, written
+from tests.support.zarr_files import (
+    as_bytes,
+    by_tensorstore,
+    element_bytes,
+    files_of,
+    source_of,
+    written,
+)
 
 Shape = tuple[int, ...]
 
 TYPES = [name for name in DTYPES if name not in ("complex32", "float4_e2m1fn_x2")]
 KNOWN_TO_ZARR_PYTHON = [name for name in TYPES if not name.startswith(("bfloat", "float8"))]
-SHAPES: dict[str, Shape] = {"scalar": (), "one": (1,), "row": (7,), "square": (6, 10), "deep": (2, 3, 4)}
+SHAPES: dict[str, Shape] = {
+    "scalar": (),
+    "one": (1,),
+    "row": (7,),
+    "square": (6, 10),
+    "deep": (2, 3, 4),
+}
 
 
 def read(folder: Path) -> tuple[Catalog, LocalStore]:
@@ -45,17 +58,26 @@ def read(folder: Path) -> tuple[Catalog, LocalStore]:
 
 
 def test_tensorstore_reads_every_type_and_shape_that_we_write(tmp_path: Path) -> None:
-    tensors = {f"{dtype}.{name}": (dtype, shape) for dtype in TYPES for name, shape in SHAPES.items()}
+    tensors = {
+        f"{dtype}.{name}": (dtype, shape) for dtype in TYPES for name, shape in SHAPES.items()
+    }
     source, store = source_of(tensors, chunks={f"{dtype}.square": (3, 5) for dtype in TYPES})
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     for key, (dtype, shape) in tensors.items():
-        assert by_tensorstore(folder / key, "zarr3").tobytes() == element_bytes(key, dtype, shape).tobytes(), key
+        assert (
+            by_tensorstore(folder / key, "zarr3").tobytes()
+            == element_bytes(key, dtype, shape).tobytes()
+        ), key
     chunks = {name for name in files_of(folder / "bfloat16.square") if name != "zarr.json"}
     assert chunks == {"c/0/0", "c/0/1", "c/1/0", "c/1/1"}
 
 
 def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Path) -> None:
-    tensors = {f"{dtype}.{name}": (dtype, shape) for dtype in KNOWN_TO_ZARR_PYTHON for name, shape in SHAPES.items()}
+    tensors = {
+        f"{dtype}.{name}": (dtype, shape)
+        for dtype in KNOWN_TO_ZARR_PYTHON
+        for name, shape in SHAPES.items()
+    }
     source, store = source_of(tensors)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     group = zarr_python.open_group(folder, mode="r", zarr_format=3)
@@ -86,10 +108,18 @@ def test_large_pieces_become_shards_that_others_read(tmp_path: Path) -> None:
             assert as_bytes(opened[...]).tobytes() == expected, key
             assert (opened.shards is not None) == (key != "small")
     inner = {
-        key: json.loads((folder / key / "zarr.json").read_bytes())["codecs"][0]["configuration"].get("chunk_shape")
+        key: json.loads((folder / key / "zarr.json").read_bytes())["codecs"][0][
+            "configuration"
+        ].get("chunk_shape")
         for key in SHARDED
     }
-    assert inner == {"rows": [1, 10], "prime": [1, 10], "wide": [1, 1, 20], "flat": [4], "small": None}
+    assert inner == {
+        "rows": [1, 10],
+        "prime": [1, 10],
+        "wide": [1, 1, 20],
+        "flat": [4],
+        "small": None,
+    }
 
 
 def test_a_shard_that_we_wrote_is_one_run_of_bytes_again(tmp_path: Path) -> None:
@@ -102,24 +132,34 @@ def test_a_shard_that_we_wrote_is_one_run_of_bytes_again(tmp_path: Path) -> None
         for fragment in fragments:
             assert fragment.array is not None
             assert (fragment.array.extent.offset, fragment.array.extent.encoding) == (0, None)
-        assert tensor_bytes(catalog, ours, key).tobytes() == element_bytes(key, dtype, shape).tobytes()
+        assert (
+            tensor_bytes(catalog, ours, key).tobytes() == element_bytes(key, dtype, shape).tobytes()
+        )
     again = written(catalog, ours, zarr3.FORMAT, tmp_path / "again", shard_bytes=160)
     assert files_of(again) == files_of(folder)
 
 
 def test_the_index_of_a_64_mib_piece_stands_behind_its_data() -> None:
     array = PlannedArray("w", "bfloat16", (8192, 8192))
-    images = {image.path: image for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))}
+    images = {
+        image.path: image
+        for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))
+    }
     image = images["w/c/0/0"]
     ((offset, index),) = image.literals(lambda name: 0)
     assert (image.arrays[0].offset, offset, image.size) == (0, 1 << 27, (1 << 27) + 8 * 16 + 4)
-    assert np.frombuffer(index[:-4], "<u8").reshape(8, 2).tolist() == [[n << 24, 1 << 24] for n in range(8)]
+    assert np.frombuffer(index[:-4], "<u8").reshape(8, 2).tolist() == [
+        [n << 24, 1 << 24] for n in range(8)
+    ]
     assert images["w/zarr.json"].size < 1 << 12
 
 
 def test_a_piece_without_few_equal_bands_is_not_sharded() -> None:
     array = PlannedArray("w", "uint8", ((1 << 27) - 39,))  # a prime
-    images = {image.path: image for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))}
+    images = {
+        image.path: image
+        for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))
+    }
     assert images["w/c/0"].size == array.n_bytes
 
 
@@ -127,9 +167,15 @@ def test_the_group_comes_last_and_notes_the_iteration(tmp_path: Path) -> None:
     source, store = source_of({"w": ("float32", (2, 3))}, iteration=7)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     root = json.loads((folder / "zarr.json").read_bytes())
-    assert root == {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": {"iteration": 7}}}
+    assert root == {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {"ckpt": {"iteration": 7}},
+    }
     assert read(folder)[0].iteration == 7
-    images = zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": PlannedArray("w", "float32", (2, 3))}))
+    images = zarr3.lay_out(
+        catalog_of_arrays(format="zarr3", arrays={"w": PlannedArray("w", "float32", (2, 3))})
+    )
     assert [image.path for image in images] == ["w/zarr.json", "w/c/0/0", "zarr.json"]
     assert [image.is_metadata for image in images] == [False, False, True]
 
@@ -138,11 +184,17 @@ def test_objects_lie_beside_the_arrays(tmp_path: Path) -> None:
     source, store = source_of({"w": ("float32", (2,))}, objects={"lr": 0.5, "names": ["a", "b"]})
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     catalog, _ = read(folder)
-    assert {key: item.value for key, item in catalog.objects.items()} == {"lr": 0.5, "names": ["a", "b"]}
+    assert {key: item.value for key, item in catalog.objects.items()} == {
+        "lr": 0.5,
+        "names": ["a", "b"],
+    }
 
 
 def test_keys_with_slashes_are_groups_in_groups(tmp_path: Path) -> None:
-    tensors: dict[str, tuple[str, Shape]] = {"model/w": ("int32", (3,)), "model/deep/w": ("int32", (4,))}
+    tensors: dict[str, tuple[str, Shape]] = {
+        "model/w": ("int32", (3,)),
+        "model/deep/w": ("int32", (4,)),
+    }
     source, store = source_of(tensors)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     opened: Any = zarr_python.open_group(folder, mode="r")["model/deep/w"]
@@ -182,7 +234,10 @@ def test_a_checkpoint_of_megatron_becomes_zarr_3(golden: Path, tmp_path: Path) -
     source = torch_dist.FORMAT.read(store)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     for key in source.tensors:
-        assert by_tensorstore(folder / key, "zarr3").tobytes() == tensor_bytes(source, store, key).tobytes(), key
+        assert (
+            by_tensorstore(folder / key, "zarr3").tobytes()
+            == tensor_bytes(source, store, key).tobytes()
+        ), key
 
 
 # ---- reading what others wrote
@@ -193,7 +248,12 @@ CODECS: dict[str, list[dict[str, Any]]] = {
     "gzip": [{"name": "gzip", "configuration": {"level": 5}}],
     "zstd": [{"name": "zstd", "configuration": {"level": 1}}],
     "zstd+crc32c": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}],
-    "blosc": [{"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 2}}],
+    "blosc": [
+        {
+            "name": "blosc",
+            "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 2},
+        }
+    ],
 }
 ORDERS: dict[str, list[dict[str, Any]]] = {
     "c": [],
@@ -208,7 +268,11 @@ ORDERS: dict[str, list[dict[str, Any]]] = {
 
 def made_by_tensorstore(folder: Path, dtype: str, metadata: dict[str, Any]) -> bytes:
     """An array of shape (7, 5, 6), and its bytes."""
-    spec = {"driver": "zarr3", "kvstore": f"file://{folder}/", "metadata": {"shape": [7, 5, 6], **metadata}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": f"file://{folder}/",
+        "metadata": {"shape": [7, 5, 6], **metadata},
+    }
     made = ts.open(spec, create=True, dtype=ts.dtype(dtype)).result()
     values = (np.arange(7 * 5 * 6).reshape(7, 5, 6) % 200 + 1).astype(made.dtype.numpy_dtype)
     made.write(values).result()
@@ -218,10 +282,16 @@ def made_by_tensorstore(folder: Path, dtype: str, metadata: dict[str, Any]) -> b
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["chunks", "shards"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_tensorstore_writes_is_read(tmp_path: Path, codec: str, order: str, is_sharded: bool) -> None:
+def test_what_tensorstore_writes_is_read(
+    tmp_path: Path, codec: str, order: str, is_sharded: bool
+) -> None:
     for dtype in ("bfloat16", "float8_e5m2", "int32"):
         for endian in ("little", "big"):
-            codecs = [*ORDERS[order], {"name": "bytes", "configuration": {"endian": endian}}, *CODECS[codec]]
+            codecs = [
+                *ORDERS[order],
+                {"name": "bytes", "configuration": {"endian": endian}},
+                *CODECS[codec],
+            ]
             if dtype == "float8_e5m2":
                 codecs[len(ORDERS[order])] = {"name": "bytes"}
             metadata: dict[str, Any] = {
@@ -244,7 +314,10 @@ def test_what_tensorstore_writes_is_read(tmp_path: Path, codec: str, order: str,
                 assert (fragment.array.extent.encoding is not None) == encoded
     folder = written(*read(tmp_path), zarr3.FORMAT, tmp_path / "ours")
     for name in ("bfloat16.little", "int32.big"):
-        assert by_tensorstore(folder / name, "zarr3").tobytes() == by_tensorstore(tmp_path / name, "zarr3").tobytes()
+        assert (
+            by_tensorstore(folder / name, "zarr3").tobytes()
+            == by_tensorstore(tmp_path / name, "zarr3").tobytes()
+        )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +332,9 @@ def test_what_tensorstore_writes_is_read(tmp_path: Path, codec: str, order: str,
 )
 def test_every_encoding_of_chunk_keys_is_read(tmp_path: Path, encoding: dict[str, Any]) -> None:
     grid = {"name": "regular", "configuration": {"chunk_shape": [3, 5, 4]}}
-    expected = made_by_tensorstore(tmp_path / "w", "int16", {"chunk_grid": grid, "chunk_key_encoding": encoding})
+    expected = made_by_tensorstore(
+        tmp_path / "w", "int16", {"chunk_grid": grid, "chunk_key_encoding": encoding}
+    )
     spec = {
         "driver": "zarr3",
         "kvstore": f"file://{tmp_path}/scalar/",
@@ -273,8 +348,13 @@ def test_every_encoding_of_chunk_keys_is_read(tmp_path: Path, encoding: dict[str
 
 @pytest.mark.parametrize("compressors", ["auto", None])
 @pytest.mark.parametrize("shards", [None, (4, 6)])
-def test_groups_that_zarr_python_writes_are_read(tmp_path: Path, compressors: Any, shards: Any) -> None:
-    values = {dtype: (np.arange(70).reshape(7, 10) % 2 + 1).astype(dtype) for dtype in ("f4", "i8", "c16", "u2", "f2")}
+def test_groups_that_zarr_python_writes_are_read(
+    tmp_path: Path, compressors: Any, shards: Any
+) -> None:
+    values = {
+        dtype: (np.arange(70).reshape(7, 10) % 2 + 1).astype(dtype)
+        for dtype in ("f4", "i8", "c16", "u2", "f2")
+    }
     root = zarr_python.open_group(tmp_path / "g", mode="w", zarr_format=3)
     for dtype, value in values.items():
         made: Any = root.create_group(f"group.{dtype}").create_array(
@@ -297,7 +377,9 @@ def test_groups_that_zarr_python_writes_are_read(tmp_path: Path, compressors: An
 
 
 def test_a_single_array_is_a_tensor_called_array(tmp_path: Path) -> None:
-    made: Any = zarr_python.create_array(tmp_path / "one", shape=(4,), chunks=(2,), dtype="i4", compressors=None)
+    made: Any = zarr_python.create_array(
+        tmp_path / "one", shape=(4,), chunks=(2,), dtype="i4", compressors=None
+    )
     made[:] = [1, 2, 3, 4]
     catalog, store = read(tmp_path / "one")
     assert list(catalog.tensors) == ["array"]
@@ -315,7 +397,11 @@ def test_plain_groups_are_read_without_heavy_modules(tmp_path: Path) -> None:
         "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=Path(__file__).resolve().parents[3])
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        check=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", ".metadata"])
@@ -364,7 +450,9 @@ def sharded(**changes: object) -> list[object]:
 def test_the_good_ones_are_good() -> None:
     assert parsed().grid.counts == (1, 2)
     assert parsed(codecs=sharded()).sharding is not None
-    assert parsed(chunk_key_encoding="default", codecs=[PLAIN, "crc32c"]).coding.codecs == ("crc32c",)
+    assert parsed(chunk_key_encoding="default", codecs=[PLAIN, "crc32c"]).coding.codecs == (
+        "crc32c",
+    )
     extra = {"consolidated_metadata": {"must_understand": False}, "dimension_names": ["a", None]}
     assert parsed(**extra).names.has_prefix
 
@@ -430,7 +518,14 @@ def test_malformed_metadata_is_corrupt_and_named(changes: dict[str, object]) -> 
         ({"codecs": [*sharded(), {"name": "zstd"}]}, "around a shard"),
         ({"codecs": sharded(codecs=sharded())}, "within shards"),
         ({"codecs": sharded(index_codecs=[PLAIN, {"name": "zstd"}])}, "zstd"),
-        ({"codecs": sharded(index_codecs=[{"name": "bytes", "configuration": {"endian": "big"}}])}, "index"),
+        (
+            {
+                "codecs": sharded(
+                    index_codecs=[{"name": "bytes", "configuration": {"endian": "big"}}]
+                )
+            },
+            "index",
+        ),
     ],
 )
 def test_what_is_not_handled_is_refused_by_name(changes: dict[str, object], name: str) -> None:
@@ -447,7 +542,9 @@ def test_metadata_that_is_no_json_object_is_corrupt(data: bytes) -> None:
 
 def test_a_codec_that_is_not_known_is_named_when_data_is_asked_for() -> None:
     metadata = {**GOOD, "codecs": [PLAIN, {"name": "numcodecs.lzma"}]}
-    store = MemoryStore({"w/zarr.json": json.dumps(metadata).encode(), "w/c/0/0": b"x", "w/c/0/1": b"x"})
+    store = MemoryStore(
+        {"w/zarr.json": json.dumps(metadata).encode(), "w/c/0/0": b"x", "w/c/0/1": b"x"}
+    )
     catalog = zarr3.FORMAT.read(store)
     with pytest.raises(UnsupportedError, match=r"numcodecs\.lzma") as caught:
         catalog.fragments("w")
@@ -470,7 +567,9 @@ def test_a_missing_chunk_is_reported_not_filled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "error"), [(-1, TruncatedError), (1, CorruptError)])
-def test_a_chunk_of_the_wrong_length_is_named(folder: Path, change: int, error: type[CorruptError]) -> None:
+def test_a_chunk_of_the_wrong_length_is_named(
+    folder: Path, change: int, error: type[CorruptError]
+) -> None:
     path = folder / "w" / "c" / "1" / "0"
     path.write_bytes((path.read_bytes() + b"x")[: path.stat().st_size + change])
     with pytest.raises(error) as caught:
@@ -543,7 +642,14 @@ def test_an_array_of_strings_is_shown_and_can_be_left_out(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedError, match="cannot be copied") as refusal:
         run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", fsync=False))
     assert (refusal.value.key, "--exclude" in str(refusal.value.hint)) == ("names", True)
-    assert run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False)).n_tensors == 1
+    assert (
+        run(
+            Job(
+                src=tmp_path / "in", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False
+            )
+        ).n_tensors
+        == 1
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])
@@ -553,7 +659,12 @@ def test_a_note_says_of_which_types_zarr_python_opens_nothing(dtype: str, tmp_pa
     code = "import sys, zarr; print(zarr.open_group(sys.argv[1], mode='r')['w'][...].astype('f4').sum())"
     taught = f"import core.dist_checkpointing.strategies.zarr_types; {code}"
     opened, opened_after = (
-        subprocess.run([sys.executable, "-c", text, tmp_path / "out"], capture_output=True, text=True, check=False)
+        subprocess.run(
+            [sys.executable, "-c", text, tmp_path / "out"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         for text in (code, taught)
     )
     notes = [note for note in report.notes if "zarr-python" in note]

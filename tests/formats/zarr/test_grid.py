@@ -38,7 +38,9 @@ def test_an_index_beyond_the_grid_has_no_number(index: tuple[int, ...]) -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 8), st.integers(1, 500))
-def test_bands_divide_the_array_and_are_as_large_as_fits(extents: list[int], itemsize: int, most: int) -> None:
+def test_bands_divide_the_array_and_are_as_large_as_fits(
+    extents: list[int], itemsize: int, most: int
+) -> None:
     shape = tuple(extents)
     band = row_bands(shape, itemsize, most_bytes=most)
     assert len(band) == len(shape)
@@ -54,7 +56,10 @@ def test_bands_of_long_axes_are_found_at_once() -> None:
 
 def fragments(boxes: list[Box]) -> list[TargetFragment]:
     origin = (0,) * len(boxes[0].shape)
-    return [Fragment("w", box, PlannedArray(f"w@{n}", "float32", box.shape), origin) for n, box in enumerate(boxes)]
+    return [
+        Fragment("w", box, PlannedArray(f"w@{n}", "float32", box.shape), origin)
+        for n, box in enumerate(boxes)
+    ]
 
 
 def test_equal_pieces_are_a_grid_in_any_order() -> None:
@@ -74,7 +79,10 @@ def test_an_array_in_several_fragments_is_one_chunk() -> None:
 
 
 def test_arrays_with_fewer_axes_are_chunks_of_extent_one() -> None:
-    parts = [Fragment("w", Box((n, 0), (1, 3)), PlannedArray(f"w{n}", "float32", (3,)), (0,)) for n in range(2)]
+    parts = [
+        Fragment("w", Box((n, 0), (1, 3)), PlannedArray(f"w{n}", "float32", (3,)), (0,))
+        for n in range(2)
+    ]
     grid, arrays = grid_of_pieces("w", (2, 3), parts)
     assert grid.chunk_shape == (1, 3)
     assert [arrays[n, 0].name for n in range(2)] == ["w0", "w1"]
@@ -98,7 +106,9 @@ def test_unequal_or_missing_pieces_are_refused(boxes: list[Box]) -> None:
 @pytest.mark.parametrize("separator", [".", "/"])
 @pytest.mark.parametrize("has_prefix", [False, True])
 @given(index=st.lists(st.integers(0, 10**12), max_size=5))
-def test_names_and_indices_are_each_others_inverse(separator: str, has_prefix: bool, index: list[int]) -> None:
+def test_names_and_indices_are_each_others_inverse(
+    separator: str, has_prefix: bool, index: list[int]
+) -> None:
     names = ChunkNames(len(index), separator, has_prefix)
     name = names.name(tuple(index))
     assert names.index(name) == tuple(index)
@@ -106,7 +116,21 @@ def test_names_and_indices_are_each_others_inverse(separator: str, has_prefix: b
 
 
 @pytest.mark.parametrize(
-    "name", ["", "0", "0.0.0", "00.0", "0.-1", "0.1x", "a.b", "c.0.0", "0/0", "١.0", ".zarray", "0." + "9" * 30]
+    "name",
+    [
+        "",
+        "0",
+        "0.0.0",
+        "00.0",
+        "0.-1",
+        "0.1x",
+        "a.b",
+        "c.0.0",
+        "0/0",
+        "١.0",
+        ".zarray",
+        "0." + "9" * 30,
+    ],
 )
 def test_other_names_are_no_chunks(name: str) -> None:
     assert ChunkNames(2, ".").index(name) is None
@@ -119,7 +143,14 @@ def test_names_of_scalars() -> None:
 
 @pytest.mark.parametrize(
     ("name", "is_one"),
-    [("0", True), ("0.1", True), ("c/0", True), ("c.3.4", True), (".zattrs", False), ("0.0.lock", False)],
+    [
+        ("0", True),
+        ("0.1", True),
+        ("c/0", True),
+        ("c.3.4", True),
+        (".zattrs", False),
+        ("0.0.lock", False),
+    ],
 )
 def test_what_could_be_a_chunk_is_told_from_other_files(name: str, is_one: bool) -> None:
     assert is_like_a_chunk(name) == is_one

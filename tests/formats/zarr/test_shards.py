@@ -12,7 +12,14 @@ from core.errors import CorruptError, TruncatedError
 from core.files.store import MemoryStore
 from core.formats.zarr.array import Sharding
 from core.formats.zarr.decode import ChunkCoding
-from core.formats.zarr.shards import ABSENT, ShardIndex, are_bands, dense_index, index_bytes, read_index
+from core.formats.zarr.shards import (
+    ABSENT,
+    ShardIndex,
+    are_bands,
+    dense_index,
+    index_bytes,
+    read_index,
+)
 
 INNER = ChunkCoding("float32", (2, 2), (0, 1))
 
@@ -32,7 +39,9 @@ def test_the_checksum_is_that_of_the_rfc(data: bytes, crc: int) -> None:
     assert crc32c(data) == crc
 
 
-def shard(pairs: list[tuple[int, int]], *, data: bytes = bytes(64), is_first: bool = False) -> tuple[bytes, int]:
+def shard(
+    pairs: list[tuple[int, int]], *, data: bytes = bytes(64), is_first: bool = False
+) -> tuple[bytes, int]:
     """A shard with that index, its CRC right."""
     index = b"".join(struct.pack("<QQ", *pair) for pair in pairs)
     index += crc32c(index).to_bytes(4, "little")
@@ -43,13 +52,19 @@ def indexed(made: tuple[bytes, int], *, start: int = 0, is_first: bool = False) 
     data, n_inner = made
     sharding = Sharding(INNER, has_crc=True, is_index_first=is_first)
     store = MemoryStore({"s": bytes(start) + data})
-    return read_index(store, "s", start=start, n_bytes=len(data), n_inner=n_inner, sharding=sharding, key="w")
+    return read_index(
+        store, "s", start=start, n_bytes=len(data), n_inner=n_inner, sharding=sharding, key="w"
+    )
 
 
 @pytest.mark.parametrize("start", [0, 100])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_places_are_those_of_the_file(start: int, is_first: bool) -> None:
-    index = indexed(shard([(16, 16), (ABSENT, ABSENT), (0, 16)], is_first=is_first), start=start, is_first=is_first)
+    index = indexed(
+        shard([(16, 16), (ABSENT, ABSENT), (0, 16)], is_first=is_first),
+        start=start,
+        is_first=is_first,
+    )
     assert [index.place(n) for n in range(3)] == [(start + 16, 16), None, (start, 16)]
     assert not index.is_one_run
 
@@ -61,7 +76,9 @@ def test_what_we_write_is_one_run() -> None:
     assert len(dense_index(4, 16)) == index_bytes(4, has_crc=True)
 
 
-@pytest.mark.parametrize("pair", [(1000, 16), (0, 1000), (ABSENT, 16), (0, ABSENT), (ABSENT - 5, 16)])
+@pytest.mark.parametrize(
+    "pair", [(1000, 16), (0, 1000), (ABSENT, 16), (0, ABSENT), (ABSENT - 5, 16)]
+)
 def test_inner_chunks_outside_the_shard_are_corrupt(pair: tuple[int, int]) -> None:
     with pytest.raises(CorruptError, match="inner chunk 1") as caught:
         indexed(shard([(0, 16), pair]))
@@ -92,11 +109,17 @@ def test_an_index_longer_than_the_shard_is_not_read() -> None:
         ((4, 1, 6), (2, 1, 6)),
     ],
 )
-def test_bands_are_told_from_tiles(shard_shape: tuple[int, ...], inner_shape: tuple[int, ...]) -> None:
+def test_bands_are_told_from_tiles(
+    shard_shape: tuple[int, ...], inner_shape: tuple[int, ...]
+) -> None:
     elements = np.arange(int(np.prod(shard_shape))).reshape(shard_shape)
     counts = tuple(n // step for n, step in zip(shard_shape, inner_shape, strict=True))
     pieces = [
-        elements[tuple(slice(i * step, (i + 1) * step) for i, step in zip(index, inner_shape, strict=True))].ravel()
+        elements[
+            tuple(
+                slice(i * step, (i + 1) * step) for i, step in zip(index, inner_shape, strict=True)
+            )
+        ].ravel()
         for index in np.ndindex(*counts)
     ]
     is_one_run = np.concatenate(pieces).tolist() == elements.ravel().tolist()

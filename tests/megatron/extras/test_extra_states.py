@@ -25,7 +25,11 @@ def delayed(value: float) -> bytes:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def resharded(src: Path, dst: Path, to: str = "megatron", **sizes: int) -> Report:
@@ -71,7 +75,11 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     ("one", "other", "why"),
     [
         (delayed(1.5), delayed(2.5), "delayed FP8 scaling.*measures it anew"),
-        (RECIPE, pickle.dumps({"recipe": "MXFP8BlockScaling"}), "not the same on all ranks.*makes it anew"),
+        (
+            RECIPE,
+            pickle.dumps({"recipe": "MXFP8BlockScaling"}),
+            "not the same on all ranks.*makes it anew",
+        ),
         (b"", RECIPE, "not the same on all ranks"),
     ],
     ids=["delayed", "recipe", "one_empty"],
@@ -79,7 +87,9 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
 def test_states_that_differ_become_empty_with_a_note(
     golden: Path, tmp_path: Path, kind: Any, one: bytes, other: bytes, why: str
 ) -> None:
-    source = with_state(golden, tmp_path / "a", {"mp_rank_00": kind(one), "mp_rank_01": kind(other)})
+    source = with_state(
+        golden, tmp_path / "a", {"mp_rank_00": kind(one), "mp_rank_01": kind(other)}
+    )
     report = resharded(source, tmp_path / "out", tp=1)
     model = model_of(tmp_path / "out", "mp_rank_00")
     assert model[STATE] is None
@@ -91,9 +101,13 @@ def test_states_that_differ_become_empty_with_a_note(
 
 
 def test_a_state_on_one_rank_only_becomes_empty(golden: Path, tmp_path: Path) -> None:
-    source = with_state(golden, tmp_path / "a", {"mp_rank_00": as_tensor(delayed(1)), "mp_rank_01": None})
+    source = with_state(
+        golden, tmp_path / "a", {"mp_rank_00": as_tensor(delayed(1)), "mp_rank_01": None}
+    )
     report = resharded(source, tmp_path / "out", tp=4)
-    assert all(model_of(tmp_path / "out", folder)[STATE] is None for folder in rank_dirs(tmp_path / "out"))
+    assert all(
+        model_of(tmp_path / "out", folder)[STATE] is None for folder in rank_dirs(tmp_path / "out")
+    )
     assert any(STATE in text for text in report.dropped)
 
 
@@ -121,7 +135,11 @@ def grouped(golden: Path, target: Path, case: str, state: Any) -> Path:
     def change(folder: str, name: str, value: Any) -> Any:
         return value
 
-    settings = {"moe_grouped_gemm": True, "moe_layer_freq": 1, "transformer_impl": "transformer_engine"}
+    settings = {
+        "moe_grouped_gemm": True,
+        "moe_layer_freq": 1,
+        "transformer_impl": "transformer_engine",
+    }
     source = rewritten(golden / "mcore_legacy/moe_seq" / case, target, change, args=settings)
     for path in rank_dirs(source).values():
         file = path / "model_optim_rng.pt"
@@ -141,8 +159,12 @@ def grouped(golden: Path, target: Path, case: str, state: Any) -> Path:
     return source
 
 
-@pytest.mark.parametrize("make", [lambda: as_tensor(RECIPE), lambda: io.BytesIO(RECIPE)], ids=["tensor", "stream"])
-def test_what_is_packed_for_a_ranks_experts_stays_only_with_them(golden: Path, tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: as_tensor(RECIPE), lambda: io.BytesIO(RECIPE)], ids=["tensor", "stream"]
+)
+def test_what_is_packed_for_a_ranks_experts_stays_only_with_them(
+    golden: Path, tmp_path: Path, make: Any
+) -> None:
     source = grouped(golden, tmp_path / "a", "tp1_pp1_ep2", make())
     assert not resharded(source, tmp_path / "same", tp=2, ep=2, etp=2).dropped
     assert model_of(tmp_path / "same", "mp_rank_01_001")[PACKED] is not None
@@ -167,13 +189,20 @@ AMAX = "decoder.layers.0.self_attention.linear_qkv.weight_quantizer._amax"
 
 
 def with_entry(golden: Path, target: Path, name: str, value: Any) -> Path:
-    return rewritten(golden / "mcore_legacy/dense_gqa/tp2_pp1", target, lambda _, __, old: old, more={name: value})
+    return rewritten(
+        golden / "mcore_legacy/dense_gqa/tp2_pp1",
+        target,
+        lambda _, __, old: old,
+        more={name: value},
+    )
 
 
 def test_a_maximum_of_a_whole_tensor_is_replicated(golden: Path, tmp_path: Path) -> None:
     source = with_entry(golden, tmp_path / "a", AMAX, torch.tensor(3.5))
     resharded(source, tmp_path / "out", tp=4)
-    assert all(model_of(tmp_path / "out", folder)[AMAX] == 3.5 for folder in rank_dirs(tmp_path / "out"))
+    assert all(
+        model_of(tmp_path / "out", folder)[AMAX] == 3.5 for folder in rank_dirs(tmp_path / "out")
+    )
 
 
 def test_maxima_that_differ_are_found(golden: Path, tmp_path: Path) -> None:

@@ -71,10 +71,26 @@ def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology
     [
         (Topology(tp=2, pp=2), Topology(tp=4, pp=1), "of TP2 PP2, not TP4 PP1"),
         (Topology(tp=2, pp=2), Topology(tp=2, pp=1), "of TP2 PP2, not TP2 PP1"),
-        (Topology(tp=2, ep=2), Topology(tp=2, ep=4), "none for TP rank 0, PP rank 0, EP rank 2, ETP rank 0"),
-        (Topology(tp=2, ep=1), Topology(tp=2, ep=2), "none for TP rank 0, PP rank 0, EP rank 1, ETP rank 0"),
-        (Topology(tp=2, ep=2), Topology(tp=2, ep=2, etp=1), "none for TP rank 1, PP rank 0, EP rank 1, ETP rank 0"),
-        (Topology(tp=2, ep=4, etp=1), Topology(tp=2, ep=4), "none for TP rank 1, PP rank 0, EP rank 0, ETP rank 1"),
+        (
+            Topology(tp=2, ep=2),
+            Topology(tp=2, ep=4),
+            "none for TP rank 0, PP rank 0, EP rank 2, ETP rank 0",
+        ),
+        (
+            Topology(tp=2, ep=1),
+            Topology(tp=2, ep=2),
+            "none for TP rank 0, PP rank 0, EP rank 1, ETP rank 0",
+        ),
+        (
+            Topology(tp=2, ep=2),
+            Topology(tp=2, ep=2, etp=1),
+            "none for TP rank 1, PP rank 0, EP rank 1, ETP rank 0",
+        ),
+        (
+            Topology(tp=2, ep=4, etp=1),
+            Topology(tp=2, ep=4),
+            "none for TP rank 1, PP rank 0, EP rank 0, ETP rank 1",
+        ),
     ],
 )
 def test_other_ranks_have_none_and_keep_says_why(a: Topology, b: Topology, why: str) -> None:
@@ -104,12 +120,20 @@ def test_states_can_be_dropped_and_absent_ones_cannot_be_kept() -> None:
 def test_torch_dist_has_one_state_for_each_tensor_and_pipeline_rank() -> None:
     source = seeded(Topology(tp=2, ep=2, etp=1))
     stacked = stack(source, Topology(tp=4), rules=RULES)
-    states = {key: item.value for key, item in stacked.target.objects.items() if key.startswith("rng_state/")}
+    states = {
+        key: item.value
+        for key, item in stacked.target.objects.items()
+        if key.startswith("rng_state/")
+    }
     seeds = [str(Rank(0, 0, 0, 0)), str(Rank(1, 0, 1, 0))]
-    assert states == {f"rng_state/shard_0.{tp}_1.2": [[{"seed": seed}]] for tp, seed in enumerate(seeds)}
+    assert states == {
+        f"rng_state/shard_0.{tp}_1.2": [[{"seed": seed}]] for tp, seed in enumerate(seeds)
+    }
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
     back = shard(again, Topology(tp=2, ep=2, etp=1), rules=RULES, rng="keep")
-    assert states_of(back) == {rank: [{"seed": str(rank)}] for rank in Topology(tp=2, ep=2, etp=1).ranks()}
+    assert states_of(back) == {
+        rank: [{"seed": str(rank)}] for rank in Topology(tp=2, ep=2, etp=1).ranks()
+    }
 
 
 def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
@@ -118,7 +142,8 @@ def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
     states = facet_of(source, MegatronModel).rng_states
     item = next(item for key, item in source.objects.items() if key.startswith("rng_state/"))
     objects = {
-        f"rng_state/shard_0.0.{dp}_1.1.8": replace(item, value=[states[topology.rank_of(dp, 0)]]) for dp in range(8)
+        f"rng_state/shard_0.0.{dp}_1.1.8": replace(item, value=[states[topology.rank_of(dp, 0)]])
+        for dp in range(8)
     }
     found = with_facts(replace(source, objects=objects), MegatronModel, rng_states={})
     target = shard(found, topology, rules=RULES, rng="keep")
@@ -126,7 +151,9 @@ def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
 
 
 def reshard(src: Path, dst: Path, *options: object) -> int:
-    return main(["reshard", str(src), str(dst), "--no-optim", "--no-fsync", "-q", *map(str, options)])
+    return main(
+        ["reshard", str(src), str(dst), "--no-optim", "--no-fsync", "-q", *map(str, options)]
+    )
 
 
 def test_random_states_of_expert_ranks_move_bit_for_bit(golden: Path, tmp_path: Path) -> None:
@@ -142,22 +169,40 @@ def test_random_states_of_expert_ranks_move_bit_for_bit(golden: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "torch_dist", "zarr", "safetensors"])
-def test_formats_without_ranks_have_no_states_of_expert_ranks(golden: Path, tmp_path: Path, to: str) -> None:
+def test_formats_without_ranks_have_no_states_of_expert_ranks(
+    golden: Path, tmp_path: Path, to: str
+) -> None:
     source = golden / EXPERTS / "tp2_pp1_ep2"
-    command = ["convert", str(source), str(tmp_path / "a"), "--to", to, "--no-optim", "--no-fsync", "-q"]
+    command = [
+        "convert",
+        str(source),
+        str(tmp_path / "a"),
+        "--to",
+        to,
+        "--no-optim",
+        "--no-fsync",
+        "-q",
+    ]
     assert main(command) == 0
     assert open_checkpoint(tmp_path / "a").catalog.tensors
 
 
-def test_rng_on_the_command_line(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rng_on_the_command_line(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = golden / DENSE / "tp2_pp2"
     assert reshard(source, tmp_path / "a", "--tp-new", 1, "--rng", "keep") == 4
     assert "of TP2 PP2, not TP1 PP2" in " ".join(capsys.readouterr().err.split())
     assert reshard(source, tmp_path / "b", "--tp-new", 2, "--rng", "drop") == 0
     assert "--no-load-rng" in capsys.readouterr().err
-    assert all("rng_state" not in load_rank_file(path / MODEL_FILE) for path in rank_dirs(tmp_path / "b").values())
+    assert all(
+        "rng_state" not in load_rank_file(path / MODEL_FILE)
+        for path in rank_dirs(tmp_path / "b").values()
+    )
     assert reshard(source, tmp_path / "c", "--to", "torch_dist", "--rng", "drop") == 0
-    assert not any(key.startswith("rng_state") for key in open_checkpoint(tmp_path / "c").catalog.objects)
+    assert not any(
+        key.startswith("rng_state") for key in open_checkpoint(tmp_path / "c").catalog.objects
+    )
     assert reshard(tmp_path / "b", tmp_path / "d", "--tp-new", 2, "--rng", "keep") == 2
     assert "the checkpoint has none" in " ".join(capsys.readouterr().err.split())
     llama = golden / "hf/llama/safetensors_single"
@@ -167,7 +212,9 @@ def test_rng_on_the_command_line(golden: Path, tmp_path: Path, capsys: pytest.Ca
         ["convert", golden / "torch_dcp/tp2_only", tmp_path / "g.pt", "--rng", "drop"],
         ["reshard", DIST, tmp_path / "h", "--tp-new", 1, "--metadata-only", "--rng", "drop"],
     ):
-        assert main([str(golden / word if word == DIST else word) for word in command]) == 2, command
+        assert main([str(golden / word if word == DIST else word) for word in command]) == 2, (
+            command
+        )
         assert "rng" in capsys.readouterr().err or "random" in capsys.readouterr().err
 
 
@@ -175,7 +222,9 @@ def test_rng_on_the_command_line(golden: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("detour", [False, True])
-def test_iteration_samples_and_scheduler_are_those_of_the_run(golden: Path, tmp_path: Path, detour: bool) -> None:
+def test_iteration_samples_and_scheduler_are_those_of_the_run(
+    golden: Path, tmp_path: Path, detour: bool
+) -> None:
     source = golden / DENSE / "tp2_pp2_optim"
     before = load_rank_file(rank_dirs(source)["mp_rank_00_000"] / MODEL_FILE)
     if detour:
@@ -185,9 +234,20 @@ def test_iteration_samples_and_scheduler_are_those_of_the_run(golden: Path, tmp_
     assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "10"
     for path in rank_dirs(tmp_path / "out").values():
         after = load_rank_file(path / MODEL_FILE)
-        for name in ("iteration", "checkpoint_version", "opt_param_scheduler", "num_floating_point_operations_so_far"):
+        for name in (
+            "iteration",
+            "checkpoint_version",
+            "opt_param_scheduler",
+            "num_floating_point_operations_so_far",
+        ):
             assert after[name] == before[name], name
-        for name in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "lr", "seed"):
+        for name in (
+            "consumed_train_samples",
+            "consumed_valid_samples",
+            "skipped_train_samples",
+            "lr",
+            "seed",
+        ):
             assert getattr(after["args"], name) == getattr(before["args"], name), name
 
 
@@ -197,7 +257,9 @@ def test_iteration_samples_and_scheduler_are_those_of_the_run(golden: Path, tmp_
 def test_tied_copies_that_differ_name_both_files_or_the_first_is_taken() -> None:
     model = Model(layers=2, is_tied=True)
     files = model.files(Topology(pp=2))
-    files["mp_rank_00_001"]["output_layer.weight"] = files["mp_rank_00_001"]["output_layer.weight"] + 1
+    files["mp_rank_00_001"]["output_layer.weight"] = (
+        files["mp_rank_00_001"]["output_layer.weight"] + 1
+    )
     store, catalog = model.catalog(Topology(pp=2), files=files)
     source = unshard(catalog, rules=RULES)
     key = "embedding.word_embeddings.weight"
@@ -223,13 +285,30 @@ def test_the_first_of_copies_that_differ_is_taken_on_request(golden: Path, tmp_p
     assert not (tmp_path / "a").exists()
     good = golden / DENSE / "tp2_pp1"
     assert reshard(good, tmp_path / "good", "--tp-new", 1) == 0
-    assert reshard(broken, tmp_path / "b", "--tp-new", 1, "--on-replica-mismatch", "first", "--verify") == 0
+    assert (
+        reshard(broken, tmp_path / "b", "--tp-new", 1, "--on-replica-mismatch", "first", "--verify")
+        == 0
+    )
     key = "mp_rank_00:model.decoder.final_layernorm.weight"
     ours, theirs = (open_checkpoint(tmp_path / name) for name in ("b", "good"))
-    assert (tensor_bytes(ours.catalog, ours.store, key) == tensor_bytes(theirs.catalog, theirs.store, key)).all()
+    assert (
+        tensor_bytes(ours.catalog, ours.store, key)
+        == tensor_bytes(theirs.catalog, theirs.store, key)
+    ).all()
 
 
 def test_ties_are_proven_so_the_first_copy_is_not_just_taken(golden: Path, tmp_path: Path) -> None:
-    command = ["convert", str(golden / "hf/llama/safetensors_single"), str(tmp_path / "x.pt"), "--to", "torch"]
-    command += ["--tie", "lm_head.weight=model.embed_tokens.weight", "--on-replica-mismatch", "first"]
+    command = [
+        "convert",
+        str(golden / "hf/llama/safetensors_single"),
+        str(tmp_path / "x.pt"),
+        "--to",
+        "torch",
+    ]
+    command += [
+        "--tie",
+        "lm_head.weight=model.embed_tokens.weight",
+        "--on-replica-mismatch",
+        "first",
+    ]
     assert main(command) == 2

@@ -26,7 +26,9 @@ def test_sizes_that_do_not_divide_each_other_meet_in_fractions(a: int, b: int) -
     assert len(pairs) == a + b - np.gcd(a, b)
 
 
-def refused(model: Model, target: Topology, error: type[CheckpointingException] = UnsupportedError) -> str:
+def refused(
+    model: Model, target: Topology, error: type[CheckpointingException] = UnsupportedError
+) -> str:
     """What the refusal of a target says, one layer of the model and its hint."""
     _, catalog = model.catalog(Topology())
     with pytest.raises(error) as caught:
@@ -51,7 +53,9 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     assert len(ranks_of(target)) == 16
     note = "TP 16 is above the 4 query groups: megatron-core 0.16 and later load it"
     assert note in target.notes
-    assert not any("query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).notes)
+    assert not any(
+        "query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).notes
+    )
 
 
 def test_tensor_ranks_and_groups_that_do_not_divide_each_other_are_refused() -> None:
@@ -62,7 +66,9 @@ def test_tensor_ranks_and_groups_that_do_not_divide_each_other_are_refused() -> 
 
 def test_a_gate_that_does_not_divide_names_the_tensor_and_the_extent_of_a_part() -> None:
     text = refused(Model(layers=1, heads=12, groups=12, ffn=20), Topology(tp=6))
-    assert text.startswith("decoder.layers.0.mlp.linear_fc1.weight: 20 elements of axis 0 do not divide over TP 6")
+    assert text.startswith(
+        "decoder.layers.0.mlp.linear_fc1.weight: 20 elements of axis 0 do not divide over TP 6"
+    )
     assert text.endswith("TP sizes that do: 1, 2, 4, 5, 10, 20")
 
 
@@ -84,7 +90,9 @@ def test_a_plain_mlp_has_one_part() -> None:
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: int) -> None:
-    model = Model(layers=2, experts=experts, moe=(1,) if experts else (), more_args={"swiglu": False})
+    model = Model(
+        layers=2, experts=experts, moe=(1,) if experts else (), more_args={"swiglu": False}
+    )
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
     assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 say")
@@ -106,7 +114,9 @@ def reshaped(model: Model, folder: str, changes: Arrays) -> dict[str, Arrays]:
 
 def test_a_gate_that_the_arguments_name_and_the_shapes_have_not_is_a_contradiction() -> None:
     model = Model(layers=1, is_gated=False, more_args={"swiglu": True})
-    with pytest.raises(CorruptError, match="fc1 should have 48 rows for 24 columns of fc2, but it has 24") as caught:
+    with pytest.raises(
+        CorruptError, match="fc1 should have 48 rows for 24 columns of fc2, but it has 24"
+    ) as caught:
         unshard(model.catalog(Topology())[1], rules=RULES)
     assert "swiglu" in (caught.value.hint or "")
 
@@ -116,14 +126,27 @@ def test_layers_whose_gates_contradict_each_other_are_corrupt(rows: int) -> None
     model = Model(layers=2, more_args={"swiglu": False})
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     files = reshaped(model, "mp_rank_00", {name: np.ones((rows, 12), np.float32)})
-    with pytest.raises(CorruptError, match=f"a gated MLP .*should have 48 rows .* but it has {rows}") as caught:
+    with pytest.raises(
+        CorruptError, match=f"a gated MLP .*should have 48 rows .* but it has {rows}"
+    ) as caught:
         unshard(model.catalog(Topology(), files=files)[1], rules=RULES)
     assert caught.value.key == name
 
 
-@pytest.mark.parametrize(("a", "b", "rows"), [(8, 4, 50688), (1, 8, 51200), (8, 1, 50304), (4, 2, 50432)])
+@pytest.mark.parametrize(
+    ("a", "b", "rows"), [(8, 4, 50688), (1, 8, 51200), (8, 1, 50304), (4, 2, 50432)]
+)
 def test_the_padding_of_a_vocabulary_follows_the_tensor_ranks(a: int, b: int, rows: int) -> None:
-    model = Model(layers=1, hidden=8, heads=8, groups=8, ffn=8, vocab=50257, divisible_by=128, has_qk_norm=False)
+    model = Model(
+        layers=1,
+        hidden=8,
+        heads=8,
+        groups=8,
+        ffn=8,
+        vocab=50257,
+        divisible_by=128,
+        has_qk_norm=False,
+    )
     store, catalog = model.catalog(Topology(tp=a))
     target = check(model, store, unshard(catalog, rules=RULES), Topology(tp=b))
     assert target.tensors["output_layer.weight"].shape[0] == rows
@@ -135,7 +158,9 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
     model = Model(layers=1, vocab=38, more_args={"vocab_size": None})
     _, catalog = model.catalog(Topology(tp=2))
     source = unshard(catalog, rules=RULES)
-    with pytest.raises(UnsupportedError, match="how many of the 40 rows are padding is not known") as caught:
+    with pytest.raises(
+        UnsupportedError, match="how many of the 40 rows are padding is not known"
+    ) as caught:
         shard(source, Topology(tp=3), rules=RULES)
     assert "--vocab-size" in (caught.value.hint or "")
     told = unshard(catalog, rules=RULES, vocab_size=38)

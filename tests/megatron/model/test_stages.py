@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.megatron.model.pipeline import LayerSplit, Pipeline, layout_text, parse_layout, split_layers
+from core.megatron.model.pipeline import (
+    LayerSplit,
+    Pipeline,
+    layout_text,
+    parse_layout,
+    split_layers,
+)
 from core.megatron.model.pipeline_args import changes_for, layout_of, pipeline_of
 from core.pickle.inert import Global, Inert
 from tests.support.asked import asked
@@ -32,22 +38,35 @@ Options = dict[str, object]
         ({"n_layers": 7, "pp": 2, "vpp": 2}, {"counts_loss": True}, ((2, 2), (2, 1))),
         ({"n_layers": 6, "pp": 1}, {"counts_embedding": True, "counts_loss": True}, ((6,),)),
         ({"n_layers": 8, "pp": 3}, {"has_embedding_stage": True}, ((0, 4, 4),)),
-        ({"n_layers": 6, "pp": 2, "vpp": 2}, {"layout": ("Et", "tt", "", "tttL")}, ((1, 2), (0, 3))),
+        (
+            {"n_layers": 6, "pp": 2, "vpp": 2},
+            {"layout": ("Et", "tt", "", "tttL")},
+            ((1, 2), (0, 3)),
+        ),
     ],
 )
-def test_layers_per_chunk(options: dict[str, int], pipeline: Options, counts: tuple[tuple[int, ...], ...]) -> None:
+def test_layers_per_chunk(
+    options: dict[str, int], pipeline: Options, counts: tuple[tuple[int, ...], ...]
+) -> None:
     assert split_layers(**options, pipeline=Pipeline(**pipeline)).counts == counts  # type: ignore[arg-type]
 
 
 def test_layers_of_virtual_stages_are_numbered_chunk_by_chunk() -> None:
     split = split_layers(8, pp=2, vpp=2)
     assert [split.offset(v, p) for v in range(2) for p in range(2)] == [0, 2, 4, 6]
-    assert [split.chunk_of(layer) for layer in (0, 3, 4, 7)] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+    assert [split.chunk_of(layer) for layer in (0, 3, 4, 7)] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 0, 0),
+        (1, 1, 1),
+    ]
 
 
 @pytest.mark.parametrize("n_mtp", [0, 1])
 def test_layers_that_do_not_divide_name_the_sizes_and_the_options_that_do(n_mtp: int) -> None:
-    with pytest.raises(UnsupportedError, match=r"61 layers do not divide over 16 pipeline stages") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"61 layers do not divide over 16 pipeline stages"
+    ) as caught:
         split_layers(61, pp=16, n_mtp=n_mtp)
     hint = caught.value.hint or ""
     assert "PP sizes that do: 1, 61;" in hint
@@ -73,7 +92,9 @@ def test_layers_that_do_not_divide_name_the_sizes_and_the_options_that_do(n_mtp:
         (4, 2, {"layout": ("Ett", "ttmL")}),
     ],
 )
-def test_distributions_that_do_not_fit_are_refused(n_layers: int, pp: int, pipeline: Options) -> None:
+def test_distributions_that_do_not_fit_are_refused(
+    n_layers: int, pp: int, pipeline: Options
+) -> None:
     with pytest.raises(UsageError):
         split_layers(n_layers, pp=pp, pipeline=Pipeline(**pipeline))  # type: ignore[arg-type]
 
@@ -101,7 +122,9 @@ def test_layout_strings(text: str, layout: tuple[str, ...]) -> None:
     assert parse_layout(layout_text(layout)) == layout
 
 
-@pytest.mark.parametrize("text", ["E|x|L", "E(t|L", "Et*|L", "E|(t*99999999)*99999999|L", "E" + "(t*9)*9" * 9000])
+@pytest.mark.parametrize(
+    "text", ["E|x|L", "E(t|L", "Et*|L", "E|(t*99999999)*99999999|L", "E" + "(t*9)*9" * 9000]
+)
 def test_layout_strings_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_layout(text)
@@ -112,7 +135,9 @@ def layer_type(number: int) -> Inert:
 
 
 def layer_layout(state: dict[str, object]) -> Inert:
-    cls = Global("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout")
+    cls = Global(
+        "megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"
+    )
     return Inert("newobj", cls, state=state)
 
 
@@ -126,7 +151,12 @@ def layer_layout(state: dict[str, object]) -> Inert:
         layer_layout({"input_data": "Et|t|m|L"}),
         layer_layout({"input_data": [["Embedding", "decoder "], ["decoder"], ["mtp"], ["loss"]]}),
         layer_layout(
-            {"layout": [[[layer_type(1), layer_type(4)], [layer_type(5)]], [[layer_type(4)], [layer_type(2)]]]}
+            {
+                "layout": [
+                    [[layer_type(1), layer_type(4)], [layer_type(5)]],
+                    [[layer_type(4)], [layer_type(2)]],
+                ]
+            }
         ),
     ],
 )
@@ -135,7 +165,16 @@ def test_layout_arguments_are_read_without_calling_them(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [7, {"a": 1}, [["encoder"]], [[layer_type(3)]], layer_layout({}), layer_layout({"layout": "E"}), ["E"]]
+    "value",
+    [
+        7,
+        {"a": 1},
+        [["encoder"]],
+        [[layer_type(3)]],
+        layer_layout({}),
+        layer_layout({"layout": "E"}),
+        ["E"],
+    ],
 )
 def test_layout_arguments_that_are_none_are_corrupt(value: object) -> None:
     with pytest.raises(CorruptError, match="training arguments"):
@@ -180,13 +219,20 @@ def configurations() -> list[Options]:
             "virtual_pipeline_model_parallel_size": vpp,
         }
         for embedding, loss in product((False, True), repeat=2):
-            more = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+            more = {
+                "account_for_embedding_in_pipeline_split": embedding,
+                "account_for_loss_in_pipeline_split": loss,
+            }
             found.append(base | more)
         if pp > 1 and n > 2:
             for first, last in product((None, 1, 2, 3, 4, 6), repeat=2):
                 if first is not None or last is not None:
                     found.append(
-                        base | {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+                        base
+                        | {
+                            "num_layers_in_first_pipeline_stage": first,
+                            "num_layers_in_last_pipeline_stage": last,
+                        }
                     )
     return found + layouts()
 
@@ -204,7 +250,9 @@ def layouts() -> list[Options]:
         cuts = sorted(random.choices(range(n + 1), k=pp * vpp - 1))
         parts = [body[a:b] for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
         parts[0] = f"E{parts[0]}"
-        where = random.randint(max(0, max(i for i, part in enumerate(parts) if "t" in part)), len(parts) - 1)
+        where = random.randint(
+            max(0, max(i for i, part in enumerate(parts) if "t" in part)), len(parts) - 1
+        )
         parts[where] += "m" * n_mtp
         parts[-1] += "L"
         found.append(
@@ -212,7 +260,9 @@ def layouts() -> list[Options]:
                 "num_layers": n + (random.random() < 0.05),
                 "mtp_num_layers": n_mtp or None,
                 "pipeline_model_parallel_size": pp,
-                "pipeline_model_parallel_layout": random.choice(("|".join(parts), layout_text(parts))),
+                "pipeline_model_parallel_layout": random.choice(
+                    ("|".join(parts), layout_text(parts))
+                ),
             }
         )
     return found
@@ -252,7 +302,10 @@ def test_counts_and_offsets_are_those_of_megatron_core() -> None:
             n_refused += 1
             continue
         if isinstance(answer, str):  # it divides by the number of stages in the middle
-            assert "ZeroDivision" in answer and options["pipeline_model_parallel_size"] == 2, (options, answer)
+            assert "ZeroDivision" in answer and options["pipeline_model_parallel_size"] == 2, (
+                options,
+                answer,
+            )
             n_ours += 1
             continue
         made = [

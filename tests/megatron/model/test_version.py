@@ -23,8 +23,12 @@ NO_WD = {**WD, "wd_mult": 0.0}
 NEW_WD, NEW_NO_WD = {**WD, "default_config": True}, {**NO_WD, "default_config": True}
 
 
-def groups_for(version: str | None, *groups: tuple[Mapping[str, object], tuple[str, ...]]) -> TargetGroups:
-    optimizer = Optimizer("float16", tuple(ParamGroup(settings, names) for settings, names in groups))
+def groups_for(
+    version: str | None, *groups: tuple[Mapping[str, object], tuple[str, ...]]
+) -> TargetGroups:
+    optimizer = Optimizer(
+        "float16", tuple(ParamGroup(settings, names) for settings, names in groups)
+    )
     names = {name: 2 for _, params in groups for name in params}
     args = DENSE.args(Topology())
     asked = None if version is None else parse_version(version)
@@ -33,7 +37,12 @@ def groups_for(version: str | None, *groups: tuple[Mapping[str, object], tuple[s
 
 @pytest.mark.parametrize(
     ("version", "as_needed", "norms_only"),
-    [(None, [0, 1], [0, 1]), ("0.12", [0, 1], [0]), ("0.14.0", [0, 1], [0, 1]), ("0.16.1", [1, 0], [1, 0])],
+    [
+        (None, [0, 1], [0, 1]),
+        ("0.12", [0, 1], [0]),
+        ("0.14.0", [0, 1], [0, 1]),
+        ("0.16.1", [1, 0], [1, 0]),
+    ],
 )
 def test_a_stage_lists_the_groups_that_the_version_lists(
     version: str | None, as_needed: list[int], norms_only: list[int]
@@ -45,7 +54,9 @@ def test_a_stage_lists_the_groups_that_the_version_lists(
     assert found.order(["norm"]) == [numbers[i] for i in norms_only]
     is_new = version == "0.16.1"
     assert found.order(["matrix", "norm"]) == [numbers[1], numbers[0]]
-    assert [settings.get("default_config") for settings in found.settings] == [True if is_new else None] * 2
+    assert [settings.get("default_config") for settings in found.settings] == [
+        True if is_new else None
+    ] * 2
 
 
 def test_groups_of_new_files_lose_what_old_versions_do_not_have() -> None:
@@ -60,7 +71,9 @@ def test_groups_that_a_version_describes_otherwise_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="learning rate of their own"):
         groups_for("0.16", (WD, ("a",)), ({**WD, "is_decoupled_lr": True}, ("b",)))
     with pytest.raises(UnsupportedError, match="learning rate of their own"):
-        groups_for("0.15", (NEW_WD, ("a",)), ({**NEW_WD, "default_config": False, "max_lr": 1.0}, ("b",)))
+        groups_for(
+            "0.15", (NEW_WD, ("a",)), ({**NEW_WD, "default_config": False, "max_lr": 1.0}, ("b",))
+        )
     with pytest.raises(UnsupportedError, match="have no lr_mult and no is_decoupled_lr"):
         groups_for("0.16", ({"wd_mult": 1.0, "is_expert_parallel": False}, ("a",)))
     with pytest.raises(UnsupportedError, match="their order in megatron-core 0.16 is not known"):

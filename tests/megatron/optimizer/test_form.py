@@ -36,12 +36,20 @@ def test_every_tensor_counts_to_one_group(key: str, role: str) -> None:
     ("tensors", "objects", "name"),
     [
         (["decoder.w"], ["rng_state/shard_0.0_2.2"], None),
-        (["optimizer.fp32_from_fp16_params.0.0", "optimizer.optimizer.state.0.exp_avg"], [], "megatron_float16"),
+        (
+            ["optimizer.fp32_from_fp16_params.0.0", "optimizer.optimizer.state.0.exp_avg"],
+            [],
+            "megatron_float16",
+        ),
         (["distrib_optim.0.k.param"], [], "megatron_distributed"),
         (["optimizer.state.fp32_param.w", "optimizer.state.exp_avg.w"], [], "per_parameter"),
         (["optimizer.state.param.w", "optimizer.state.exp_avg.w"], [], "fully_reshardable"),
         ([f"{BUCKET}.param", f"{BUCKET}.exp_avg"], [], "dp_reshardable"),
-        (["w"], ["optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"], "dp_zero_gather_scatter"),
+        (
+            ["w"],
+            ["optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"],
+            "dp_zero_gather_scatter",
+        ),
         (["app.optim.state.w.exp_avg", "app.optim.state.w.step"], [], "torch_by_name"),
         (["optimizer.state.0.exp_avg"], [], "torch_by_number"),
         (["optimizer.state.w.odd"], [], "other"),

@@ -15,7 +15,15 @@ from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
-from core.megatron.optimizer.groups import Policy, Slots, Trained, assign, by_policy, identity, policies_of
+from core.megatron.optimizer.groups import (
+    Policy,
+    Slots,
+    Trained,
+    assign,
+    by_policy,
+    identity,
+    policies_of,
+)
 from core.megatron.optimizer.merged_groups import MergedGroups
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
 from core.pickle.inert import make_namespace
@@ -28,7 +36,9 @@ PARAMS = [
     Trained("decoder.layers.0.self_attention.linear_qkv.weight", (24, 8), "bfloat16", False),
     Trained("decoder.layers.0.self_attention.linear_qkv.bias", (24,), "bfloat16", False),
     Trained("decoder.layers.0.self_attention.q_layernorm.weight", (2,), "bfloat16", False),
-    Trained("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", (16, 8), "bfloat16", True),
+    Trained(
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", (16, 8), "bfloat16", True
+    ),
     Trained("decoder.final_layernorm.weight", (8,), "float32", False),
     Trained("output_layer.weight", (40, 8), "bfloat16", False),
 ]
@@ -38,7 +48,9 @@ FAST = {**WD, "default_config": False, "max_lr": 1.0}
 EXPERTS = {**WD, "is_expert_parallel": True}
 
 
-def slots(settings: Mapping[str, object], members: Sequence[int], params: Sequence[Trained] = PARAMS) -> Slots:
+def slots(
+    settings: Mapping[str, object], members: Sequence[int], params: Sequence[Trained] = PARAMS
+) -> Slots:
     masters = [params[i].shape for i in members if params[i].dtype == "bfloat16"]
     return Slots(settings, [params[i].shape for i in members], masters)
 
@@ -50,7 +62,10 @@ def slots(settings: Mapping[str, object], members: Sequence[int], params: Sequen
         ({}, [(NO_WD, (2, 3, 5)), (WD, (0, 1, 6)), (EXPERTS, (4,))]),
         ({"apply_wd_to_qk_layernorm": True}, [(WD, (0, 1, 3, 4, 6)), (NO_WD, (2, 5))]),
         ({"embedding_init_method_std": 0.1}, [(WD, (1, 4, 6)), (NO_WD, (0, 2, 3, 5))]),
-        ({"decoupled_lr": 1.0}, [(WD, (1, 4)), (NO_WD, (2, 3, 5)), ({**WD, "is_decoupled_lr": True}, (0, 6))]),
+        (
+            {"decoupled_lr": 1.0},
+            [(WD, (1, 4)), (NO_WD, (2, 3, 5)), ({**WD, "is_decoupled_lr": True}, (0, 6))],
+        ),
         (
             {"decoupled_lr": 1.0},
             [(WD, (1, 4)), (FAST, (0, 6)), (NO_WD, (2, 3, 5))],
@@ -62,7 +77,17 @@ def slots(settings: Mapping[str, object], members: Sequence[int], params: Sequen
         ({}, [(WD, (0, 1, 2, 3, 4, 5, 6))]),
         ({}, [(WD, (0, 1, 4, 6)), (NO_WD, (2, 3, 5)), (EXPERTS, ())]),
     ],
-    ids=["plain", "experts", "qk norms", "embeddings", "decoupled", "decoupled at HEAD", "mup", "no groups", "empty"],
+    ids=[
+        "plain",
+        "experts",
+        "qk norms",
+        "embeddings",
+        "decoupled",
+        "decoupled at HEAD",
+        "mup",
+        "no groups",
+        "empty",
+    ],
 )
 def test_settings_and_arguments_tell_what_a_group_has(
     args: dict[str, object], groups: list[tuple[dict[str, object], tuple[int, ...]]]
@@ -73,7 +98,9 @@ def test_settings_and_arguments_tell_what_a_group_has(
         else [replace(param, is_expert=False) for param in PARAMS]
     )
     wanted = tuple(members for _, members in groups)
-    found = assign(params, [slots(*group) for group in groups], tuple(policies_of(args)), agrees=None)
+    found = assign(
+        params, [slots(*group) for group in groups], tuple(policies_of(args)), agrees=None
+    )
     assert found == wanted
 
 
@@ -82,7 +109,9 @@ def megatron() -> dict[str, list[tuple[dict[str, object], list[str]]]]:
     """What megatron-core makes of ``PARAMS``, for each case of ``groups_oracle``."""
     params = json.dumps([(param.name, param.shape, param.is_expert) for param in PARAMS])
     script = Path(groups_oracle.__file__)
-    made = subprocess.run([sys.executable, script], input=params, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [sys.executable, script], input=params, capture_output=True, text=True, check=True
+    )
     found = json.loads(made.stdout.splitlines()[-1])
     assert isinstance(found, dict)
     return found
@@ -94,7 +123,10 @@ def test_groups_are_those_that_megatron_makes(
 ) -> None:
     place = {param.name: i for i, param in enumerate(PARAMS)}
     wanted = tuple(tuple(place[name] for name in names) for _, names in megatron[case])
-    groups = [slots(settings, members) for (settings, _), members in zip(megatron[case], wanted, strict=True)]
+    groups = [
+        slots(settings, members)
+        for (settings, _), members in zip(megatron[case], wanted, strict=True)
+    ]
     assert len({identity(settings) for settings, _ in megatron[case]}) == len(groups)
     policies = [next(policies_of(groups_oracle.CASES[case]))]
     assert assign(PARAMS, groups, policies, agrees=None) == wanted
@@ -103,28 +135,45 @@ def test_groups_are_those_that_megatron_makes(
     held = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
     optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
     args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
-    target = target_of(optimizer, make_namespace(args), topology=Topology(ep=4), facts=facts_of(args))
+    target = target_of(
+        optimizer, make_namespace(args), topology=Topology(ep=4), facts=facts_of(args)
+    )
     found = target_groups(target, held)
     for settings, names in megatron[case]:
         assert all(found.settings[found.group_of[name]] == settings for name in names)
-    order = [settings for settings, _ in sorted(megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"]))]
+    order = [
+        settings
+        for settings, _ in sorted(
+            megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"])
+        )
+    ]
     assert (list(found.settings), found.is_sorted) == (order, True)
 
 
 def test_the_policy_of_the_arguments_is_the_first() -> None:
     assert next(policies_of({})) == Policy("vectors", "ends", "all")
-    assert next(policies_of({"apply_wd_to_qk_layernorm": True})) == Policy("qk_norms", "ends", "all")
+    assert next(policies_of({"apply_wd_to_qk_layernorm": True})) == Policy(
+        "qk_norms", "ends", "all"
+    )
     assert next(policies_of({"use_mup": True})) == Policy("vectors", "matrices", "all")
     assert len(set(policies_of({}))) == 12
 
 
 def test_adapters_alone_may_be_trained() -> None:
-    params = [*PARAMS, Trained("decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight", (2, 8), "bfloat16", False)]
+    params = [
+        *PARAMS,
+        Trained(
+            "decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight", (2, 8), "bfloat16", False
+        ),
+    ]
     assert assign(params, [slots(WD, (7,), params)], tuple(policies_of({})), agrees=None) == ((7,),)
 
 
 def test_groups_that_look_alike_are_told_by_their_masters() -> None:
-    params = [Trained(f"decoder.layers.{i}.mlp.linear_fc2.weight", (8, 8), "bfloat16", False) for i in range(4)]
+    params = [
+        Trained(f"decoder.layers.{i}.mlp.linear_fc2.weight", (8, 8), "bfloat16", False)
+        for i in range(4)
+    ]
     groups = [slots({**WD, "lr_mult": 0.5}, (1, 2), params), slots(WD, (0,), params)]
     true = {(1, 0, 0), (2, 0, 1), (0, 1, 0)}
     found = assign(params, groups, tuple(policies_of({})), agrees=lambda *which: which in true)
@@ -165,12 +214,17 @@ def test_ranks_may_list_groups_in_any_order_and_leave_empty_ones_out() -> None:
 def test_an_empty_group_may_miss_the_steps() -> None:
     found = merged([(WD, "")], [({**WD, "step": 3}, "a")], [(WD, "")])
     assert found.groups()[0].settings["step"] == 3
-    with pytest.raises(CorruptError, match="setting step of the optimizer's param group 0 is 4 here, 3 in mp_rank_00"):
+    with pytest.raises(
+        CorruptError,
+        match="setting step of the optimizer's param group 0 is 4 here, 3 in mp_rank_00",
+    ):
         merged([({**WD, "step": 3}, "a")], [({**WD, "step": 4}, "b")])
 
 
 def test_a_parameter_is_in_one_group() -> None:
-    with pytest.raises(CorruptError, match=r"its param group has wd_mult 0.0 here, 1.0 in mp_rank_00") as caught:
+    with pytest.raises(
+        CorruptError, match=r"its param group has wd_mult 0.0 here, 1.0 in mp_rank_00"
+    ) as caught:
         merged([(WD, "a")], [(NO_WD, "a")])
     assert caught.value.key == "a"
     with pytest.raises(UnsupportedError, match="cannot be told apart"):
@@ -184,7 +238,9 @@ MOE = Model(experts=4, moe=(0,))
 def at(source: Topology, target: Topology, *groups: ParamGroup) -> TargetGroups:
     facts = facts_of({**MOE.args(source), "expert_tensor_parallel_size": source.expert_tp})
     names = {name: 2 for group in groups for name in group.params or ()}
-    destination = target_of(Optimizer("float16", groups), MOE.args(source), topology=target, facts=facts)
+    destination = target_of(
+        Optimizer("float16", groups), MOE.args(source), topology=target, facts=facts
+    )
     return target_groups(destination, names)
 
 
@@ -192,7 +248,9 @@ def test_experts_have_groups_of_their_own_with_expert_parallelism_only() -> None
     found = at(Topology(), Topology(ep=2), ParamGroup(WD, ("router", EXPERT)))
     assert [settings["is_expert_parallel"] for settings in found.settings] == [False, True]
     assert found.group_of == {"router": 0, EXPERT: 1}
-    found = at(Topology(ep=2), Topology(), ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,)))
+    found = at(
+        Topology(ep=2), Topology(), ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,))
+    )
     assert [settings["is_expert_parallel"] for settings in found.settings] == [False]
     old = {"wd_mult": 1.0, "lr_mult": 1.0}
     assert len(at(Topology(), Topology(ep=2), ParamGroup(old, ("router", EXPERT))).settings) == 1
@@ -202,12 +260,21 @@ def test_without_expert_parallelism_another_tp_of_experts_is_treated_as_the_sour
     a, b = Topology(tp=2, etp=1), Topology(tp=4, etp=2)
     found = at(a, b, ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,)))
     assert found.group_of == {"router": 0, EXPERT: 1}
-    assert len(at(a, Topology(tp=4), ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,))).settings) == 1
+    assert (
+        len(
+            at(
+                a, Topology(tp=4), ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,))
+            ).settings
+        )
+        == 1
+    )
     assert len(at(a, b, ParamGroup(WD, ("router", EXPERT))).settings) == 1
 
 
 def test_a_parameter_without_a_group_is_named() -> None:
-    target = target_of(Optimizer("float16", (ParamGroup(WD, ("a",)),)), MOE.args(Topology()), topology=Topology())
+    target = target_of(
+        Optimizer("float16", (ParamGroup(WD, ("a",)),)), MOE.args(Topology()), topology=Topology()
+    )
     with pytest.raises(CorruptError, match="no param group has it"):
         target_groups(target, {"a": 2, "b": 2})
 

@@ -16,7 +16,10 @@ from core.megatron.model.topology import Rank, Topology, rank_dir
 from tests.megatron.support.kinds import KINDS, built, files
 from tests.megatron.support.numbered_files import Style, assert_same_optimizer, save
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
@@ -60,12 +63,18 @@ def reshard(source: Path, target: Path, topology: Topology, **options: Any) -> N
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_the_optimizer_is_that_of_a_run_at_the_target(folder: Path, tmp_path: Path, name: str) -> None:
+def test_the_optimizer_is_that_of_a_run_at_the_target(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     model: Any = Built(folder, name)
     layouts = [Topology(tp=tp, pp=pp, ep=ep) for tp, pp, ep in KINDS[name].layouts if ep == 1]
     roots = {one: save(model, one, tmp_path / f"saved {one}", STYLES[name]) for one in layouts}
     following = zip(layouts, [*layouts[1:], layouts[0]], strict=True)
-    for a, b in {*following, *((layouts[0], one) for one in layouts), *((one, layouts[0]) for one in layouts)}:
+    for a, b in {
+        *following,
+        *((layouts[0], one) for one in layouts),
+        *((one, layouts[0]) for one in layouts),
+    }:
         out = tmp_path / f"{a} to {b}"
         reshard(roots[a], out, b)
         assert_same_optimizer(out, roots[b])

@@ -44,14 +44,22 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         sizes = TopologyChange(tp=2, pp=2)
         run(Job(src=golden / source, dst=made, to="torch_dist", topology=sizes, fsync=False))
         folder = made / "iter_0000010"
-        has_common = "mcore0121" in source  # the arguments of HEAD name enums that 0.16.1 does not have
-        cases[source] = {"dir": str(folder), "objects": sorted(catalog_of(folder).objects), "has_common": has_common}
+        has_common = (
+            "mcore0121" in source
+        )  # the arguments of HEAD name enums that 0.16.1 does not have
+        cases[source] = {
+            "dir": str(folder),
+            "objects": sorted(catalog_of(folder).objects),
+            "has_common": has_common,
+        }
     found: dict[str, dict[str, Any]] = asked("-c", SCRIPT, question=cases)
     return found
 
 
 @pytest.mark.parametrize("source", OURS)
-def test_megatron_core_loads_every_state_as_from_its_own(answers: dict[str, dict[str, Any]], source: str) -> None:
+def test_megatron_core_loads_every_state_as_from_its_own(
+    answers: dict[str, dict[str, Any]], source: str
+) -> None:
     ours, theirs = answers[source], answers[OURS[source]]
     states = [key for key in theirs["tensors"] if key.startswith("optimizer.state.")]
     assert len(states) == 30
@@ -60,7 +68,9 @@ def test_megatron_core_loads_every_state_as_from_its_own(answers: dict[str, dict
 
 
 @pytest.mark.parametrize("source", [name for name in OURS if "mcore0121" in name])
-def test_megatron_core_finds_the_form_and_the_settings(answers: dict[str, dict[str, Any]], source: str) -> None:
+def test_megatron_core_finds_the_form_and_the_settings(
+    answers: dict[str, dict[str, Any]], source: str
+) -> None:
     common = answers[source]["common"]
     content, entry = common["content_metadata"], common["optimizer"]
     assert content["chained_optim_avoid_prefix"] == "True"
@@ -75,9 +85,13 @@ def test_megatron_core_finds_the_form_and_the_settings(answers: dict[str, dict[s
 
 
 @pytest.mark.parametrize(
-    "source", ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", RESHARDABLE, MODEL_SPACE], ids=["ranks", "new", "old"]
+    "source",
+    ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", RESHARDABLE, MODEL_SPACE],
+    ids=["ranks", "new", "old"],
 )
-def test_tensorstore_reads_zarr_as_it_reads_megatrons(golden: Path, tmp_path: Path, source: str) -> None:
+def test_tensorstore_reads_zarr_as_it_reads_megatrons(
+    golden: Path, tmp_path: Path, source: str
+) -> None:
     run(Job(src=golden / source, dst=tmp_path / "out", to="zarr", fsync=False))
     ours, theirs = read_zarr(tmp_path / "out"), read_zarr(golden / ZARR)
     assert set(ours) == set(theirs)

@@ -12,7 +12,9 @@ from core.files.store import MemoryStore
 from core.megatron.optimizer.proof import is_master, is_nan, rounding_of, rounds_to, sample
 
 
-def stored(tensor: torch.Tensor, name: str, strides: tuple[int, ...] | None = None) -> tuple[StoredArray, bytes]:
+def stored(
+    tensor: torch.Tensor, name: str, strides: tuple[int, ...] | None = None
+) -> tuple[StoredArray, bytes]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return StoredArray(name, dtype, tuple(tensor.shape), Extent(name, 0, strides)), data
@@ -62,7 +64,9 @@ def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
 def edges() -> bytes:
     """float32 bits around every place where rounding to 16 bits turns: ties, subnormals, overflow, NaNs; and others."""
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
-    lows = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    lows = np.array(
+        [0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32
+    )
     return bytes((tops[:, None] | lows[None, :]).ravel().astype("<u4").tobytes())
 
 
@@ -78,7 +82,9 @@ def test_a_few_elements_are_rounded_as_numpy_rounds_them(target: str) -> None:
     a, b = (np.frombuffer(bits, "<u2") & 0x7FFF for bits in (found, wanted))
     is_number = b <= infinity
     assert np.array_equal(a > infinity, ~is_number)
-    assert np.array_equal(np.frombuffer(found, "<u2")[is_number], np.frombuffer(wanted, "<u2")[is_number])
+    assert np.array_equal(
+        np.frombuffer(found, "<u2")[is_number], np.frombuffer(wanted, "<u2")[is_number]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

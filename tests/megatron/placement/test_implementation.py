@@ -24,9 +24,12 @@ def _run(src: Path, dst: Path, impl: str | None, **options: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "case"), [("dense_gqa", "tp2_pp2"), ("dense_gelu", "tp4_pp1"), ("moe_seq", "tp2_pp1_ep2_etp1")]
+    ("model", "case"),
+    [("dense_gqa", "tp2_pp2"), ("dense_gelu", "tp4_pp1"), ("moe_seq", "tp2_pp1_ep2_etp1")],
 )
-def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path, model: str, case: str) -> None:
+def test_there_and_back_gives_the_first_files_again(
+    golden: Path, tmp_path: Path, model: str, case: str
+) -> None:
     first = golden / "mcore_legacy" / model / case
     _run(first, tmp_path / "te", TE)
     _run(tmp_path / "te", tmp_path / "local", "local")
@@ -37,7 +40,9 @@ def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path
     before = {name for name, value in here["model"].items() if isinstance(value, torch.Tensor)}
     after = {name for name, value in there["model"].items() if isinstance(value, torch.Tensor)}
     norm = "pre_mlp_layernorm" if model == "moe_seq" else "mlp.linear_fc1.layer_norm"
-    assert sorted(name for name in after if ".layers.0." in name and "norm" in name and "weight" in name) == sorted(
+    assert sorted(
+        name for name in after if ".layers.0." in name and "norm" in name and "weight" in name
+    ) == sorted(
         [
             "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
             f"decoder.layers.0.{norm}{'_' if norm.startswith('mlp') else '.'}weight",
@@ -46,10 +51,18 @@ def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path
     assert len(after) == len(before)
 
 
-def test_fused_norms_stand_before_the_linear_that_they_are_fused_with(golden: Path, tmp_path: Path) -> None:
+def test_fused_norms_stand_before_the_linear_that_they_are_fused_with(
+    golden: Path, tmp_path: Path
+) -> None:
     _run(golden / "mcore_legacy/dense_gqa/tp1_pp1", tmp_path / "te", TE)
-    names = list(load_rank_file(next(iter(rank_dirs(tmp_path / "te").values())) / MODEL_FILE)["model"])
-    tensors = [name.removeprefix("decoder.layers.0.") for name in names if "layers.0." in name and "extra" not in name]
+    names = list(
+        load_rank_file(next(iter(rank_dirs(tmp_path / "te").values())) / MODEL_FILE)["model"]
+    )
+    tensors = [
+        name.removeprefix("decoder.layers.0.")
+        for name in names
+        if "layers.0." in name and "extra" not in name
+    ]
     assert tensors == [
         "self_attention.linear_proj.weight",
         "self_attention.linear_qkv.layer_norm_weight",
@@ -69,12 +82,16 @@ def test_dense_models_are_the_same_torch_dist_under_both(golden: Path, tmp_path:
     te, local = open_checkpoint(tmp_path / "te"), open_checkpoint(tmp_path / "local")
     assert dict(te.catalog.tensors) == dict(local.catalog.tensors)
     for key in te.catalog.tensors:
-        assert (tensor_bytes(te.catalog, te.store, key) == tensor_bytes(local.catalog, local.store, key)).all(), key
+        assert (
+            tensor_bytes(te.catalog, te.store, key) == tensor_bytes(local.catalog, local.store, key)
+        ).all(), key
     te.store.close()
     local.store.close()
 
 
-def test_a_norm_before_experts_keeps_its_name_in_transformer_engines_torch_dist(golden: Path, tmp_path: Path) -> None:
+def test_a_norm_before_experts_keeps_its_name_in_transformer_engines_torch_dist(
+    golden: Path, tmp_path: Path
+) -> None:
     _run(golden / "mcore_torch_dist/moe_seq/tp2_pp2_ep2", tmp_path / "te", TE)
     found = open_checkpoint(tmp_path / "te")
     assert "decoder.layers.pre_mlp_layernorm.weight" in found.catalog.tensors

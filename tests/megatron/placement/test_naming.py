@@ -24,17 +24,23 @@ EXPERTS = Path("mcore_legacy/moe_seq")
 
 
 def reshard(src: Path, dst: Path, *options: object) -> int:
-    return main(["reshard", str(src), str(dst), "--no-optim", "--no-fsync", "-q", *map(str, options)])
+    return main(
+        ["reshard", str(src), str(dst), "--no-optim", "--no-fsync", "-q", *map(str, options)]
+    )
 
 
 def runs() -> list[dict[str, int | str]]:
     """Runs of all sizes at which every rank has a file of its own, with one, two and three copies."""
     found: list[dict[str, int | str]] = []
     orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-    for tp, pp, ep, cp, copies, order in product((1, 2, 4, 6), (1, 2), (1, 2, 4, 8), (1, 2), (1, 2, 3), orders):
+    for tp, pp, ep, cp, copies, order in product(
+        (1, 2, 4, 6), (1, 2), (1, 2, 4, 8), (1, 2), (1, 2, 3), orders
+    ):
         for etp in (size for size in (1, 2, tp) if tp % size == 0):
             world = pp * lcm(tp * cp, etp * ep) * copies
-            found.append({"world": world, "tp": tp, "pp": pp, "ep": ep, "etp": etp, "cp": cp, "order": order})
+            found.append(
+                {"world": world, "tp": tp, "pp": pp, "ep": ep, "etp": etp, "cp": cp, "order": order}
+            )
     return found
 
 
@@ -52,9 +58,14 @@ def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None
         names = [rank_dir(topology, Rank(t, p, e)) for t, p, e, _, _ in answer]
         ours = {rank_dir(topology, rank) for rank in topology.ranks()}
         assert ours == set(names), f"what {run} asks for is not what is written for it"
-        newer = {name for name, (*_, dp, edp) in zip(names, answer, strict=True) if dp == 0 or edp == 0}
+        newer = {
+            name for name, (*_, dp, edp) in zip(names, answer, strict=True) if dp == 0 or edp == 0
+        }
         older = {name for name, (*_, edp) in zip(names, answer, strict=True) if edp == 0}
-        known = [set(names) for names in rank_dirs(topology, world_size=int(run["world"]), cp=int(run["cp"]))]
+        known = [
+            set(names)
+            for names in rank_dirs(topology, world_size=int(run["world"]), cp=int(run["cp"]))
+        ]
         assert newer == known[0], run
         assert older in known or ep == 1, run
         n_runs += 1
@@ -63,14 +74,19 @@ def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None
 
 
 def test_one_name_is_read_by_the_arguments(golden: Path, tmp_path: Path) -> None:
-    for source, coords in ((DENSE / "tp1_pp2", {"pp": 1, "ep": 0}), (EXPERTS / "tp1_pp1_ep2", {"pp": 0, "ep": 1})):
+    for source, coords in (
+        (DENSE / "tp1_pp2", {"pp": 1, "ep": 0}),
+        (EXPERTS / "tp1_pp1_ep2", {"pp": 0, "ep": 1}),
+    ):
         checkpoint = open_checkpoint(golden / source)
         ranks = ranks_of(checkpoint.catalog)
         (found,) = (dict(where) for where, (name, _) in ranks.items() if name == "mp_rank_00_001")
         assert found["pp"] == coords["pp"] and found.get("ep", 0) == coords["ep"]
 
 
-def test_names_of_other_sizes_are_listed(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_other_sizes_are_listed(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(golden / EXPERTS / "tp1_pp2_ep2", broken)
     folder = broken / "iter_0000010"
@@ -89,7 +105,10 @@ def test_dense_shards_that_older_megatron_left_out_are_named(
     assert reshard(source, tmp_path / "a", *wanted) == 0
     names = ["mp_rank_00_000", "mp_rank_01_001", "mp_rank_02_000", "mp_rank_03_001"]
     assert list(found_dirs(tmp_path / "a")) == names
-    assert reshard(tmp_path / "a", tmp_path / "back", "--tp-new", 2, "--ep-new", 1, "--etp-new", 2) == 0
+    assert (
+        reshard(tmp_path / "a", tmp_path / "back", "--tp-new", 2, "--ep-new", 1, "--etp-new", 2)
+        == 0
+    )
     assert_same_weights(tmp_path / "back", source)
     for name in names[2:]:
         shutil.rmtree(tmp_path / "a/iter_0000010" / name)
@@ -121,7 +140,9 @@ def test_only_pairs_of_ranks_that_exist_are_written(
     source = golden / EXPERTS / "tp1_pp1_ep4"
     assert reshard(source, tmp_path / "a", "--tp-new", 2, "--ep-new", ep, "--etp-new", etp) == 0
     assert list(found_dirs(tmp_path / "a")) == [f"mp_rank_{name}" for name in names]
-    assert reshard(tmp_path / "a", tmp_path / "b", "--tp-new", 1, "--ep-new", 4, "--etp-new", 1) == 0
+    assert (
+        reshard(tmp_path / "a", tmp_path / "b", "--tp-new", 1, "--ep-new", 4, "--etp-new", 1) == 0
+    )
     assert_same_weights(tmp_path / "b", source)
 
 
@@ -143,7 +164,9 @@ def test_a_tracker_without_its_iteration_is_named_and_others_are_offered(
     (root / "latest_checkpointed_iteration.txt").write_text("20")
     assert reshard(root, tmp_path / "a", "--tp-new", 2) == 3
     err = " ".join(capsys.readouterr().err.split())
-    assert "the tracker names iter_0000020, which is missing" in err and "iterations here: 10" in err
+    assert (
+        "the tracker names iter_0000020, which is missing" in err and "iterations here: 10" in err
+    )
     assert reshard(root, tmp_path / "b", "--tp-new", 2, "--iteration", 10) == 0
     (root / "latest_checkpointed_iteration.txt").unlink()
     assert reshard(root, tmp_path / "c", "--tp-new", 2) == 0
@@ -159,7 +182,9 @@ def test_a_release_stays_a_release(golden: Path, tmp_path: Path, to: str) -> Non
     assert (tmp_path / "a/latest_checkpointed_iteration.txt").read_text() == "release"
     assert open_checkpoint(tmp_path / "a").path.name == "release"
     assert reshard(tmp_path / "a", tmp_path / "b", "--tp-new", 4, "--to", "megatron") == 0
-    assert sorted(path.name for path in (tmp_path / "b/release").iterdir()) == [f"mp_rank_{n:02d}" for n in range(4)]
+    assert sorted(path.name for path in (tmp_path / "b/release").iterdir()) == [
+        f"mp_rank_{n:02d}" for n in range(4)
+    ]
     assert reshard(root / "release", tmp_path / "c", "--tp-new", 2) == 0
     assert (tmp_path / "c/release/mp_rank_01/model_optim_rng.pt").exists()
 

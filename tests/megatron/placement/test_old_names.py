@@ -22,7 +22,15 @@ from core.megatron.model.args import replaced
 from core.megatron.reshard.reshard import load_rules, unshard
 from tests.megatron.reshard.test_matrix import sizes
 from tests.megatron.support.megatron_gold import oracle
-from tests.megatron.support.old_names import NEW, OLD, TIED, UNTIED, assert_same_nested, old_order, rewrite
+from tests.megatron.support.old_names import (
+    NEW,
+    OLD,
+    TIED,
+    UNTIED,
+    assert_same_nested,
+    old_order,
+    rewrite,
+)
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 
@@ -36,7 +44,9 @@ def reshard(src: Path, dst: Path, case: str, to: str | None = "megatron") -> lis
     wanted = sizes(case)
     if "ep" not in case:
         del wanted["ep"], wanted["etp"]
-    report = run(Job(src=src, dst=dst, to=to, topology=TopologyChange(**wanted), optim="drop", fsync=False))
+    report = run(
+        Job(src=src, dst=dst, to=to, topology=TopologyChange(**wanted), optim="drop", fsync=False)
+    )
     return list(report.notes)
 
 
@@ -51,9 +61,12 @@ def test_shared_embeddings(golden: Path, tmp_path: Path, a: str, b: str, names: 
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [("tp1_pp1", "tp2_pp2_vpp2"), ("tp1_pp2_vpp2", "tp4_pp1"), ("tp2_pp2", "tp1_pp2_vpp2")]
+    ("a", "b"),
+    [("tp1_pp1", "tp2_pp2_vpp2"), ("tp1_pp2_vpp2", "tp4_pp1"), ("tp2_pp2", "tp1_pp2_vpp2")],
 )
-def test_an_output_layer_of_its_own_gated_mlps_and_model_chunks(golden: Path, tmp_path: Path, a: str, b: str) -> None:
+def test_an_output_layer_of_its_own_gated_mlps_and_model_chunks(
+    golden: Path, tmp_path: Path, a: str, b: str
+) -> None:
     source = golden / "mcore_legacy" / "dense_gqa"
     rewrite(source / a, tmp_path / "a", GQA)
     rewrite(source / b, tmp_path / "b", GQA)
@@ -62,7 +75,8 @@ def test_an_output_layer_of_its_own_gated_mlps_and_model_chunks(golden: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [("tp1_pp1", "tp2_pp1_ep2"), ("tp1_pp2_ep2", "tp1_pp1_ep4"), ("tp2_pp1_ep2", "tp1_pp1")]
+    ("a", "b"),
+    [("tp1_pp1", "tp2_pp1_ep2"), ("tp1_pp2_ep2", "tp1_pp1_ep4"), ("tp2_pp1_ep2", "tp1_pp1")],
 )
 def test_experts_of_a_switch_mlp(golden: Path, tmp_path: Path, a: str, b: str) -> None:
     source = golden / "mcore_legacy" / "moe_seq"
@@ -73,7 +87,9 @@ def test_experts_of_a_switch_mlp(golden: Path, tmp_path: Path, a: str, b: str) -
 
 
 @pytest.mark.parametrize("version", [0, 1.0, None])
-@pytest.mark.parametrize(("a", "b"), [("tp2_pp2", "tp1_pp1"), ("tp1_pp1", "tp4_pp1"), ("tp4_pp1", "tp2_pp1")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("tp2_pp2", "tp1_pp1"), ("tp1_pp1", "tp4_pp1"), ("tp4_pp1", "tp2_pp1")]
+)
 def test_rows_of_an_old_version_are_put_in_order(
     golden: Path, tmp_path: Path, a: str, b: str, version: float | None
 ) -> None:
@@ -91,7 +107,13 @@ def test_rows_of_an_old_version_are_put_in_order(
 @pytest.mark.parametrize("version", [0, 1.0])
 def test_the_global_tensors_are_the_true_ones(golden: Path, tmp_path: Path, version: float) -> None:
     order = old_order(version, heads=2, channels=8)
-    rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp2", tmp_path / "a", GELU["new"], version=version, change=order)
+    rewrite(
+        golden / "mcore_legacy/dense_gelu/tp2_pp2",
+        tmp_path / "a",
+        GELU["new"],
+        version=version,
+        change=order,
+    )
     store = LocalStore(tmp_path / "a" / "iter_0000010")
     found = unshard(megatron.read(store), rules=RULES)
     true = oracle(golden, "dense_gelu")
@@ -107,13 +129,22 @@ def test_an_optimizer_follows_the_old_names(golden: Path, tmp_path: Path) -> Non
     source = golden / "mcore_legacy" / "dense_gqa"
     for case, name in (("tp2_pp2_optim", "a"), ("tp1_pp1_optim", "b")):
         rewrite(source / case, tmp_path / name, GQA, keep=("optimizer", "opt_param_scheduler"))
-    run(Job(src=tmp_path / "a", dst=tmp_path / "out", topology=TopologyChange(tp=1, pp=1), fsync=False))
+    run(
+        Job(
+            src=tmp_path / "a",
+            dst=tmp_path / "out",
+            topology=TopologyChange(tp=1, pp=1),
+            fsync=False,
+        )
+    )
     assert_same_nested(tmp_path / "out", tmp_path / "b")
     assert_same_optimizer(tmp_path / "out", tmp_path / "b")
 
 
 @pytest.mark.parametrize("version", [0, 1.0])
-def test_an_optimizers_states_have_the_old_order_of_rows_too(golden: Path, tmp_path: Path, version: float) -> None:
+def test_an_optimizers_states_have_the_old_order_of_rows_too(
+    golden: Path, tmp_path: Path, version: float
+) -> None:
     source = golden / "mcore_legacy" / "dense_gelu"
     order = old_order(version, heads=2, channels=8)
     rewrite(source / "tp2_pp1", tmp_path / "a", GELU["old"], version=version, change=order)
@@ -140,10 +171,20 @@ def optimizer_of(weights: list[torch.Tensor]) -> dict[str, Any]:
     """A Float16 optimizer's state dict whose states tell which weight they belong to; matrices have weight decay."""
     groups = [[w for w in weights if w.dim() == 2], [w for w in weights if w.dim() != 2]]
     ordered = [weight.float() for group in groups for weight in group]
-    settings = {"is_expert_parallel": False, "lr_mult": 1.0, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 1}
+    settings = {
+        "is_expert_parallel": False,
+        "lr_mult": 1.0,
+        "lr": 1e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "step": 1,
+    }
     return {
         "optimizer": {
-            "state": {n: {"exp_avg": master * 2, "exp_avg_sq": master**2} for n, master in enumerate(ordered)},
+            "state": {
+                n: {"exp_avg": master * 2, "exp_avg_sq": master**2}
+                for n, master in enumerate(ordered)
+            },
             "param_groups": [
                 {"wd_mult": 1.0, **settings, "params": list(range(len(groups[0])))},
                 {"wd_mult": 0.0, **settings, "params": list(range(len(groups[0]), len(ordered)))},
@@ -161,11 +202,18 @@ def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
         assert [group["params"] for group in ours["optimizer"]["param_groups"]] == [
             group["params"] for group in theirs["optimizer"]["param_groups"]
         ]
-        for mine, wanted in zip(ours["fp32_from_fp16_params"], theirs["fp32_from_fp16_params"], strict=True):
-            assert [torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)] == [True] * len(wanted)
+        for mine, wanted in zip(
+            ours["fp32_from_fp16_params"], theirs["fp32_from_fp16_params"], strict=True
+        ):
+            assert [torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)] == [True] * len(
+                wanted
+            )
         for number, states in theirs["optimizer"]["state"].items():
             for name in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(ours["optimizer"]["state"][number][name], states[name]), (number, name)
+                assert torch.equal(ours["optimizer"]["state"][number][name], states[name]), (
+                    number,
+                    name,
+                )
 
 
 def test_versions_and_heads_that_make_no_sense_are_refused(golden: Path, tmp_path: Path) -> None:
@@ -213,9 +261,15 @@ def test_arguments_of_before_pipelines_are_refused_by_name(golden: Path, tmp_pat
         megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
 
 
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size"])
-def test_pipelines_of_encoders_and_decoders_are_refused_by_name(golden: Path, tmp_path: Path, name: str) -> None:
-    rewrite(golden / "mcore_legacy/dense_gelu/tp1_pp2", tmp_path / "a", GELU["new"], more_args={name: 1})
+@pytest.mark.parametrize(
+    "name", ["pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size"]
+)
+def test_pipelines_of_encoders_and_decoders_are_refused_by_name(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
+    rewrite(
+        golden / "mcore_legacy/dense_gelu/tp1_pp2", tmp_path / "a", GELU["new"], more_args={name: 1}
+    )
     catalog = megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
     with pytest.raises(UnsupportedError, match=f"encoder-decoder pipelines.*{name}"):
         unshard(catalog, rules=RULES)

@@ -33,7 +33,13 @@ from tests.support.materialize import tensor_bytes
 
 CASES = [(model, case) for model, cases in (DENSE | EXPERTS).items() for case in cases]
 CASES += [("dense_gqa", case) for case in VIRTUAL]
-WITH_OPTIMIZER = ("tp1_pp1_optim", "tp2_pp2_optim", "tp4_pp1_optim", "tp1_pp1_dp2_distopt", "tp2_pp1_dp2_distopt")
+WITH_OPTIMIZER = (
+    "tp1_pp1_optim",
+    "tp2_pp2_optim",
+    "tp4_pp1_optim",
+    "tp1_pp1_dp2_distopt",
+    "tp2_pp1_dp2_distopt",
+)
 DIST = [
     ("mcore_torch_dist", "dense_gqa", "tp1_pp1"),
     ("mcore_torch_dist", "dense_gqa", "tp2_pp2"),
@@ -74,7 +80,9 @@ def test_every_piece_lies_where_megatron_recorded_it(golden: Path, model: str, c
     assert found == _joined(expected)
 
 
-def _joined(expected: set[tuple[str, str, Box, tuple[int, ...]]]) -> set[tuple[str, str, Box, tuple[int, ...]]]:
+def _joined(
+    expected: set[tuple[str, str, Box, tuple[int, ...]]],
+) -> set[tuple[str, str, Box, tuple[int, ...]]]:
     """The same with the parts of a tensor (gate and up, say) as one piece where one rank holds all of them."""
     n_held: dict[tuple[str, str], int] = {}
     for array, key, box, _ in expected:
@@ -97,13 +105,17 @@ def test_the_global_tensors_are_the_true_ones(golden: Path, model: str, case: st
 
 
 @pytest.mark.parametrize(("family", "model", "case"), DIST)
-def test_stacked_keys_give_the_same_global_tensors(golden: Path, family: str, model: str, case: str) -> None:
+def test_stacked_keys_give_the_same_global_tensors(
+    golden: Path, family: str, model: str, case: str
+) -> None:
     store, catalog = dist_files(golden, family, model, case)
     found = unshard(catalog, rules=RULES)
     _, from_ranks = global_form(golden, model, "tp1_pp1")
     assert list(found.tensors) == list(from_ranks.tensors)
     assert {key for key in found.objects if key.endswith("_extra_state")} == {
-        key for key in from_ranks.objects if key.endswith("_extra_state") and not key.startswith("output_layer")
+        key
+        for key in from_ranks.objects
+        if key.endswith("_extra_state") and not key.startswith("output_layer")
     }
     true = oracle(golden, model)
     for key in found.tensors:
@@ -112,7 +124,11 @@ def test_stacked_keys_give_the_same_global_tensors(golden: Path, family: str, mo
 
 @pytest.mark.parametrize(
     ("model", "case"),
-    [("dense_gqa", "tp4_pp1"), ("dense_gelu", "tp2_pp2"), *((name, c) for name in EXPERTS for c in EXPERTS[name])],
+    [
+        ("dense_gqa", "tp4_pp1"),
+        ("dense_gelu", "tp2_pp2"),
+        *((name, c) for name in EXPERTS for c in EXPERTS[name]),
+    ],
 )
 def test_order_and_facts_are_kept(golden: Path, model: str, case: str) -> None:
     _, catalog = global_form(golden, model, case)
@@ -130,14 +146,18 @@ def test_order_and_facts_are_kept(golden: Path, model: str, case: str) -> None:
 def test_replicas_are_fragments_with_one_box(golden: Path) -> None:
     _, catalog = global_form(golden, "dense_gelu", "tp2_pp2")
     assert len(catalog.fragments("decoder.layers.3.input_layernorm.weight")) == 2
-    assert [fragment.box for fragment in catalog.fragments("decoder.final_layernorm.bias")] == [Box((0,), (32,))] * 2
+    assert [fragment.box for fragment in catalog.fragments("decoder.final_layernorm.bias")] == [
+        Box((0,), (32,))
+    ] * 2
 
 
 def test_a_tied_output_layer_is_a_replica_of_the_embedding(golden: Path) -> None:
     _, catalog = global_form(golden, "dense_gelu", "tp2_pp2")
     assert "output_layer.weight" not in catalog.tensors
     names = [
-        fragment.array.name for fragment in catalog.fragments("embedding.word_embeddings.weight") if fragment.array
+        fragment.array.name
+        for fragment in catalog.fragments("embedding.word_embeddings.weight")
+        if fragment.array
     ]
     assert names == [
         "mp_rank_00_000:model.embedding.word_embeddings.weight",
@@ -147,7 +167,9 @@ def test_a_tied_output_layer_is_a_replica_of_the_embedding(golden: Path) -> None
     ]
 
 
-def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much(golden: Path) -> None:
+def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much(
+    golden: Path,
+) -> None:
     key = "embedding.word_embeddings.weight"
     _, cut = global_form(golden, "dense_gqa", "tp4_pp1")
     assert cut.tensors[key].shape == (300, 64)
@@ -190,7 +212,9 @@ def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str
         ("mcore0121_torch_dist", "tp2_pp1_dp2_distopt_dp_zero_gather_scatter"),
     ],
 )
-def test_an_optimizer_in_torch_dist_is_refused_or_left_out(golden: Path, family: str, case: str) -> None:
+def test_an_optimizer_in_torch_dist_is_refused_or_left_out(
+    golden: Path, family: str, case: str
+) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     with pytest.raises(UnsupportedError, match="optimizer state"):
         unshard(catalog, rules=RULES, optim="refuse")
@@ -212,13 +236,19 @@ def test_grouped_experts_are_views_of_their_parameter(golden: Path, case: str) -
     true = oracle(golden, "moe_seq")
     for key in catalog.tensors:
         assert (tensor_bytes(catalog, store, key) == true[fused(key)]).all(), key
-    (first, *_) = catalog.fragments("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight")
+    (first, *_) = catalog.fragments(
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    )
     assert first.array is not None
     assert first.array.name == "mp_rank_00" + ("_000" if "ep" in case else "") + (
         ":model.decoder.layers.0.mlp.experts.weight1[1]"
     )
     rows = 64 // topology(case).tp
-    assert (first.array.shape, first.array.extent.strides, first.array.extent.crc) == ((rows, 32), (1, rows), None)
+    assert (first.array.shape, first.array.extent.strides, first.array.extent.crc) == (
+        (rows, 32),
+        (1, rows),
+        None,
+    )
 
 
 def test_what_every_expert_rank_repeats_is_a_replica(golden: Path) -> None:
@@ -226,7 +256,9 @@ def test_what_every_expert_rank_repeats_is_a_replica(golden: Path) -> None:
     assert len(catalog.fragments("decoder.layers.3.mlp.router.weight")) == 2
     assert len(catalog.fragments("decoder.layers.3.self_attention.linear_qkv.weight")) == 2
     for expert, folder in ((0, "mp_rank_00_000"), (3, "mp_rank_01_001")):
-        (fragment,) = catalog.fragments(f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc2.weight")
+        (fragment,) = catalog.fragments(
+            f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+        )
         assert fragment.array is not None and fragment.array.name.startswith(folder + ":")
 
 

@@ -29,7 +29,10 @@ from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_o
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import assert_same_weights
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
@@ -39,7 +42,10 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bert": ({"kind": "bert", "is_tied": True}, ("tp1_pp1", "tp2_pp1", "tp1_pp2", "tp2_pp2")),
     "bert_untied": ({"kind": "bert", "is_tied": False}, ("tp1_pp2", "tp2_pp1")),
     "t5": ({"kind": "t5", "is_tied": True}, ("tp1_pp1", "tp2_pp1", "tp4_pp1")),
-    "t5_untied": ({"kind": "t5", "is_tied": False, "positions": "relative"}, ("tp1_pp1", "tp2_pp1")),
+    "t5_untied": (
+        {"kind": "t5", "is_tied": False, "positions": "relative"},
+        ("tp1_pp1", "tp2_pp1"),
+    ),
 }
 CASES = [(model, case) for model, (_, cases) in MODELS.items() for case in cases]
 PAIRS = [(model, a, b) for model, (_, cases) in MODELS.items() for a in cases for b in cases]
@@ -49,9 +55,17 @@ PAIRS = [(model, a, b) for model, (_, cases) in MODELS.items() for a in cases fo
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case as megatron-core saved it: <model>/<layout>/{ranks,dist}."""
     root_dir = tmp_path_factory.mktemp("text_models")
-    jobs = [{**MODELS[model][0], **sizes(case), "dir": str(root_dir / model / case)} for model, case in CASES]
+    jobs = [
+        {**MODELS[model][0], **sizes(case), "dir": str(root_dir / model / case)}
+        for model, case in CASES
+    ]
     program = Path(__file__).parents[1] / "support/text_models.py"
-    done = subprocess.run([sys.executable, str(program), json.dumps(jobs)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, str(program), json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return root_dir
 
@@ -68,9 +82,19 @@ def opened(root_dir: Path, model: str, case: str, kind: str) -> tuple[LocalStore
 
 @pytest.mark.parametrize("kind", ["ranks", "dist"])
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
-def test_any_layout_becomes_any_other(saved: Path, tmp_path: Path, model: str, a: str, b: str, kind: str) -> None:
+def test_any_layout_becomes_any_other(
+    saved: Path, tmp_path: Path, model: str, a: str, b: str, kind: str
+) -> None:
     change = TopologyChange(**sizes(b))
-    run(Job(src=saved / model / a / kind, dst=tmp_path / "out", to="megatron", topology=change, fsync=False))
+    run(
+        Job(
+            src=saved / model / a / kind,
+            dst=tmp_path / "out",
+            to="megatron",
+            topology=change,
+            fsync=False,
+        )
+    )
     assert_same_weights(tmp_path / "out", saved / model / b / "ranks")
 
 
@@ -79,14 +103,24 @@ def test_torch_dist_has_the_keys_chunks_and_values_that_megatron_saves(
     saved: Path, tmp_path: Path, model: str, a: str, b: str
 ) -> None:
     change = TopologyChange(**sizes(b))
-    run(Job(src=saved / model / a / "ranks", dst=tmp_path / "out", to="torch_dist", topology=change, fsync=False))
+    run(
+        Job(
+            src=saved / model / a / "ranks",
+            dst=tmp_path / "out",
+            to="torch_dist",
+            topology=change,
+            fsync=False,
+        )
+    )
     store = LocalStore(tmp_path / "out" / "iter_0000010")
     ours = torch_dist.read(store)
     their_store, theirs = opened(saved, model, b, "dist")
     assert dict(ours.tensors) == dict(theirs.tensors)
     assert set(ours.objects) == set(theirs.objects)
     for key in theirs.tensors:
-        assert {piece.box for piece in ours.fragments(key)} == {piece.box for piece in theirs.fragments(key)}, key
+        assert {piece.box for piece in ours.fragments(key)} == {
+            piece.box for piece in theirs.fragments(key)
+        }, key
         assert (tensor_bytes(ours, store, key) == tensor_bytes(theirs, their_store, key)).all(), key
     store.close()
 
@@ -101,12 +135,21 @@ def test_torch_dist_has_the_keys_chunks_and_values_that_megatron_saves(
     ],
 )
 @pytest.mark.parametrize("version", [0, 1.0, 3.0])
-def test_models_of_megatron_legacy(saved: Path, tmp_path: Path, model: str, a: str, b: str, version: float) -> None:
+def test_models_of_megatron_legacy(
+    saved: Path, tmp_path: Path, model: str, a: str, b: str, version: float
+) -> None:
     names = BERT if model == "bert" else T5
     order = old_order(version, heads=4 // sizes(a)["tp"], channels=4)
     rewrite(saved / model / a / "ranks", tmp_path / "a", names, version=version, change=order)
     rewrite(saved / model / b / "ranks", tmp_path / "b", names)
-    run(Job(src=tmp_path / "a", dst=tmp_path / "out", topology=TopologyChange(**sizes(b)), fsync=False))
+    run(
+        Job(
+            src=tmp_path / "a",
+            dst=tmp_path / "out",
+            topology=TopologyChange(**sizes(b)),
+            fsync=False,
+        )
+    )
     assert_same_nested(tmp_path / "out", tmp_path / "b")
 
 
@@ -117,7 +160,9 @@ def test_a_model_is_told_by_its_names(saved: Path) -> None:
             facts = facts_of(found.args, names=RULES.model_of(found.tensors))
             assert facts.kind.kind == kind
             assert facts.stacks == (
-                {"encoder.layers.": 4} if model == "bert" else {"encoder.layers.": 2, "decoder.layers.": 4}
+                {"encoder.layers.": 4}
+                if model == "bert"
+                else {"encoder.layers.": 2, "decoder.layers.": 4}
             )
 
 

@@ -36,7 +36,10 @@ PATH = "decoder.layers.2.self_attention."
 @pytest.mark.parametrize("b", [1, 2, 3, 4, 6, 12])
 def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     model = MODELS[name]
-    one, other = (Topology(tp=tp, ep=2 if model.experts else 1, etp=1 if model.experts else None) for tp in (a, b))
+    one, other = (
+        Topology(tp=tp, ep=2 if model.experts else 1, etp=1 if model.experts else None)
+        for tp in (a, b)
+    )
     store, catalog = model.catalog(one)
     source = unshard(catalog, rules=RULES)
     assert facet_of(source, MegatronModel).is_down_proj_cut is ("cut" in name)
@@ -85,7 +88,9 @@ def test_one_rank_of_the_local_implementation_is_cut_as_that_does() -> None:
 
 def test_heads_limit_the_sizes() -> None:
     _, catalog = FUSED.catalog(Topology())
-    with pytest.raises(UnsupportedError, match=r"12 attention heads do not divide over TP 5.*: 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(
+        UnsupportedError, match=r"12 attention heads do not divide over TP 5.*: 1, 2, 3, 4, 6, 12$"
+    ):
         shard(unshard(catalog, rules=RULES), Topology(tp=5), rules=RULES)
 
 
@@ -100,12 +105,17 @@ def test_query_groups_mean_nothing_here() -> None:
     [
         ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but there are 12"),
         ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but there are 12"),
-        ({"v_head_dim": 6}, r"108 rows \(qk_head_dim \+ v_head_dim for each of 12 heads\), but there are 96"),
+        (
+            {"v_head_dim": 6},
+            r"108 rows \(qk_head_dim \+ v_head_dim for each of 12 heads\), but there are 96",
+        ),
         ({"qk_head_dim": "3"}, "qk_head_dim is '3', not a positive integer"),
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_sizes_that_contradict_the_shapes_are_corrupt(changes: dict[str, object], what: str, tp: int) -> None:
+def test_sizes_that_contradict_the_shapes_are_corrupt(
+    changes: dict[str, object], what: str, tp: int
+) -> None:
     _, catalog = FUSED.catalog(Topology(tp=tp))
     with pytest.raises(CorruptError, match=what):
         unshard(replace(catalog, args=replaced(catalog.args, changes)), rules=RULES)
@@ -118,11 +128,17 @@ def test_one_down_projection_becomes_two_in_torch_dist(name: str) -> None:
     stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
     start = "decoder.layers.self_attention.linear_"
     shapes = {key: meta.shape for key, meta in stacked.target.tensors.items() if "down_proj" in key}
-    assert shapes == {start + "q_down_proj.weight": (4, 12, 12), start + "kv_down_proj.weight": (4, 12, 12)}
+    assert shapes == {
+        start + "q_down_proj.weight": (4, 12, 12),
+        start + "kv_down_proj.weight": (4, 12, 12),
+    }
     assert filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
     apart = np.concatenate(
-        [tensor_bytes(again, store, f"{PATH}linear_{part}_down_proj.weight") for part in ("q", "kv")]
+        [
+            tensor_bytes(again, store, f"{PATH}linear_{part}_down_proj.weight")
+            for part in ("q", "kv")
+        ]
     )
     assert apart.tobytes() == model.tensors()[PATH + "linear_qkv_down_proj.weight"].tobytes()
 
@@ -131,6 +147,11 @@ def test_the_argument_for_one_down_projection_follows_the_names() -> None:
     model = replace(MODELS["joined"], more_args={"mla_down_proj_fusion": True})
     _, catalog = model.catalog(Topology(tp=2))
     once = unshard(catalog, rules=RULES)
-    apart = unshard(replace(stack(once, Topology(), rules=RULES).source, format="torch_dist"), rules=RULES)
-    found = [fields_of(shard(form, Topology(), rules=RULES).args)["mla_down_proj_fusion"] for form in (once, apart)]
+    apart = unshard(
+        replace(stack(once, Topology(), rules=RULES).source, format="torch_dist"), rules=RULES
+    )
+    found = [
+        fields_of(shard(form, Topology(), rules=RULES).args)["mla_down_proj_fusion"]
+        for form in (once, apart)
+    ]
     assert found == [True, False]

@@ -57,7 +57,9 @@ def test_any_size_to_any_other_that_divides(a: int, b: int) -> None:
         Model(is_tied=True, is_fused=True, is_gated=False, has_qk_norm=False),
     ],
 )
-@pytest.mark.parametrize(("a", "b"), [("1.1", "4.2"), ("2.4", "1.1"), ("4.1", "2.2"), ("2.2", "4.4")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("1.1", "4.2"), ("2.4", "1.1"), ("4.1", "2.2"), ("2.2", "4.4")]
+)
 def test_kinds_of_models(model: Model, a: str, b: str) -> None:
     one, other = (Topology(tp=int(text[0]), pp=int(text[2])) for text in (a, b))
     store, catalog = model.catalog(one)
@@ -81,7 +83,10 @@ def test_stages_that_count_embedding_and_loss() -> None:
     model = Model(
         layers=4,
         counts=(1, 2, 1),
-        more_args={"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        more_args={
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
     )
     store, catalog = model.catalog(Topology(pp=3))
     source = unshard(catalog, rules=RULES)
@@ -162,13 +167,16 @@ def test_without_arguments_there_is_no_layout() -> None:
 def test_names_that_are_not_megatrons_are_refused() -> None:
     _, catalog = Model().catalog(Topology())
     other = replace(
-        without_facts(catalog), tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))}
+        without_facts(catalog),
+        tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))},
     )
     with pytest.raises(UnsupportedError, match=r"do not have Megatron's names \('model.layers.0"):
         unshard(other, rules=RULES)
 
 
-def broken(model: Model, topology: Topology, folder: str, name: str, array: np.ndarray | None) -> Catalog:
+def broken(
+    model: Model, topology: Topology, folder: str, name: str, array: np.ndarray | None
+) -> Catalog:
     files = model.files(topology)
     if array is None:
         del files[folder][name]
@@ -187,9 +195,27 @@ def broken(model: Model, topology: Topology, folder: str, name: str, array: np.n
             MissingShardError,
             "is in mp_rank_00, but not here",
         ),
-        ("mp_rank_00", "output_layer.weight", None, MissingShardError, "is in mp_rank_01, but not here"),
-        ("mp_rank_01", "decoder.layers.0.extra.weight", np.ones((2, 3)), MissingShardError, "mp_rank_01"),
-        ("mp_rank_01", "output_layer.weight", np.ones((4, 12), np.float32), CorruptError, r"shape \(4, 12\) here"),
+        (
+            "mp_rank_00",
+            "output_layer.weight",
+            None,
+            MissingShardError,
+            "is in mp_rank_01, but not here",
+        ),
+        (
+            "mp_rank_01",
+            "decoder.layers.0.extra.weight",
+            np.ones((2, 3)),
+            MissingShardError,
+            "mp_rank_01",
+        ),
+        (
+            "mp_rank_01",
+            "output_layer.weight",
+            np.ones((4, 12), np.float32),
+            CorruptError,
+            r"shape \(4, 12\) here",
+        ),
         ("mp_rank_01", "output_layer.weight", np.ones((20, 12)), CorruptError, "float64 of shape"),
     ],
 )
@@ -201,14 +227,20 @@ def test_ranks_that_disagree_are_reported(
 
 
 def test_a_tensor_that_no_rank_has_is_missed() -> None:
-    for name in ("output_layer.weight", "embedding.word_embeddings.weight", "decoder.layers.2.mlp.linear_fc2.weight"):
+    for name in (
+        "output_layer.weight",
+        "embedding.word_embeddings.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+    ):
         with pytest.raises(MissingShardError) as caught:
             unshard(broken(Model(), Topology(), "mp_rank_00", name, None), rules=RULES)
         assert caught.value.key == name
 
 
 def test_an_unknown_tensor_is_reported_with_its_shapes() -> None:
-    catalog = broken(Model(), Topology(), "mp_rank_00", "decoder.layers.0.gadget.weight", np.ones((5, 6)))
+    catalog = broken(
+        Model(), Topology(), "mp_rank_00", "decoder.layers.0.gadget.weight", np.ones((5, 6))
+    )
     with pytest.raises(UnknownTensorError, match="5×6"):
         unshard(catalog, rules=RULES)
 
@@ -267,7 +299,10 @@ def test_the_null_tokenizer_has_one_token_more_than_it_says() -> None:
     _, catalog = model.catalog(Topology(tp=2))
     assert facet_of(unshard(catalog, rules=RULES), MegatronModel).vocab_size == 40
     newer = Model(more_args={"tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": None})
-    assert facet_of(unshard(newer.catalog(Topology(tp=2))[1], rules=RULES), MegatronModel).vocab_size == 40
+    assert (
+        facet_of(unshard(newer.catalog(Topology(tp=2))[1], rules=RULES), MegatronModel).vocab_size
+        == 40
+    )
 
 
 def test_a_vocabulary_size_that_does_not_explain_the_rows_is_not_used() -> None:
@@ -279,11 +314,18 @@ def test_a_vocabulary_size_that_does_not_explain_the_rows_is_not_used() -> None:
     assert any("does not explain the 40 stored rows" in note for note in source.notes)
     with pytest.raises(UnsupportedError, match="--vocab-size"):
         shard(source, Topology(tp=4), rules=RULES)
-    assert unshard(catalog, rules=RULES, vocab_size=38).tensors["output_layer.weight"].shape == (38, 12)
+    assert unshard(catalog, rules=RULES, vocab_size=38).tensors["output_layer.weight"].shape == (
+        38,
+        12,
+    )
 
 
 def test_a_vocabulary_without_padding_stays_without() -> None:
-    model = Model(divisible_by=1, vocab=48, more_args={"pad_vocab_size": False, "make_vocab_size_divisible_by": 128})
+    model = Model(
+        divisible_by=1,
+        vocab=48,
+        more_args={"pad_vocab_size": False, "make_vocab_size_divisible_by": 128},
+    )
     store, catalog = model.catalog(Topology(tp=4))
     check(model, store, unshard(catalog, rules=RULES), Topology(tp=6))
 

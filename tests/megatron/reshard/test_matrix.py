@@ -25,11 +25,19 @@ _LAYOUTS = {
 _SOURCES = [
     ("mcore_legacy", "dense_gqa", [*_LAYOUTS["dense_gqa"], "tp2_pp2_optim", "tp1_pp1_dp2_distopt"]),
     ("mcore_legacy", "dense_gelu", list(_LAYOUTS["dense_gelu"])),
-    ("mcore_torch_dist", "dense_gqa", ["tp1_pp1", "tp2_pp2", "tp2_pp2_vpp2", "tp4_pp1", "tp2_pp2_optim"]),
+    (
+        "mcore_torch_dist",
+        "dense_gqa",
+        ["tp1_pp1", "tp2_pp2", "tp2_pp2_vpp2", "tp4_pp1", "tp2_pp2_optim"],
+    ),
     ("mcore_torch_dist", "dense_gelu", ["tp1_pp1", "tp2_pp2"]),
     ("mcore0161_torch_dist", "dense_gqa", ["tp2_pp2", "tp2_pp2_vpp2"]),
     ("mcore0161_torch_dist", "dense_gelu", ["tp2_pp2"]),
-    ("mcore0121_torch_dist", "dense_gqa", ["tp2_pp2", "tp2_pp1_dp2_distopt_fully_sharded_model_space"]),
+    (
+        "mcore0121_torch_dist",
+        "dense_gqa",
+        ["tp2_pp2", "tp2_pp1_dp2_distopt_fully_sharded_model_space"],
+    ),
     ("mcore0121_torch_dist", "dense_gelu", ["tp2_pp2"]),
     ("mcore_legacy", "moe_seq", list(_LAYOUTS["moe_seq"])),
     ("mcore0121_legacy", "moe_grouped", ["tp1_pp1", "tp2_pp1_ep2"]),
@@ -51,14 +59,26 @@ def sizes(case: str) -> dict[str, int]:
     return {"vpp": 1, "ep": 1, "etp": found["tp"], **found}
 
 
-def reshard(src: Path, dst: Path, to: str | None = None, *, experts: str | None = None, **size: int) -> None:
+def reshard(
+    src: Path, dst: Path, to: str | None = None, *, experts: str | None = None, **size: int
+) -> None:
     """Weights only, to another layout."""
     change = TopologyChange(**{"vpp": 1, **size})  # type: ignore[arg-type]
-    job = Job(src=src, dst=dst, to=to, topology=change, moe_experts=experts, keeps_layout=True, optim="drop")
+    job = Job(
+        src=src,
+        dst=dst,
+        to=to,
+        topology=change,
+        moe_experts=experts,
+        keeps_layout=True,
+        optim="drop",
+    )
     run(replace(job, fsync=False))
 
 
-@pytest.mark.parametrize(("family", "model", "source", "target"), _CASES, ids=["-".join(case) for case in _CASES])
+@pytest.mark.parametrize(
+    ("family", "model", "source", "target"), _CASES, ids=["-".join(case) for case in _CASES]
+)
 def test_resharded_files_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, model: str, source: str, target: str
 ) -> None:
@@ -66,8 +86,12 @@ def test_resharded_files_equal_those_that_megatron_saved(
     if "moe" not in model:
         del wanted["ep"], wanted["etp"]
     experts = "sequential" if model == "moe_grouped" else None
-    reshard(golden / family / model / source, tmp_path / "out", "megatron", experts=experts, **wanted)
-    assert_same_weights(tmp_path / "out", golden / "mcore_legacy" / model.replace("grouped", "seq") / target)
+    reshard(
+        golden / family / model / source, tmp_path / "out", "megatron", experts=experts, **wanted
+    )
+    assert_same_weights(
+        tmp_path / "out", golden / "mcore_legacy" / model.replace("grouped", "seq") / target
+    )
 
 
 def test_experts_there_and_back_give_the_first_files_again(golden: Path, tmp_path: Path) -> None:
@@ -88,7 +112,9 @@ def test_resharded_experts_equal_megatrons_own_torch_dist(golden: Path, tmp_path
         ("mcore_torch_dist", "moe_seq", "tp1_pp1"),
     ):
         made = tmp_path / f"{model}-{source}"
-        reshard(golden / family / model / source, made, "torch_dist", tp=2, pp=2, vpp=1, ep=2, etp=2)
+        reshard(
+            golden / family / model / source, made, "torch_dist", tp=2, pp=2, vpp=1, ep=2, etp=2
+        )
         ours, theirs = open_checkpoint(made), open_checkpoint(wanted)
         assert dict(ours.catalog.tensors) == dict(theirs.catalog.tensors)
         for key in theirs.catalog.tensors:
@@ -102,7 +128,9 @@ def test_resharded_experts_equal_megatrons_own_torch_dist(golden: Path, tmp_path
 
 
 @pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
-def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path, model: str) -> None:
+def test_there_and_back_gives_the_first_files_again(
+    golden: Path, tmp_path: Path, model: str
+) -> None:
     first = golden / "mcore_legacy" / model / "tp2_pp2"
     reshard(first, tmp_path / "a", tp=4, pp=1)
     reshard(tmp_path / "a", tmp_path / "b", tp=1, pp=2)
@@ -111,14 +139,18 @@ def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
-def test_a_detour_through_torch_dist_changes_nothing(golden: Path, tmp_path: Path, model: str) -> None:
+def test_a_detour_through_torch_dist_changes_nothing(
+    golden: Path, tmp_path: Path, model: str
+) -> None:
     first = golden / "mcore_legacy" / model / "tp4_pp1"
     run(Job(src=first, dst=tmp_path / "dist", to="torch_dist", fsync=False))
     reshard(tmp_path / "dist", tmp_path / "b", to="megatron", tp=1, pp=2)
     assert_same_weights(tmp_path / "b", golden / "mcore_legacy" / model / "tp1_pp2")
 
 
-def test_the_other_entries_and_the_arguments_follow_the_stated_policy(golden: Path, tmp_path: Path) -> None:
+def test_the_other_entries_and_the_arguments_follow_the_stated_policy(
+    golden: Path, tmp_path: Path
+) -> None:
     source = golden / "mcore_legacy" / "dense_gqa" / "tp4_pp1"
     reshard(source, tmp_path / "out", tp=2, pp=2)
     before = load_rank_file(rank_dirs(source)["mp_rank_00"] / MODEL_FILE)
@@ -136,7 +168,9 @@ def test_the_other_entries_and_the_arguments_follow_the_stated_policy(golden: Pa
         assert "rng_state" not in after
 
 
-def test_random_states_stay_where_tensor_and_pipeline_sizes_do(golden: Path, tmp_path: Path) -> None:
+def test_random_states_stay_where_tensor_and_pipeline_sizes_do(
+    golden: Path, tmp_path: Path
+) -> None:
     import torch
 
     source = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2"

@@ -104,7 +104,9 @@ class Made:
         target = shard(source, b, rules=rules)
         found = filled(target, source, store)  # type: ignore[arg-type]
         wanted = replace(self, counts=None).files(b)
-        assert set(found) == {f"{folder}:model.{name}" for folder, held in wanted.items() for name in held}
+        assert set(found) == {
+            f"{folder}:model.{name}" for folder, held in wanted.items() for name in held
+        }
         ranks = ranks_of(target)
         for rank in b.ranks():
             folder = rank_dir(b, rank)
@@ -123,9 +125,13 @@ def cut(array: np.ndarray, place: Place, tp_rank: int, tp: int) -> np.ndarray:
     return np.concatenate([np.split(piece, tp, axis=axis)[tp_rank] for piece in pieces], axis=axis)
 
 
-def model(layers: list[dict[str, tuple[Shape, Place]]], *, norm: str = "final_layernorm", **args: object) -> Made:
+def model(
+    layers: list[dict[str, tuple[Shape, Place]]], *, norm: str = "final_layernorm", **args: object
+) -> Made:
     """Embedding, layers, last norm and output layer."""
-    tensors: dict[str, tuple[Shape, Place]] = {"embedding.word_embeddings.weight": ((16, 8), (0, ()))}
+    tensors: dict[str, tuple[Shape, Place]] = {
+        "embedding.word_embeddings.weight": ((16, 8), (0, ()))
+    }
     for number, layer in enumerate(layers):
         tensors |= {f"decoder.layers.{number}.{name}": found for name, found in layer.items()}
     tensors[f"decoder.{norm}.weight"] = ((8,), REPLICATED)
@@ -194,7 +200,11 @@ def among(
         found[name] = place
         module = name.rpartition(".")[0]
         if name.endswith(".weight"):
-            found |= {other: at for other, at in adapters.items() if other.startswith(f"{module}.adapter.")}
+            found |= {
+                other: at
+                for other, at in adapters.items()
+                if other.startswith(f"{module}.adapter.")
+            }
     return found
 
 
@@ -214,7 +224,9 @@ def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: 
     output = tensors.pop("output_layer.weight")
     tensors |= {f"mtp.layers.0.{name}": place for name, place in own.items()}
     more = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": None, **args}
-    return replace(made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more})
+    return replace(
+        made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more}
+    )
 
 
 LINEAR: dict[str, tuple[Shape, Place]] = {
@@ -229,7 +241,9 @@ LINEAR: dict[str, tuple[Shape, Place]] = {
 GATED = ATTENTION | {"self_attention.linear_qkv.weight": ((64, 8), (0, ()))}
 MODELS = {
     "linear attention by shapes, output gates": model(
-        [LINEAR | MLP, GATED | MLP] * 2, linear_attention_freq=[1, 0, 1, 0], attention_output_gate=True
+        [LINEAR | MLP, GATED | MLP] * 2,
+        linear_attention_freq=[1, 0, 1, 0],
+        attention_output_gate=True,
     ),
     "Mamba-1": model([MAMBA_1] * 4, norm="final_norm"),
     "Mamba-2 by shapes": model([MAMBA_2] * 4, norm="final_norm"),
@@ -243,16 +257,27 @@ MODELS = {
     "prediction": with_prediction(model([BLOCK] * 4), BLOCK),
     "hybrid with prediction": with_prediction(
         model([MAMBA_2, BLOCK] * 2, norm="final_norm"),
-        {f"layers.{number}.{name}": at for number, layer in enumerate([MAMBA_2, MLP]) for name, at in layer.items()},
+        {
+            f"layers.{number}.{name}": at
+            for number, layer in enumerate([MAMBA_2, MLP])
+            for name, at in layer.items()
+        },
         hybrid_override_pattern="M*M*/M-",
     ),
     "LoRA": model([among(BLOCK, ADAPTERS)] * 4),
-    "LoRA of Mamba": model([among(MAMBA_2, MAMBA_ADAPTERS), BLOCK] * 2, norm="final_norm", hybrid_attention_ratio=0.5),
+    "LoRA of Mamba": model(
+        [among(MAMBA_2, MAMBA_ADAPTERS), BLOCK] * 2, norm="final_norm", hybrid_attention_ratio=0.5
+    ),
     "adapters alone": Made(
-        {f"decoder.layers.{n}.{name}": place for n in range(4) for name, place in ADAPTERS.items()}, layers=4
+        {f"decoder.layers.{n}.{name}": place for n in range(4) for name, place in ADAPTERS.items()},
+        layers=4,
     ),
     "Mamba's adapters alone": Made(
-        {f"decoder.layers.{n}.{name}": place for n in range(4) for name, place in MAMBA_ADAPTERS.items()},
+        {
+            f"decoder.layers.{n}.{name}": place
+            for n in range(4)
+            for name, place in MAMBA_ADAPTERS.items()
+        },
         layers=4,
         args={**SIZES, "mamba_num_heads": 4},
     ),
@@ -270,7 +295,9 @@ def test_any_layout_from_any_other(name: str, a: Topology, b: Topology) -> None:
 def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
     for name, parts in (("Mamba-1", []), ("Mamba-2 by shapes", ["B", "C", "dt", "x", "z"])):
         made = MODELS[name]
-        store, catalog = catalog_of(made.arguments(Topology(tp=2)), Topology(tp=2), made.files(Topology(tp=2)))
+        store, catalog = catalog_of(
+            made.arguments(Topology(tp=2)), Topology(tp=2), made.files(Topology(tp=2))
+        )
         stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
         start = "decoder.layers.0.mixer.in_proj.weight"
         found = sorted(key for key in stacked.target.tensors if key.startswith(start))
@@ -282,11 +309,18 @@ def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
 
 @pytest.mark.parametrize(
     ("name", "inner", "is_renamed"),
-    [("prediction", "transformer_layer.", True), ("hybrid with prediction", "mtp_model_layer.layers.0.", False)],
+    [
+        ("prediction", "transformer_layer.", True),
+        ("hybrid with prediction", "mtp_model_layer.layers.0.", False),
+    ],
 )
-def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(name: str, inner: str, is_renamed: bool) -> None:
+def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(
+    name: str, inner: str, is_renamed: bool
+) -> None:
     made = MODELS[name]
-    store, catalog = catalog_of(made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2)))
+    store, catalog = catalog_of(
+        made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2))
+    )
     stacked = stack(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
     assert any(key.startswith(f"mtp.layers.0.{inner}") for key in stacked.target.tensors)
     assert not is_renamed or not any("mtp_model_layer" in key for key in stacked.target.tensors)
@@ -299,7 +333,9 @@ def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(name: str, in
 def test_a_prediction_with_shared_embeddings_needs_one_stage() -> None:
     shared = MODELS["prediction"]
     tensors = {name: at for name, at in shared.tensors.items() if name != "output_layer.weight"}
-    made = replace(shared, tensors=tensors, args={**shared.args, "untie_embeddings_and_output_weights": False})
+    made = replace(
+        shared, tensors=tensors, args={**shared.args, "untie_embeddings_and_output_weights": False}
+    )
     made.check(Topology(), Topology(tp=2))
     error = refusal(made, Topology(), Topology(pp=2))
     assert isinstance(error, UnsupportedError)
@@ -310,13 +346,19 @@ def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
     made = MODELS["Mamba-2 by shapes"]
     _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
     source = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
-    tensors = {key: meta for key, meta in source.tensors.items() if key != "decoder.layers.1.mixer.conv1d.weight.C"}
+    tensors = {
+        key: meta
+        for key, meta in source.tensors.items()
+        if key != "decoder.layers.1.mixer.conv1d.weight.C"
+    }
     with pytest.raises(MissingShardError, match="this part of the parameter is missing") as caught:
         unshard(replace(source, format="torch_dist", tensors=tensors), rules=RULES)
     assert caught.value.key == "decoder.layers.1.mixer.conv1d.weight.C"
 
 
-def refusal(made: Made, a: Topology, b: Topology, *, rules: Rules = RULES) -> CheckpointingException:
+def refusal(
+    made: Made, a: Topology, b: Topology, *, rules: Rules = RULES
+) -> CheckpointingException:
     """The error of a change of layout."""
     with pytest.raises(CheckpointingException) as caught:
         made.check(a, b, rules=rules)
@@ -366,12 +408,17 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     odd: dict[str, tuple[Shape, Place]] = {**MAMBA_2, "mixer.in_proj.weight": ((54, 8), (0, ()))}
     error = refusal(model([odd] * 2, norm="final_norm"), Topology(tp=2), Topology())
     assert isinstance(error, CorruptError)
-    assert error.message == "its parts would be 16, 16, 9, 9, 4, of which 2 ranks cannot have equal shares"
+    assert (
+        error.message
+        == "its parts would be 16, 16, 9, 9, 4, of which 2 ranks cannot have equal shares"
+    )
 
 
 # --- hybrid patterns ---
 
-PATTERN = model([MAMBA_2, ATTENTION, MLP, MAMBA_2], norm="final_norm", hybrid_override_pattern="M*-M")
+PATTERN = model(
+    [MAMBA_2, ATTENTION, MLP, MAMBA_2], norm="final_norm", hybrid_override_pattern="M*-M"
+)
 
 
 def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
@@ -385,7 +432,12 @@ def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
         str(b): fields_of(shard(source, b, rules=RULES).args)["hybrid_layer_pattern"]
         for b in (Topology(), a, Topology(tp=2, pp=2), Topology(pp=4))
     }
-    assert found == {"TP1 PP1": "M*-M", "TP1 PP2": "M|*-M", "TP2 PP2": "M|*-M", "TP1 PP4": "M|*|-|M"}
+    assert found == {
+        "TP1 PP1": "M*-M",
+        "TP1 PP2": "M|*-M",
+        "TP2 PP2": "M|*-M",
+        "TP1 PP4": "M|*|-|M",
+    }
 
 
 def test_a_pattern_without_cuts_is_kept() -> None:
@@ -397,7 +449,10 @@ def test_a_pattern_without_cuts_is_kept() -> None:
 @pytest.mark.parametrize(
     ("pattern", "what"),
     [
-        ("M-*M", "the pattern M-*M says that layer 1 is of the kind -, but it has no mlp.linear_fc1.*"),
+        (
+            "M-*M",
+            "the pattern M-*M says that layer 1 is of the kind -, but it has no mlp.linear_fc1.*",
+        ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
         ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
     ],
@@ -433,7 +488,9 @@ def test_experts_in_one_parameter_are_read_and_written_one_by_one() -> None:
         for number in range(2):
             for linear in ("linear_fc1", "linear_fc2"):
                 start = f"decoder.layers.{number}.mlp.experts.{linear}.weight"
-                held[start] = np.stack([array for e in range(4) if (array := held.pop(f"{start}{e}")) is not None])
+                held[start] = np.stack(
+                    [array for e in range(4) if (array := held.pop(f"{start}{e}")) is not None]
+                )
     store, catalog = catalog_of(made.arguments(a), a, files)
     source = unshard(catalog, rules=RULES)
     target = shard(source, b, rules=RULES)
@@ -451,11 +508,14 @@ MIXED = model([ATTENTION | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2
 
 
 @pytest.mark.parametrize(
-    "parts", ["[12, 4, 4]", '["3 * my_heads", "my_heads", 4]', '[["my_heads"], [12, "other", "other"]]']
+    "parts",
+    ["[12, 4, 4]", '["3 * my_heads", "my_heads", 4]', '[["my_heads"], [12, "other", "other"]]'],
 )
 def test_users_name_parts_by_numbers_arguments_and_what_is_left(tmp_path: Path, parts: str) -> None:
     file = tmp_path / "rules.toml"
-    file.write_text(f"[[rule]]\npattern = 'mlp.extra.weight$'\nrule = \"split\"\naxis = 0\nparts = {parts}\n")
+    file.write_text(
+        f"[[rule]]\npattern = 'mlp.extra.weight$'\nrule = \"split\"\naxis = 0\nparts = {parts}\n"
+    )
     made = replace(MIXED, args={"my_heads": 4})
     made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     error = refusal(made, Topology(tp=2), Topology(tp=8), rules=load_rules(file))
@@ -475,7 +535,9 @@ def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
 
 def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
-    file.write_text('[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", "two"]\n')
+    file.write_text(
+        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", "two"]\n'
+    )
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)
     assert "do not give the sizes one, two" in error.message

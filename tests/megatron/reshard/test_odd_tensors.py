@@ -59,10 +59,18 @@ def rows_apart(tensor: torch.Tensor) -> torch.Tensor:
     return large[:, 3 : 3 + tensor.shape[1]]
 
 
-@pytest.mark.parametrize("make", [transposed, within, every_second, rows_apart], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("a", "b"), [("tp2_pp1", {"tp": 4}), ("tp4_pp1", {"tp": 1}), ("tp1_pp1", {"tp": 2, "pp": 2})])
+@pytest.mark.parametrize(
+    "make", [transposed, within, every_second, rows_apart], ids=lambda make: make.__name__
+)
+@pytest.mark.parametrize(
+    ("a", "b"), [("tp2_pp1", {"tp": 4}), ("tp4_pp1", {"tp": 1}), ("tp1_pp1", {"tp": 2, "pp": 2})]
+)
 def test_views_are_read_by_their_strides(
-    golden: Path, tmp_path: Path, make: Callable[[torch.Tensor], torch.Tensor], a: str, b: dict[str, int]
+    golden: Path,
+    tmp_path: Path,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    a: str,
+    b: dict[str, int],
 ) -> None:
     def change(folder: str, name: str, value: Any) -> Any:
         return make(value) if isinstance(value, torch.Tensor) else value
@@ -76,7 +84,9 @@ def test_views_are_read_by_their_strides(
         for name, tensor in theirs.items():
             if isinstance(tensor, torch.Tensor):
                 assert_same_bits(ours[name], tensor, f"{folder} {name}")
-        assert (rank_dirs(out)[folder] / MODEL_FILE).stat().st_size < 2 * (path / MODEL_FILE).stat().st_size
+        assert (rank_dirs(out)[folder] / MODEL_FILE).stat().st_size < 2 * (
+            path / MODEL_FILE
+        ).stat().st_size
 
 
 def test_one_storage_for_all_parameters_of_a_rank(golden: Path, tmp_path: Path) -> None:
@@ -103,11 +113,22 @@ def test_one_storage_for_all_parameters_of_a_rank(golden: Path, tmp_path: Path) 
         for name, tensor in model_of(wanted, folder).items():
             if isinstance(tensor, torch.Tensor):
                 assert_same_bits(model_of(out, folder)[name], tensor, name)
-        assert (rank_dirs(out)[folder] / MODEL_FILE).stat().st_size < 2 * (path / MODEL_FILE).stat().st_size
+        assert (rank_dirs(out)[folder] / MODEL_FILE).stat().st_size < 2 * (
+            path / MODEL_FILE
+        ).stat().st_size
 
 
 DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+    ),
     *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
@@ -121,7 +142,9 @@ def test_every_dtype_is_moved_bit_by_bit(golden: Path, tmp_path: Path, dtype: to
         plain = tensor.contiguous().view(torch.int16).to(torch.int64)
         if dtype == torch.bool:
             return plain % 2 == 1
-        data = torch.stack([(plain >> (8 * (n % 2))) & 0x7F for n in range(size)], -1).to(torch.uint8)
+        data = torch.stack([(plain >> (8 * (n % 2))) & 0x7F for n in range(size)], -1).to(
+            torch.uint8
+        )
         return data.contiguous().view(dtype).squeeze(-1)
 
     def change(folder: str, name: str, value: Any) -> Any:
@@ -142,7 +165,10 @@ def test_tensors_of_no_and_of_one_element(golden: Path, tmp_path: Path) -> None:
     maximum = "decoder.layers.0.self_attention.linear_qkv.input_quantizer._amax"
     empty = "decoder.layers.0.self_attention.q_layernorm.weight"
     more = {maximum: torch.tensor(2.5, dtype=torch.float64)}
-    more |= {f"decoder.layers.{layer}.self_attention.q_layernorm.weight": torch.empty(0, 3) for layer in range(4)}
+    more |= {
+        f"decoder.layers.{layer}.self_attention.q_layernorm.weight": torch.empty(0, 3)
+        for layer in range(4)
+    }
 
     def change(folder: str, name: str, value: Any) -> Any:
         return torch.empty(0, dtype=torch.uint8) if name == state else value
@@ -151,7 +177,11 @@ def test_tensors_of_no_and_of_one_element(golden: Path, tmp_path: Path) -> None:
     out = resharded(source, tmp_path / "out", tp=1)
     model = model_of(out, "mp_rank_00")
     assert model[state].shape == (0,) and model[state].dtype == torch.uint8
-    assert model[maximum].shape == () and model[maximum].item() == 2.5 and model[maximum].dtype == torch.float64
+    assert (
+        model[maximum].shape == ()
+        and model[maximum].item() == 2.5
+        and model[maximum].dtype == torch.float64
+    )
     assert model[empty].shape == (0, 3)
 
 
@@ -162,7 +192,10 @@ def test_tensors_of_a_device_are_read_without_it(golden: Path, tmp_path: Path) -
     for folder, path in rank_dirs(tmp_path / "plain").items():
         out = source / "iter_0000010" / folder
         out.mkdir(parents=True)
-        with zipfile.ZipFile(path / MODEL_FILE) as old, zipfile.ZipFile(out / MODEL_FILE, "w") as new:
+        with (
+            zipfile.ZipFile(path / MODEL_FILE) as old,
+            zipfile.ZipFile(out / MODEL_FILE, "w") as new,
+        ):
             for item in old.infolist():
                 data = old.read(item)
                 if item.filename.endswith("data.pkl"):

@@ -46,7 +46,9 @@ def model_arrays(catalog: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
-def test_resharded_tensors_equal_those_that_megatron_saved(golden: Path, model: str, a: str, b: str) -> None:
+def test_resharded_tensors_equal_those_that_megatron_saved(
+    golden: Path, model: str, a: str, b: str
+) -> None:
     store, source = global_form(golden, model, a)
     target = shard(source, topology(b), rules=RULES)
     made = model_arrays(filled(target, source, store))
@@ -59,7 +61,9 @@ def test_resharded_tensors_equal_those_that_megatron_saved(golden: Path, model: 
 
 
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
-def test_files_have_the_entries_of_those_that_megatron_saved(golden: Path, model: str, a: str, b: str) -> None:
+def test_files_have_the_entries_of_those_that_megatron_saved(
+    golden: Path, model: str, a: str, b: str
+) -> None:
     _, source = global_form(golden, model, a)
     target = shard(source, topology(b), rules=RULES)
     made, wanted = ranks_of(target), ranks_of(rank_files(golden, model, b)[1])
@@ -88,7 +92,9 @@ def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: 
     wanted = rank_files(golden, model, b)[1].args
     ours, theirs = fields_of(made), fields_of(wanted)
     assert list(ours) == list(theirs)
-    assert [name for name in ours if name not in RUN_FIELDS and not same(ours[name], theirs[name])] == []
+    assert [
+        name for name in ours if name not in RUN_FIELDS and not same(ours[name], theirs[name])
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,19 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
         a_root, b_root = as_mapping(ours[coords][1]) or {}, as_mapping(theirs[coords][1]) or {}
         for chunk in (name for name in b_root if str(name).startswith("model")):
             assert list(as_mapping(a_root[chunk]) or {}) == list(as_mapping(b_root[chunk]) or {})
-        assert [name for name in b_root if name not in a_root] == ([] if "rng_state" in a_root else ["rng_state"])
-        assert ("rng_state" in a_root) == (topology(case).tp == topology(b).tp and topology(case).pp == topology(b).pp)
+        assert [name for name in b_root if name not in a_root] == (
+            [] if "rng_state" in a_root else ["rng_state"]
+        )
+        assert ("rng_state" in a_root) == (
+            topology(case).tp == topology(b).tp and topology(case).pp == topology(b).pp
+        )
 
 
 @pytest.mark.parametrize("a", GROUPED)
 @pytest.mark.parametrize("b", GROUPED)
-def test_grouped_experts_stay_those_that_megatron_saved(golden: Path, tmp_path: Path, a: str, b: str) -> None:
+def test_grouped_experts_stay_those_that_megatron_saved(
+    golden: Path, tmp_path: Path, a: str, b: str
+) -> None:
     sizes = topology(b)
     run(
         Job(
@@ -150,7 +162,9 @@ def test_grouped_experts_stay_those_that_megatron_saved(golden: Path, tmp_path: 
 
 @pytest.mark.parametrize("a", GROUPED)
 @pytest.mark.parametrize("b", EXPERTS["moe_seq"])
-def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path, a: str, b: str) -> None:
+def test_grouped_experts_become_the_single_ones_that_megatron_saved(
+    golden: Path, a: str, b: str
+) -> None:
     store, source = global_form(golden, "moe_grouped", a)
     target = shard(source, topology(b), rules=RULES, experts="sequential")
     made = model_arrays(filled(target, source, store))
@@ -160,7 +174,9 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path
     assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
     ours, theirs = ranks_of(target), ranks_of(wanted)
     for coords in theirs:
-        a_model, b_model = ((as_mapping(ranks[coords][1]) or {})["model"] for ranks in (ours, theirs))
+        a_model, b_model = (
+            (as_mapping(ranks[coords][1]) or {})["model"] for ranks in (ours, theirs)
+        )
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
     assert fields_of(target.args)["moe_grouped_gemm"] is False
     assert any("GroupedMLP become one module each" in note for note in target.notes)
@@ -175,7 +191,9 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path
         (Topology(tp=3), r"4 attention heads do not divide over TP 3"),
     ],
 )
-def test_sizes_that_experts_cannot_have_are_refused(golden: Path, wanted: Topology, what: str) -> None:
+def test_sizes_that_experts_cannot_have_are_refused(
+    golden: Path, wanted: Topology, what: str
+) -> None:
     _, source = global_form(golden, "moe_seq", "tp2_pp1_ep2")
     with pytest.raises(UnsupportedError, match=what):
         shard(source, wanted, rules=RULES)
@@ -186,7 +204,9 @@ def test_random_states_stay_with_their_ranks_if_the_grid_stays(golden: Path) -> 
     target = shard(source, Topology(tp=2, pp=2), rules=RULES)
     arrays = filled(target, source, store)
     wanted_store, wanted = rank_files(golden, "dense_gqa", "tp2_pp2_vpp2")
-    expected = {name: data for name, data in stored(wanted, wanted_store).items() if ":rng_state." in name}
+    expected = {
+        name: data for name, data in stored(wanted, wanted_store).items() if ":rng_state." in name
+    }
     assert expected
     for name, data in expected.items():
         assert (arrays[name] == data).all(), name
@@ -200,7 +220,9 @@ def test_random_states_stay_with_their_ranks_if_the_grid_stays(golden: Path) -> 
 def test_random_states_are_left_out_with_a_note_if_the_grid_changes(golden: Path) -> None:
     _, source = global_form(golden, "dense_gqa", "tp2_pp2")
     target = shard(source, Topology(tp=4), rules=RULES)
-    assert target.dropped == ("rng_state (of TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)",)
+    assert target.dropped == (
+        "rng_state (of TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)",
+    )
     assert not target.hidden
 
 
@@ -219,11 +241,17 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     silent = replace(catalog, args=replaced(catalog.args, {"vocab_size": None}))
     source = unshard(silent, rules=RULES)
     assert source.tensors["output_layer.weight"].shape == (512, 64)
-    assert shard(source, Topology(tp=4), rules=RULES).tensors["output_layer.weight"].shape == (512, 64)
+    assert shard(source, Topology(tp=4), rules=RULES).tensors["output_layer.weight"].shape == (
+        512,
+        64,
+    )
     with pytest.raises(UnsupportedError, match=r"--vocab-size"):
         shard(source, Topology(tp=2), rules=RULES)
     told = unshard(silent, rules=RULES, vocab_size=300)
-    assert shard(told, Topology(tp=2), rules=RULES).tensors["output_layer.weight"].shape == (384, 64)
+    assert shard(told, Topology(tp=2), rules=RULES).tensors["output_layer.weight"].shape == (
+        384,
+        64,
+    )
     kept = unshard(silent, rules=RULES, keep_padded_vocab=True)
     target = shard(kept, Topology(tp=2), rules=RULES)
     assert target.tensors["output_layer.weight"].shape == (512, 64)
@@ -235,14 +263,22 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     [
         (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
-        (Topology(pp=3), r"4 layers do not divide over 3 pipeline stages.*PP sizes that do: 1, 2, 4"),
+        (
+            Topology(pp=3),
+            r"4 layers do not divide over 3 pipeline stages.*PP sizes that do: 1, 2, 4",
+        ),
         (Topology(pp=2, vpp=4), r"4 layers do not divide over 2 pipeline stages of 4 model chunks"),
-        (Topology(vpp=2), r"several model chunks a stage \(VPP 2\) need more than one pipeline stage"),
+        (
+            Topology(vpp=2),
+            r"several model chunks a stage \(VPP 2\) need more than one pipeline stage",
+        ),
         (Topology(ep=2), r"no experts .* expert parallel"),
         (Topology(tp=2, etp=1), r"no experts .*TP2 PP1 ETP1.*--etp-new"),
     ],
 )
-def test_sizes_that_do_not_work_are_refused_with_those_that_do(golden: Path, wanted: Topology, what: str) -> None:
+def test_sizes_that_do_not_work_are_refused_with_those_that_do(
+    golden: Path, wanted: Topology, what: str
+) -> None:
     _, source = global_form(golden, "dense_gqa", "tp2_pp1")
     with pytest.raises(UnsupportedError, match=what):
         shard(source, wanted, rules=RULES)
@@ -275,11 +311,16 @@ def test_laid_out_files_read_back(golden: Path, tmp_path: Path, model: str, a: s
             made[offset : offset + len(data)] = data
         files[image.path] = bytes(made)
     assert files["latest_checkpointed_iteration.txt"] == b"10"
-    assert [image.path for image in images if image.is_metadata] == ["latest_checkpointed_iteration.txt"]
+    assert [image.path for image in images if image.is_metadata] == [
+        "latest_checkpointed_iteration.txt"
+    ]
     folder = write_files(files, tmp_path)
     read_store = LocalStore(folder / "iter_0000010")
     again = megatron.read(read_store)
     wanted_store, wanted = rank_files(golden, model, b)
     assert list(again.tensors) == list(wanted.tensors)
-    ours, theirs = model_arrays(stored(again, read_store)), model_arrays(stored(wanted, wanted_store))
+    ours, theirs = (
+        model_arrays(stored(again, read_store)),
+        model_arrays(stored(wanted, wanted_store)),
+    )
     assert all((ours[name] == data).all() for name, data in theirs.items())  # type: ignore[attr-defined]

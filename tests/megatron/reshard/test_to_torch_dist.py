@@ -35,9 +35,12 @@ ORIGINS |= {"moe_seq": ("tp1_pp1_ep4", "tp2_pp1_ep2_etp1")}
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "case", "origin"), [(*case, origin) for case in CASES for origin in ORIGINS[case[1]]]
+    ("family", "model", "case", "origin"),
+    [(*case, origin) for case in CASES for origin in ORIGINS[case[1]]],
 )
-def test_keys_shapes_and_chunks_are_megatrons(golden: Path, family: str, model: str, case: str, origin: str) -> None:
+def test_keys_shapes_and_chunks_are_megatrons(
+    golden: Path, family: str, model: str, case: str, origin: str
+) -> None:
     _, source = global_form(golden, model, origin)
     target = stack(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
@@ -51,12 +54,16 @@ def test_keys_shapes_and_chunks_are_megatrons(golden: Path, family: str, model: 
 
 
 @pytest.mark.parametrize(("family", "model", "case"), CASES)
-def test_chunks_go_to_the_files_of_the_ranks_that_write_them(golden: Path, family: str, model: str, case: str) -> None:
+def test_chunks_go_to_the_files_of_the_ranks_that_write_them(
+    golden: Path, family: str, model: str, case: str
+) -> None:
     _, source = global_form(golden, model, "tp1_pp1")
     target = stack(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
     keys = list(target.tensors)
-    if topology(case).ep > 1 and family == "mcore_torch_dist":  # there, what data parallel ranks share is distributed
+    if (
+        topology(case).ep > 1 and family == "mcore_torch_dist"
+    ):  # there, what data parallel ranks share is distributed
         keys = [key for key in keys if ".experts." in key]
     for key in keys:
         theirs = {}
@@ -64,7 +71,9 @@ def test_chunks_go_to_the_files_of_the_ranks_that_write_them(golden: Path, famil
             assert fragment.array is not None
             theirs[fragment.box] = int(fragment.array.extent.file.split("_")[2])
         ours = {
-            fragment.box: dict(fragment.array.coords)["file"] for fragment in target.fragments(key) if fragment.array
+            fragment.box: dict(fragment.array.coords)["file"]
+            for fragment in target.fragments(key)
+            if fragment.array
         }
         assert ours == theirs, key
 
@@ -83,7 +92,9 @@ def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str)
     _, wanted = dist_files(golden, family, model, case)
     expected = {key for key in wanted.objects if not key.startswith("rerun_state_machine_state")}
     assert set(target.objects) == expected
-    assert all(item.value == [None] for key, item in target.objects.items() if "_extra_state" in key)
+    assert all(
+        item.value == [None] for key, item in target.objects.items() if "_extra_state" in key
+    )
     common, theirs = target.common, wanted.common
     assert common is not None and theirs is not None
     assert set(theirs) - set(common) <= {"rerun_state_machine", "content_metadata"}
@@ -105,21 +116,26 @@ def test_chunks_hold_what_megatron_saved(golden: Path, model: str, a: str, b: st
     store, origin = global_form(golden, model, a)
     stacked = stack(origin, topology(b), rules=RULES)
     arrays = filled(stacked.target, stacked.source, store)
-    wanted_store, wanted = dist_files(golden, "mcore_torch_dist", model.replace("grouped", "seq"), b)
+    wanted_store, wanted = dist_files(
+        golden, "mcore_torch_dist", model.replace("grouped", "seq"), b
+    )
     for key in stacked.target.tensors:
         whole = tensor_bytes(wanted, wanted_store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
-            region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+            region = tuple(
+                slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
+            )
             assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
 
 
 def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) -> None:
     store, catalog = dist_files(golden, "mcore_torch_dist", "dense_gqa", "tp2_pp2")
     stacked = stack(unshard(catalog, rules=RULES), Topology(tp=4), rules=RULES)
-    assert {fragment.box.shape for fragment in stacked.target.fragments("decoder.layers.mlp.linear_fc2.weight")} == {
-        (1, 64, 24)
-    }
+    assert {
+        fragment.box.shape
+        for fragment in stacked.target.fragments("decoder.layers.mlp.linear_fc2.weight")
+    } == {(1, 64, 24)}
     assert {key for key in stacked.target.objects if key.startswith("rng_state")} == {
         f"rng_state/shard_{p}.{t}_2.2" for p in range(2) for t in range(2)
     }
@@ -133,16 +149,34 @@ def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) ->
 def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path) -> None:
     src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
     run(Job(src=src, dst=tmp_path / "each", unstack_layers=(), keeps_layout=True, fsync=False))
-    run(Job(src=tmp_path / "each", dst=tmp_path / "one", stack_layers=True, keeps_layout=True, fsync=False))
-    each, one, first = (open_checkpoint(path) for path in (tmp_path / "each", tmp_path / "one", src))
+    run(
+        Job(
+            src=tmp_path / "each",
+            dst=tmp_path / "one",
+            stack_layers=True,
+            keeps_layout=True,
+            fsync=False,
+        )
+    )
+    each, one, first = (
+        open_checkpoint(path) for path in (tmp_path / "each", tmp_path / "one", src)
+    )
     name = "mlp.linear_fc2.weight"
-    assert each.catalog.tensors[f"optimizer.state.exp_avg.decoder.layers.3.{name}"].shape == (64, 96)
+    assert each.catalog.tensors[f"optimizer.state.exp_avg.decoder.layers.3.{name}"].shape == (
+        64,
+        96,
+    )
     assert f"decoder.layers.{name}" not in each.catalog.tensors
     assert "decoder.layers.3.mlp.linear_fc2._extra_state/shard_0_1" in each.catalog.objects
-    assert dict(one.catalog.tensors) == {key: first.catalog.tensors[key] for key in one.catalog.tensors}
+    assert dict(one.catalog.tensors) == {
+        key: first.catalog.tensors[key] for key in one.catalog.tensors
+    }
     assert set(one.catalog.tensors) == set(first.catalog.tensors)
     for key in first.catalog.tensors:
-        assert (tensor_bytes(one.catalog, one.store, key) == tensor_bytes(first.catalog, first.store, key)).all(), key
+        assert (
+            tensor_bytes(one.catalog, one.store, key)
+            == tensor_bytes(first.catalog, first.store, key)
+        ).all(), key
     for found in (each, one, first):
         found.store.close()
 
@@ -150,5 +184,10 @@ def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path
 def test_layers_that_differ_are_not_stacked(golden: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="either one key for all layers or one for each"):
         run(
-            Job(src=golden / "mcore_legacy/moe_seq/tp1_pp1", dst=tmp_path / "a", to="torch_dist", unstack_layers=("x",))
+            Job(
+                src=golden / "mcore_legacy/moe_seq/tp1_pp1",
+                dst=tmp_path / "a",
+                to="torch_dist",
+                unstack_layers=("x",),
+            )
         )

@@ -11,7 +11,13 @@ import torch
 from ckpt_cli.app import main
 from core.megatron.model.args import facts_of, fields_of
 from core.opening.open import open_checkpoint
-from tests.support.rank_files import MODEL_FILE, assert_same_bits, assert_same_weights, load_rank_file, rank_dirs
+from tests.support.rank_files import (
+    MODEL_FILE,
+    assert_same_bits,
+    assert_same_weights,
+    load_rank_file,
+    rank_dirs,
+)
 
 DENSE = Path("mcore_legacy/dense_gqa")
 TIED = Path("mcore_legacy/dense_gelu")
@@ -25,7 +31,9 @@ def reshard(src: Path, dst: Path, *options: object) -> None:
 
 def layers_in(entries: dict[str, Any]) -> list[int]:
     """Local numbers of the layers of a chunk."""
-    return sorted({int(name.split(".")[2]) for name in entries if name.startswith("decoder.layers.")})
+    return sorted(
+        {int(name.split(".")[2]) for name in entries if name.startswith("decoder.layers.")}
+    )
 
 
 def chunks_of(root: Path) -> dict[tuple[int, str], dict[str, Any]]:
@@ -43,11 +51,24 @@ def chunks_of(root: Path) -> dict[tuple[int, str], dict[str, Any]]:
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 CASES = [
     (DENSE / "tp2_pp2", "tp2_pp2", ["--decoder-first-pipeline-num-layers", 1], [[1, 3]], {}),
-    (DENSE / "tp1_pp1", "tp1_pp1", ["--pp-new", 2, "--decoder-last-pipeline-num-layers", 3], [[1, 3]], {}),
+    (
+        DENSE / "tp1_pp1",
+        "tp1_pp1",
+        ["--pp-new", 2, "--decoder-last-pipeline-num-layers", 3],
+        [[1, 3]],
+        {},
+    ),
     (
         DENSE / "tp2_pp1",
         "tp2_pp1",
-        ["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1, "--target-decoder-last-pipeline-num-layers", 1],
+        [
+            "--pp-new",
+            3,
+            "--decoder-first-pipeline-num-layers",
+            1,
+            "--target-decoder-last-pipeline-num-layers",
+            1,
+        ],
         [[1, 2, 1]],
         {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 1},
     ),
@@ -56,7 +77,10 @@ CASES = [
         "tp2_pp2",
         ["--vpp-new", 2, "--pipeline-model-parallel-layout-new", "E|t*2|,tt|L"],
         [[0, 2], [2, 0]],
-        {"pipeline_model_parallel_layout": "E|(tt|)*2L", "num_virtual_stages_per_pipeline_rank": None},
+        {
+            "pipeline_model_parallel_layout": "E|(tt|)*2L",
+            "num_virtual_stages_per_pipeline_rank": None,
+        },
     ),
     (
         DENSE / "tp4_pp1",
@@ -70,7 +94,10 @@ CASES = [
         "tp1_pp1",
         [*("--pp-new", 2, "--vpp-new", 3), *COUNTED],
         [[0, 1], [1, 1], [1, 0]],
-        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
     ),
     (
         TIED / "tp2_pp1",
@@ -82,14 +109,32 @@ CASES = [
     (
         TIED / "tp1_pp2",
         "tp1_pp2",
-        ["--vpp-new", 2, "--decoder-first-pipeline-num-layers", 2, "--decoder-last-pipeline-num-layers", 2],
+        [
+            "--vpp-new",
+            2,
+            "--decoder-first-pipeline-num-layers",
+            2,
+            "--decoder-last-pipeline-num-layers",
+            2,
+        ],
         [[1, 1], [1, 1]],
         {"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2},
     ),
     (
         EXPERTS / "tp1_pp1_ep2",
         "tp1_pp1_ep2",
-        ["--tp-new", 2, "--pp-new", 2, "--ep-new", 4, "--etp-new", 1, "--decoder-first-pipeline-num-layers", 3],
+        [
+            "--tp-new",
+            2,
+            "--pp-new",
+            2,
+            "--ep-new",
+            4,
+            "--etp-new",
+            1,
+            "--decoder-first-pipeline-num-layers",
+            3,
+        ],
         [[3, 1]],
         {"decoder_first_pipeline_num_layers": 3, "expert_model_parallel_size": 4},
     ),
@@ -135,23 +180,43 @@ def test_uneven_layouts_of_golden_weights(
     assert_same_weights(tmp_path / "c", tmp_path / "a")
 
 
-def test_tied_embeddings_stand_in_the_last_chunk_of_an_uneven_pipeline(golden: Path, tmp_path: Path) -> None:
-    reshard(golden / TIED / "tp1_pp1", tmp_path / "a", "--pp-new", 3, "--pipeline-model-parallel-layout", "E|t*4|L")
+def test_tied_embeddings_stand_in_the_last_chunk_of_an_uneven_pipeline(
+    golden: Path, tmp_path: Path
+) -> None:
+    reshard(
+        golden / TIED / "tp1_pp1",
+        tmp_path / "a",
+        "--pp-new",
+        3,
+        "--pipeline-model-parallel-layout",
+        "E|t*4|L",
+    )
     found = chunks_of(tmp_path / "a")
-    copy, embedding = found[2, "model"]["output_layer.weight"], found[0, "model"]["embedding.word_embeddings.weight"]
+    copy, embedding = (
+        found[2, "model"]["output_layer.weight"],
+        found[0, "model"]["embedding.word_embeddings.weight"],
+    )
     assert isinstance(copy, torch.Tensor)
     assert_same_bits(copy, embedding, "output_layer.weight")
     assert "output_layer.weight" not in found[1, "model"]
 
 
-def test_an_uneven_source_keeps_its_way_until_the_stages_change(golden: Path, tmp_path: Path) -> None:
+def test_an_uneven_source_keeps_its_way_until_the_stages_change(
+    golden: Path, tmp_path: Path
+) -> None:
     layout = ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ettt|tL"]
     reshard(golden / DENSE / "tp1_pp1", tmp_path / "a", *layout)
     reshard(tmp_path / "a", tmp_path / "b", "--tp-new", 2)
-    assert [layers_in(entries) for entries in chunks_of(tmp_path / "b").values()] == [[0, 1, 2], [0]]
+    assert [layers_in(entries) for entries in chunks_of(tmp_path / "b").values()] == [
+        [0, 1, 2],
+        [0],
+    ]
     reshard(tmp_path / "a", tmp_path / "c", "--vpp-new", 2)
     assert [layers_in(entries) for entries in chunks_of(tmp_path / "c").values()] == [[0]] * 4
-    assert fields_of(open_checkpoint(tmp_path / "c").catalog.args)["pipeline_model_parallel_layout"] is None
+    assert (
+        fields_of(open_checkpoint(tmp_path / "c").catalog.args)["pipeline_model_parallel_layout"]
+        is None
+    )
     reshard(tmp_path / "a", tmp_path / "d", "--to", "torch_dist")
     reshard(tmp_path / "d", tmp_path / "e", "--to", "megatron")
     assert_same_weights(tmp_path / "e", tmp_path / "a")
@@ -160,20 +225,41 @@ def test_an_uneven_source_keeps_its_way_until_the_stages_change(golden: Path, tm
 def test_weights_of_hugging_face_become_an_uneven_layout(golden: Path, tmp_path: Path) -> None:
     layout = ["--tp-new", "2", "--pp-new", "3", "--pipeline-model-parallel-layout", "E|t*3|L"]
     source = str(golden / "hf/llama/safetensors_single")
-    assert main(["convert", source, str(tmp_path / "a"), "--to", "megatron", "--no-fsync", "-q", *layout]) == 0
-    assert main(["convert", source, str(tmp_path / "b"), "--to", "megatron", "--no-fsync", "-q"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                source,
+                str(tmp_path / "a"),
+                "--to",
+                "megatron",
+                "--no-fsync",
+                "-q",
+                *layout,
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(["convert", source, str(tmp_path / "b"), "--to", "megatron", "--no-fsync", "-q"]) == 0
+    )
     ranks = [path / MODEL_FILE for path in sorted((tmp_path / "a/iter_0000001").iterdir())]
     assert len(ranks) == 6
     assert [layers_in(load_rank_file(path)["model"]) for path in ranks[:3]] == [[], [0, 1, 2], []]
     reshard(tmp_path / "a", tmp_path / "c", "--tp-new", 1, "--pp-new", 1)
-    one, other = (load_rank_file(tmp_path / name / "iter_0000001/mp_rank_00" / MODEL_FILE)["model"] for name in "bc")
+    one, other = (
+        load_rank_file(tmp_path / name / "iter_0000001/mp_rank_00" / MODEL_FILE)["model"]
+        for name in "bc"
+    )
     assert list(one) == list(other)
     for name, tensor in one.items():
         if isinstance(tensor, torch.Tensor):
             assert_same_bits(other[name], tensor, name)
 
 
-def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(golden: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(
+    golden: Path, tmp_path: Path
+) -> None:
     layout = ["--pp-new", 2, "--vpp-new", 3, "--pipeline-model-parallel-layout", "E|t|t|t|t|L"]
     reshard(golden / DENSE / "tp2_pp1", tmp_path / "a", *layout)
     reshard(tmp_path / "a", tmp_path / "b", "--to", "torch_dist")
@@ -182,19 +268,47 @@ def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(golden: Path, 
 
 
 @pytest.mark.parametrize("source", ["tp2_pp2_optim", "tp2_pp1_dp2_distopt"])
-def test_optimizers_take_any_way_to_an_uneven_layout(golden: Path, tmp_path: Path, source: str) -> None:
+def test_optimizers_take_any_way_to_an_uneven_layout(
+    golden: Path, tmp_path: Path, source: str
+) -> None:
     def moved(src: Path, dst: str, *options: object) -> dict[str, bytes]:
         command = ["reshard", src, tmp_path / dst, "--no-fsync", "-q", "--rng", "drop", *options]
         assert main(list(map(str, command))) == 0
         root = tmp_path / dst / "iter_0000010"
         return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.pt")}
 
-    target = ["--tp-new", 2, "--pp-new", 4, "--vpp-new", 1, "--pipeline-model-parallel-layout", "E||t*4|L"]
-    detour = ["--tp-new", 1, "--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "E|tt|t|tL"]
+    target = [
+        "--tp-new",
+        2,
+        "--pp-new",
+        4,
+        "--vpp-new",
+        1,
+        "--pipeline-model-parallel-layout",
+        "E||t*4|L",
+    ]
+    detour = [
+        "--tp-new",
+        1,
+        "--pp-new",
+        2,
+        "--vpp-new",
+        2,
+        "--pipeline-model-parallel-layout",
+        "E|tt|t|tL",
+    ]
     straight = moved(golden / DENSE / source, "a", *target)
     moved(golden / DENSE / source, "b", *detour)
     assert moved(tmp_path / "b", "c", *target) == straight
-    even = ["--tp-new", 2, "--pp-new", source[6], "--vpp-new", 1, "--no-account-for-loss-in-pipeline-split"]
+    even = [
+        "--tp-new",
+        2,
+        "--pp-new",
+        source[6],
+        "--vpp-new",
+        1,
+        "--no-account-for-loss-in-pipeline-split",
+    ]
     assert moved(tmp_path / "c", "d", *even) == moved(golden / DENSE / source, "e", *even)
 
 
@@ -203,27 +317,61 @@ def test_optimizers_take_any_way_to_an_uneven_layout(golden: Path, tmp_path: Pat
     [
         (["--pp-new", 3], "PP sizes that do: 1, 2, 4"),
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
-        (["--decoder-first-pipeline-num-layers", 2], "needs more than one pipeline stage hint: use --pp-new"),
-        (["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4], "leave 0 of 4 layers for 1 other"),
-        (["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1], "3 layers do not divide over the 2"),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"], "has 3 layers (t), but the model has 4"),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tt|L"], "3 parts, which does not match PP 2"),
+        (
+            ["--decoder-first-pipeline-num-layers", 2],
+            "needs more than one pipeline stage hint: use --pp-new",
+        ),
+        (
+            ["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4],
+            "leave 0 of 4 layers for 1 other",
+        ),
+        (
+            ["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1],
+            "3 layers do not divide over the 2",
+        ),
+        (
+            ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"],
+            "has 3 layers (t), but the model has 4",
+        ),
+        (
+            ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tt|L"],
+            "3 parts, which does not match PP 2",
+        ),
         (
             ["--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL"],
             "does not match PP 2 and VPP 2",
         ),
         (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "has '?'"),
         (
-            ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL", "--decoder-last-pipeline-num-layers", 2],
+            [
+                "--pp-new",
+                2,
+                "--pipeline-model-parallel-layout",
+                "Ett|ttL",
+                "--decoder-last-pipeline-num-layers",
+                2,
+            ],
             "exclude each other",
         ),
         (["--to", "safetensors", "--decoder-last-pipeline-num-layers", 2], "pipeline options"),
     ],
 )
 def test_distributions_that_do_not_work_are_refused(
-    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[object], what: str
+    golden: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    what: str,
 ) -> None:
-    code = main(["reshard", str(golden / DENSE / "tp1_pp1"), str(tmp_path / "x"), "--no-optim", *map(str, options)])
+    code = main(
+        [
+            "reshard",
+            str(golden / DENSE / "tp1_pp1"),
+            str(tmp_path / "x"),
+            "--no-optim",
+            *map(str, options),
+        ]
+    )
     assert code in (2, 4)
     assert what in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x").exists()

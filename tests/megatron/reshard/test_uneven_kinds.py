@@ -18,7 +18,10 @@ from tests.megatron.rules.test_kinds import check_files
 from tests.megatron.support.kinds import Kind, built, catalog_of, files
 from tests.megatron.support.megatron_gold import RULES
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 Sizes = tuple[int, int, int]
@@ -39,13 +42,19 @@ UNEVEN: dict[str, tuple[str, Kind, Pipeline]] = {
     ),
     "first and last": (
         "plain",
-        Kind({"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}, layouts=((1, 3, 1),)),
+        Kind(
+            {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
+            layouts=((1, 3, 1),),
+        ),
         Pipeline(first=1, last=1),
     ),
     "both count": (
         "tied",
         Kind(
-            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
             is_tied=True,
             layouts=((1, 3, 1), (2, 2, 1)),
         ),
@@ -97,7 +106,9 @@ def at(sizes: Sizes, pipeline: Pipeline | None = None) -> Topology:
 
 def source_of(folder: Path, name: str, sizes: Sizes) -> tuple[MemoryStore, Catalog]:
     topology = at(sizes)
-    store, catalog = catalog_of(NAMES[name].arguments(topology), topology, files(folder, name, sizes))
+    store, catalog = catalog_of(
+        NAMES[name].arguments(topology), topology, files(folder, name, sizes)
+    )
     return store, unshard(catalog, rules=RULES)
 
 
@@ -122,7 +133,9 @@ def test_what_megatron_builds_becomes_an_even_layout(folder: Path, name: str, si
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
-def test_what_is_written_is_read_by_its_own_arguments(folder: Path, name: str, sizes: Sizes) -> None:
+def test_what_is_written_is_read_by_its_own_arguments(
+    folder: Path, name: str, sizes: Sizes
+) -> None:
     model, _, pipeline = UNEVEN[name]
     _, source = source_of(folder, f"even {model}", (1, 1, 1))
     args = shard(source, at(sizes, pipeline), rules=RULES).args

@@ -81,7 +81,11 @@ def test_torch_dist_and_back_is_the_same(model: Model) -> None:
 def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() -> None:
     _, catalog = GROUPED.catalog(Topology())
     target = stack(unshard(catalog, rules=RULES), Topology(tp=2, ep=2), rules=RULES).target
-    assert target.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (8, 24, 12)
+    assert target.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (
+        8,
+        24,
+        12,
+    )
     assert target.tensors["decoder.layers.1.mlp.router.expert_bias"].shape == (8,)
     assert target.tensors["decoder.layers.1.pre_mlp_layernorm.weight"].shape == (12,)
     assert target.tensors["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"].shape == (12,)
@@ -89,14 +93,19 @@ def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() ->
     alike = replace(MIXED, moe=(0, 1, 2, 3))
     _, catalog = alike.catalog(Topology())
     source = unshard(catalog, rules=RULES)
-    assert "decoder.layers.3.mlp.router.weight" in stack(source, Topology(), rules=RULES).target.tensors
+    assert (
+        "decoder.layers.3.mlp.router.weight"
+        in stack(source, Topology(), rules=RULES).target.tensors
+    )
     args = replaced(source.args, {"moe_layer_freq": 1})
     stacked = stack(replace(source, args=args), Topology(etp=4), rules=RULES).target
     key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert stacked.tensors[key].shape == (4, 8, 12, 12)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in stacked.tensors
     boxes = [piece.box for piece in stacked.fragments(key)]
-    assert len(boxes) == 4 * 8 * 4, "torch_dist has no files to collide, so experts may be cut finer than the rest"
+    assert len(boxes) == 4 * 8 * 4, (
+        "torch_dist has no files to collide, so experts may be cut finer than the rest"
+    )
     assert {box.shape for box in boxes} == {(1, 1, 12, 3)}
 
 
@@ -108,7 +117,9 @@ def test_experts_of_their_own_keys_in_torch_dist_are_understood() -> None:
     renamed = replace(
         without_facts(nest),
         tensors={new: replace(nest.tensors[old], key=new) for new, old in old_of.items()},
-        fragments_of=lambda key: [replace(piece, key=key) for piece in nest.fragments(old_of.get(key, key))],
+        fragments_of=lambda key: [
+            replace(piece, key=key) for piece in nest.fragments(old_of.get(key, key))
+        ],
         skeleton=None,
         args=once.args,
         format="dcp",
@@ -126,7 +137,9 @@ def test_a_nested_state_dict_with_experts_is_understood() -> None:
 def test_without_an_order_files_have_megatrons() -> None:
     for model in (MIXED, GROUPED):
         store, catalog = model.catalog(Topology(tp=2, ep=4))
-        source = with_facts(unshard(catalog, rules=RULES), MegatronModel, order=None, expert_names=None)
+        source = with_facts(
+            unshard(catalog, rules=RULES), MegatronModel, order=None, expert_names=None
+        )
         shuffled = dict(sorted(source.tensors.items(), key=lambda item: item[0][::-1]))
         check(model, store, replace(source, tensors=shuffled), Topology(ep=2))
 
@@ -189,7 +202,9 @@ def test_older_checkpoints_without_all_dense_shards_are_refused() -> None:
     _, catalog = MIXED.catalog(topology)
     kept = ("mp_rank_00_000", "mp_rank_01_001")
     written = {coords: found for coords, found in ranks_of(catalog).items() if found[0] in kept}
-    with pytest.raises(MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"):
+    with pytest.raises(
+        MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"
+    ):
         unshard(with_facts(catalog, RankFacts, ranks=written), rules=RULES)
 
 
@@ -216,10 +231,34 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
             MissingShardError,
             "is in mp_rank_00_000, but not here",
         ),
-        (f"{LOCAL}1.linear_fc2.weight", None, "all", MissingShardError, "other layers have this tensor"),
-        (f"{LOCAL}4.linear_fc2.weight", np.ones((12, 6)), "all", CorruptError, "expert 4 is beyond the 4 that a rank"),
-        (f"{LOCAL}0.linear_fc1.weight", np.ones((9, 12)), "mp_rank_01_000", CorruptError, r"shape \(9, 12\)"),
-        (f"{LOCAL}0.linear_fc1.weight", np.ones((6, 12), np.float32), "all", CorruptError, "should have 24 rows"),
+        (
+            f"{LOCAL}1.linear_fc2.weight",
+            None,
+            "all",
+            MissingShardError,
+            "other layers have this tensor",
+        ),
+        (
+            f"{LOCAL}4.linear_fc2.weight",
+            np.ones((12, 6)),
+            "all",
+            CorruptError,
+            "expert 4 is beyond the 4 that a rank",
+        ),
+        (
+            f"{LOCAL}0.linear_fc1.weight",
+            np.ones((9, 12)),
+            "mp_rank_01_000",
+            CorruptError,
+            r"shape \(9, 12\)",
+        ),
+        (
+            f"{LOCAL}0.linear_fc1.weight",
+            np.ones((6, 12), np.float32),
+            "all",
+            CorruptError,
+            "should have 24 rows",
+        ),
         (
             "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
             np.ones(2),
@@ -234,7 +273,13 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
             CorruptError,
             "both sequential and",
         ),
-        ("decoder.layers.1.mlp.experts.experts.linear_fc1.weight", np.ones((4, 12, 12)), "all", CorruptError, "both"),
+        (
+            "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
+            np.ones((4, 12, 12)),
+            "all",
+            CorruptError,
+            "both",
+        ),
     ],
 )
 def test_experts_that_contradict_each_other_are_reported(
@@ -247,7 +292,11 @@ def test_experts_that_contradict_each_other_are_reported(
 @pytest.mark.parametrize(
     ("changes", "error", "what"),
     [
-        ({"num_experts": 16}, MissingShardError, "experts 4, 5, 6, 7, 12, 13 and 2 more of 16 are not"),
+        (
+            {"num_experts": 16},
+            MissingShardError,
+            "experts 4, 5, 6, 7, 12, 13 and 2 more of 16 are not",
+        ),
         ({"num_experts": 6}, CorruptError, "expert 3 is beyond the 3 that a rank"),
         ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) do not divide over EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not how many experts"),
@@ -270,18 +319,25 @@ def test_a_stack_of_other_experts_is_corrupt() -> None:
     stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
     args = replaced(stacked.args, {"num_experts": 4})
     common = {**(stacked.common or {}), "args": args}
-    with pytest.raises(CorruptError, match=r"a stack of shape \(8, 24, 12\) in a model of 4 layers and 4 experts"):
+    with pytest.raises(
+        CorruptError, match=r"a stack of shape \(8, 24, 12\) in a model of 4 layers and 4 experts"
+    ):
         unshard(replace(stacked, format="torch_dist", args=args, common=common), rules=RULES)
 
 
 def test_the_arguments_follow_the_sizes() -> None:
-    model = replace(MIXED, more_args={"world_size": 16, "data_parallel_size": 8, "sequence_parallel": True})
+    model = replace(
+        MIXED, more_args={"world_size": 16, "data_parallel_size": 8, "sequence_parallel": True}
+    )
     _, catalog = model.catalog(Topology(tp=2, ep=2))
     source = unshard(catalog, rules=RULES)
 
     def written(topology: Topology) -> dict[str, object]:
         fields = fields_of(shard(source, topology, rules=RULES).args)
-        return {name: fields[name] for name in ("expert_model_parallel_size", "world_size", "data_parallel_size")}
+        return {
+            name: fields[name]
+            for name in ("expert_model_parallel_size", "world_size", "data_parallel_size")
+        }
 
     assert written(Topology(tp=4, ep=4, etp=1)) == {
         "expert_model_parallel_size": 4,
@@ -291,7 +347,9 @@ def test_the_arguments_follow_the_sizes() -> None:
     assert written(Topology(tp=3, ep=4, etp=1))["world_size"] == 48
 
 
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, Topology(tp=6, ep=8, etp=2), Topology(tp=12, ep=8, etp=3)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [*TOPOLOGIES, Topology(tp=6, ep=8, etp=2), Topology(tp=12, ep=8, etp=3)], ids=str
+)
 def test_the_files_are_those_that_the_written_arguments_announce(topology: Topology) -> None:
     model = replace(MIXED, more_args={"world_size": 2, "data_parallel_size": 2})
     _, catalog = model.catalog(Topology())

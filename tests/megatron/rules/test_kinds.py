@@ -14,7 +14,16 @@ from core.files.store import MemoryStore
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.reshard.reshard import shard, stack, unshard
 from core.pickle.inert import as_mapping
-from tests.megatron.support.kinds import KINDS, PAIRS, built, catalog_of, dist_catalog, dist_tensors, files, topology_of
+from tests.megatron.support.kinds import (
+    KINDS,
+    PAIRS,
+    built,
+    catalog_of,
+    dist_catalog,
+    dist_tensors,
+    files,
+    topology_of,
+)
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.support.facets import ranks_of
 from tests.support.materialize import tensor_bytes
@@ -22,7 +31,10 @@ from tests.support.materialize import tensor_bytes
 Sizes = tuple[int, int, int]
 Held = Mapping[str, Mapping[str, np.ndarray | None]]
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+if (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None
+):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
@@ -38,11 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def source_of(folder: Path, name: str, sizes: Sizes) -> tuple[MemoryStore, Catalog]:
     """The global form of what megatron-core has in a layout."""
     topology = topology_of(sizes)
-    store, catalog = catalog_of(KINDS[name].arguments(topology), topology, files(folder, name, sizes))
+    store, catalog = catalog_of(
+        KINDS[name].arguments(topology), topology, files(folder, name, sizes)
+    )
     return store, unshard(catalog, rules=RULES)
 
 
-def check_files(source: Catalog, store: MemoryStore, topology: Topology, wanted: Held, *, states: bool = True) -> None:
+def check_files(
+    source: Catalog, store: MemoryStore, topology: Topology, wanted: Held, *, states: bool = True
+) -> None:
     """The rank files of a topology have these names in this order, with these bytes."""
     target = shard(source, topology, rules=RULES)
     arrays = filled(target, source, store)  # type: ignore[arg-type]
@@ -50,10 +66,14 @@ def check_files(source: Catalog, store: MemoryStore, topology: Topology, wanted:
     expected = {}
     for rank in topology.ranks():
         folder = rank_dir(topology, rank)
-        held = {name: array for name, array in wanted[folder].items() if states or array is not None}
+        held = {
+            name: array for name, array in wanted[folder].items() if states or array is not None
+        }
         found = list(as_mapping(ranks[topology.coords(rank)][1]["model"]) or {})
         assert [name for name in found if states or "_extra_state" not in str(name)] == list(held)
-        expected |= {f"{folder}:model.{name}": array for name, array in held.items() if array is not None}
+        expected |= {
+            f"{folder}:model.{name}": array for name, array in held.items() if array is not None
+        }
     assert set(arrays) == set(expected)
     for name, array in expected.items():
         assert arrays[name].tobytes() == array.tobytes(), name
@@ -77,11 +97,15 @@ def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) ->
         assert tensor_bytes(stacked.source, store, key).tobytes() == array.tobytes(), key
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
-            region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+            region = tuple(
+                slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
+            )
             assert arrays[fragment.array.name].tobytes() == array[region].tobytes(), key
 
 
-@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name, kind in KINDS.items() for sizes in kind.layouts])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name, kind in KINDS.items() for sizes in kind.layouts]
+)
 def test_rank_files_from_torch_dist_are_megatrons(folder: Path, name: str, sizes: Sizes) -> None:
     args = KINDS[name].arguments(Topology())
     store, catalog = dist_catalog(args, dist_tensors(folder, name, sizes))

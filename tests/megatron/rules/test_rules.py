@@ -35,7 +35,12 @@ RULES = load_rules()
         ("decoder.layers.0.mlp.router.expert_bias", "replicate", None, "whole"),
         ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "split", 0, "gated"),
         ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight", "split", 1, "whole"),
-        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.bias", "replicate", None, "whole"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.bias",
+            "replicate",
+            None,
+            "whole",
+        ),
         ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "split", 0, "gated"),
         ("decoder.layers.0.mlp.shared_experts.linear_fc2.weight", "split", 1, "whole"),
         ("decoder.layers.0.mlp.shared_experts.gate_weight", "replicate", None, "whole"),
@@ -43,7 +48,12 @@ RULES = load_rules()
         ("decoder.layers.0.self_attention.linear_q_proj.weight", "split", 0, "whole"),
         ("decoder.layers.0.self_attention.linear_q_down_proj.weight", "replicate", None, "whole"),
         ("decoder.layers.0.self_attention.linear_q_up_proj.weight", "split", 0, "whole"),
-        ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight", "replicate", None, "whole"),
+        (
+            "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+            "replicate",
+            None,
+            "whole",
+        ),
         ("decoder.layers.0.self_attention.linear_kv_down_proj.weight", "replicate", None, "whole"),
         ("decoder.layers.0.self_attention.linear_kv_up_proj.weight", "split", 0, "whole"),
         ("decoder.layers.0.self_attention.kv_layernorm.weight", "replicate", None, "whole"),
@@ -68,20 +78,35 @@ def test_rule_of_a_gpt_parameter(name: str, kind: str, axis: int | None, parts: 
 )
 def test_experts_have_the_names_of_their_implementation(names: str, rest: str, name: str) -> None:
     expert = RULES.expert_of(f"decoder.layers.3.mlp.experts.local_experts.12.{rest}")
-    assert expert is not None and (expert.number, expert.rest, expert.names) == (12, rest, "sequential")
+    assert expert is not None and (expert.number, expert.rest, expert.names) == (
+        12,
+        rest,
+        "sequential",
+    )
     made = RULES.expert_name(expert, names=names, number=12)
     assert made == f"decoder.layers.3.mlp.experts.{name}"
     again = RULES.expert_of(made)
-    assert again is not None and (again.before, again.rest, again.names) == (expert.before, rest, names)
+    assert again is not None and (again.before, again.rest, again.names) == (
+        expert.before,
+        rest,
+        names,
+    )
     assert again.number == (12 if "12" in name else None)
 
 
 def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
     first = RULES.expert_of("decoder.layers.0.mlp.experts.weight1")
-    assert first is not None and (first.number, first.rest, first.names) == (None, "linear_fc1.weight", "grouped")
+    assert first is not None and (first.number, first.rest, first.names) == (
+        None,
+        "linear_fc1.weight",
+        "grouped",
+    )
     assert RULES.expert_of("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") is None
     assert RULES.expert_of("decoder.layers.0.mlp.experts.weight3") is None
-    assert RULES.expert_name(first, names="grouped", number=3) == "decoder.layers.0.mlp.experts.weight1"
+    assert (
+        RULES.expert_name(first, names="grouped", number=3)
+        == "decoder.layers.0.mlp.experts.weight1"
+    )
     bias = RULES.expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.bias")
     assert bias is not None
     with pytest.raises(UnsupportedError, match="no such parameter"):
@@ -91,10 +116,19 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight", "adapters that several experts share"),
-        ("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight", "canonical LoRA of a gated MLP"),
+        (
+            "decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight",
+            "adapters that several experts share",
+        ),
+        (
+            "decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight",
+            "canonical LoRA of a gated MLP",
+        ),
         ("decoder.layers.0.mlp.linear_fc1.weight_quantizer._scale", "quantized models"),
-        ("decoder.layers.0.mlp.linear_fc1.weight_scale_inv", "float8 weights with scales of blocks"),
+        (
+            "decoder.layers.0.mlp.linear_fc1.weight_scale_inv",
+            "float8 weights with scales of blocks",
+        ),
     ],
 )
 def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
@@ -133,7 +167,9 @@ def test_a_proposed_row_follows_the_hidden_size(
     tmp_path: Path, shape: tuple[int, ...], tp: int, kind: str, axis: int | None
 ) -> None:
     with pytest.raises(UnknownTensorError) as caught:
-        RULES.rule_of("decoder.layers.3.mlp.extra.weight", shapes=[shape] * tp, hidden_size=16, tp=tp)
+        RULES.rule_of(
+            "decoder.layers.3.mlp.extra.weight", shapes=[shape] * tp, hidden_size=16, tp=tp
+        )
     path = tmp_path / "rules.toml"
     path.write_text((caught.value.hint or "").split("\n", 1)[1])
     rule = load_rules(path).rule_of("decoder.layers.7.mlp.extra.weight")
@@ -158,7 +194,13 @@ def test_a_users_row_may_set_every_field(tmp_path: Path) -> None:
         "[[rule]]\npattern = 'later$'\nrule = 'opaque'\nlater = 'gadgets'\n"
     )
     rule = load_rules(path).rule_of("gadget")
-    assert (rule.kind, rule.axis, rule.parts, rule.group, rule.unit) == ("split", 0, "gated", "etp", "heads")
+    assert (rule.kind, rule.axis, rule.parts, rule.group, rule.unit) == (
+        "split",
+        0,
+        "gated",
+        "etp",
+        "heads",
+    )
     assert (rule.extent, rule.tied, rule.single, rule.source) == (("kv_lora_rank",), "a", "b", "c")
     with pytest.raises(UnsupportedError, match="gadgets cannot be resharded"):
         load_rules(path).rule_of("later")
@@ -186,7 +228,10 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
         ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n", "group 'ep'; it is one of tp, etp"),
+        (
+            "[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n",
+            "group 'ep'; it is one of tp, etp",
+        ),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "not a list of names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
         ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
@@ -194,7 +239,9 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rules]]\npattern = 'a'\n", "unknown tables: rules"),
     ],
 )
-def test_rows_that_make_no_sense_name_the_file_and_the_fault(tmp_path: Path, text: str, what: str) -> None:
+def test_rows_that_make_no_sense_name_the_file_and_the_fault(
+    tmp_path: Path, text: str, what: str
+) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=what) as caught:

@@ -26,7 +26,9 @@ def with_entry(
 ) -> Path:
     """dense_gqa at TP 2 with a tensor that nobody knows."""
     more = {NAME.replace("2", str(layer)): value for layer in layers}
-    source = rewritten(golden / "mcore_legacy/dense_gqa/tp2_pp1", target, lambda _, __, old: old, more=more)
+    source = rewritten(
+        golden / "mcore_legacy/dense_gqa/tp2_pp1", target, lambda _, __, old: old, more=more
+    )
     if other is not None:
         path = rank_dirs(source)["mp_rank_01"] / "model_optim_rng.pt"
         loaded = torch.load(path, weights_only=False)
@@ -35,9 +37,21 @@ def with_entry(
     return source
 
 
-def resharded(src: Path, dst: Path, *, unknown: str = "refuse", rules: Path | None = None, **sizes: int) -> Report:
+def resharded(
+    src: Path, dst: Path, *, unknown: str = "refuse", rules: Path | None = None, **sizes: int
+) -> Report:
     change = TopologyChange(**sizes)  # type: ignore[arg-type]
-    return run(Job(src=src, dst=dst, to="megatron", topology=change, unknown=unknown, rules=rules, fsync=False))
+    return run(
+        Job(
+            src=src,
+            dst=dst,
+            to="megatron",
+            topology=change,
+            unknown=unknown,
+            rules=rules,
+            fsync=False,
+        )
+    )
 
 
 def test_equal_shards_are_replicated_on_request(golden: Path, tmp_path: Path) -> None:
@@ -63,7 +77,9 @@ def test_shards_that_differ_are_not_replicated(golden: Path, tmp_path: Path) -> 
 
 
 def test_without_a_word_the_proposed_row_does_it(golden: Path, tmp_path: Path) -> None:
-    source = with_entry(golden, tmp_path / "a", torch.arange(24.0 * 64).reshape(24, 64), layers=(0, 1, 2, 3))
+    source = with_entry(
+        golden, tmp_path / "a", torch.arange(24.0 * 64).reshape(24, 64), layers=(0, 1, 2, 3)
+    )
     with pytest.raises(UnknownTensorError, match="2 ranks: 24×64") as caught:
         resharded(source, tmp_path / "out", tp=4)
     assert caught.value.hint is not None and "--unknown replicate" in caught.value.hint
@@ -76,7 +92,10 @@ def test_without_a_word_the_proposed_row_does_it(golden: Path, tmp_path: Path) -
 def test_what_is_known_but_not_handled_stays_refused(golden: Path, tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight_scale_inv"
     source = rewritten(
-        golden / "mcore_legacy/dense_gqa/tp2_pp1", tmp_path / "a", lambda _, __, old: old, more={name: torch.ones(2, 2)}
+        golden / "mcore_legacy/dense_gqa/tp2_pp1",
+        tmp_path / "a",
+        lambda _, __, old: old,
+        more={name: torch.ones(2, 2)},
     )
     with pytest.raises(UnsupportedError, match="scales of blocks"):
         resharded(source, tmp_path / "out", unknown="replicate", tp=1)

@@ -23,7 +23,14 @@ from tests.megatron.support.synthetic import Model
 STATES = {"param": 1.0, "exp_avg": -1.0, "exp_avg_sq": 0.5}
 """State → what the weight is multiplied with."""
 
-GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.1, "step": 3}
+GROUP = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "lr": 0.1,
+    "step": 3,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class Run:
     """The first model chunk has an optimizer of its own."""
 
 
-def flat(arrays: Sequence[tuple[np.ndarray, bool]], run: Run, *, bucket_size: int | None) -> list[np.ndarray]:
+def flat(
+    arrays: Sequence[tuple[np.ndarray, bool]], run: Run, *, bucket_size: int | None
+) -> list[np.ndarray]:
     """The buckets of a buffer as a file has them.
 
     Args:
@@ -94,7 +103,11 @@ def members(model: Model, rank: Rank, topology: Topology, run: Run) -> list[list
 
 
 def _is_shared(name: str, model: Model, topology: Topology) -> bool:
-    return model.is_tied and topology.pp > 1 and ("word_embeddings" in name or name.startswith("output_layer"))
+    return (
+        model.is_tied
+        and topology.pp > 1
+        and ("word_embeddings" in name or name.startswith("output_layer"))
+    )
 
 
 def with_optimizer(
@@ -128,14 +141,20 @@ def with_optimizer(
         folder, coords = rank_dir(topology, rank), topology.coords(rank)
         root: dict[object, object] = {"args": settings, "checkpoint_version": 3.0, "iteration": 7}
         for chunk, held in model.held(rank, topology).items():
-            names = {name: leaf(f"{folder}:{chunk}.{name}", array, rank) for name, array in held.items()}
+            names = {
+                name: leaf(f"{folder}:{chunk}.{name}", array, rank) for name, array in held.items()
+            }
             root[chunk] = make_ordered_dict(dict(names))
         made: list[object] = []
         entries: list[object] = []
         for number, buffers in enumerate(members(model, rank, topology, run)):
             is_expert = topology.ep > 1 and number > 0
-            groups = [{**GROUP, "is_expert_parallel": is_expert}, {**GROUP, "wd_mult": 0.0}][: 2 - is_expert]
-            scale = leaf(f"{folder}:optimizer.{number}.grad_scaler.scale", np.array([1024], np.float32), rank)
+            groups = [{**GROUP, "is_expert_parallel": is_expert}, {**GROUP, "wd_mult": 0.0}][
+                : 2 - is_expert
+            ]
+            scale = leaf(
+                f"{folder}:optimizer.{number}.grad_scaler.scale", np.array([1024], np.float32), rank
+            )
             scaler = {"scale": scale, "growth_tracker": 3}
             entries.append({"optimizer": {"param_groups": groups}, "grad_scaler": scaler})
             if number in (absent or {}).get(folder, ()):
@@ -147,8 +166,13 @@ def with_optimizer(
                 for state, factor in STATES.items():
                     pieces = [bucket * np.float32(factor) for bucket in buckets]
                     pieces = pieces if run.is_listed else [np.concatenate(pieces)]
-                    keys = [f"{folder}:distrib_optim.{number}.{n}.{state}.{i}" for i in range(len(pieces))]
-                    leaves = [leaf(key, piece, rank) for key, piece in zip(keys, pieces, strict=True)]
+                    keys = [
+                        f"{folder}:distrib_optim.{number}.{n}.{state}.{i}"
+                        for i in range(len(pieces))
+                    ]
+                    leaves = [
+                        leaf(key, piece, rank) for key, piece in zip(keys, pieces, strict=True)
+                    ]
                     states[state] = leaves if run.is_listed else leaves[0]
                 dtype = Global("torch", "float32")
                 if not run.is_listed:

@@ -49,7 +49,9 @@ def groups_of(chunk: Chunk, options: dict[str, object]) -> list[dict[str, Any]]:
         setattr(config, name, value)
     if "config_overrides" in inspect.signature(_get_param_groups).parameters:
         return list(_get_param_groups([chunk], config, None))
-    more: dict[str, Any] = {name: options.get(name) for name in ("decoupled_lr", "decoupled_min_lr")}
+    more: dict[str, Any] = {
+        name: options.get(name) for name in ("decoupled_lr", "decoupled_min_lr")
+    }
     if "default_skip_embedding_weight_decay" in inspect.signature(_get_param_groups).parameters:
         more["default_skip_embedding_weight_decay"] = False
     return list(_get_param_groups([chunk], None, None, 1.0, lr=1e-3, min_lr=1e-4, **more))

@@ -48,7 +48,13 @@ class Kind:
     is_tied: bool = False
     args: Mapping[str, object] = field(default_factory=dict)
     pipelines: Mapping[int, str] = field(default_factory=dict)
-    layouts: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1))
+    layouts: tuple[tuple[int, int, int], ...] = (
+        (1, 1, 1),
+        (2, 1, 1),
+        (4, 1, 1),
+        (1, 2, 1),
+        (2, 2, 1),
+    )
 
     def case(self, name: str, sizes: tuple[int, int, int]) -> dict[str, object]:
         """What the script is asked for."""
@@ -63,7 +69,9 @@ class Kind:
 
     def pipeline(self, pp: int) -> dict[str, object]:
         """The argument for the pipeline layout, where there is one."""
-        return {"pipeline_model_parallel_layout": self.pipelines[pp]} if pp in self.pipelines else {}
+        return (
+            {"pipeline_model_parallel_layout": self.pipelines[pp]} if pp in self.pipelines else {}
+        )
 
     def arguments(self, topology: Topology) -> dict[str, object]:
         """Its training arguments."""
@@ -91,9 +99,16 @@ _MAMBA = {"mamba_state_dim": 4, "mamba_head_dim": 4, "mamba_num_groups": 4}
 _TE = {"transformer_impl": "transformer_engine"}
 KINDS = {
     "prediction": Kind({"mtp_num_layers": 2}),
-    "prediction, tied": Kind({"mtp_num_layers": 1}, is_tied=True, layouts=((1, 1, 1), (2, 1, 1), (4, 1, 1))),
+    "prediction, tied": Kind(
+        {"mtp_num_layers": 1}, is_tied=True, layouts=((1, 1, 1), (2, 1, 1), (4, 1, 1))
+    ),
     "prediction, experts": Kind(
-        {"mtp_num_layers": 1, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_ffn_hidden_size": 8},
+        {
+            "mtp_num_layers": 1,
+            "num_moe_experts": 4,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "moe_ffn_hidden_size": 8,
+        },
         layouts=((1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 1, 4)),
     ),
     "prediction, apart": Kind(
@@ -130,7 +145,9 @@ KINDS = {
 PAIRS = [(name, a, b) for name, kind in KINDS.items() for a in kind.layouts for b in kind.layouts]
 
 
-def built(folder: Path, names: Iterable[str] = tuple(KINDS), *, kinds: Mapping[str, Kind] = KINDS) -> None:
+def built(
+    folder: Path, names: Iterable[str] = tuple(KINDS), *, kinds: Mapping[str, Kind] = KINDS
+) -> None:
     """Lets megatron-core build kinds in every layout."""
     cases = [kinds[name].case(name, sizes) for name in names for sizes in kinds[name].layouts]
     told(SCRIPT, folder, question=cases, timeout=600)
@@ -140,11 +157,18 @@ def topology_of(sizes: tuple[int, int, int], name: str | None = None) -> Topolog
     """The sizes, with the pipeline layout that a kind has at them."""
     tp, pp, ep = sizes
     layout = None if name is None else KINDS[name].pipelines.get(pp)
-    return Topology(tp=tp, pp=pp, ep=ep, pipeline=None if layout is None else Pipeline(layout=parse_layout(layout)))
+    return Topology(
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        pipeline=None if layout is None else Pipeline(layout=parse_layout(layout)),
+    )
 
 
 @cache
-def files(folder: Path, name: str, sizes: tuple[int, int, int]) -> dict[str, dict[str, np.ndarray | None]]:
+def files(
+    folder: Path, name: str, sizes: tuple[int, int, int]
+) -> dict[str, dict[str, np.ndarray | None]]:
     """Rank directory → name in the file → array, or None for an empty extra state."""
     from safetensors.numpy import load_file
 
@@ -169,7 +193,9 @@ def dist_tensors(folder: Path, name: str, sizes: tuple[int, int, int]) -> Arrays
 
 
 def catalog_of(
-    args: Mapping[str, object], topology: Topology, held: Mapping[str, Mapping[str, np.ndarray | None]]
+    args: Mapping[str, object],
+    topology: Topology,
+    held: Mapping[str, Mapping[str, np.ndarray | None]],
 ) -> tuple[MemoryStore, Catalog]:
     """The catalog of rank files, and the store that holds their bytes."""
     contents: dict[str, bytes | bytearray] = {}
@@ -185,7 +211,12 @@ def catalog_of(
             if array is not None:
                 arrays[key] = _stored(key, array, contents, coords)
                 entries[name] = TensorLeaf(key)
-        root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": make_ordered_dict(entries)}
+        root = {
+            "args": space,
+            "checkpoint_version": 3.0,
+            "iteration": 7,
+            "model": make_ordered_dict(entries),
+        }
         ranks[coords] = (folder, root)
     catalog = replace(_catalog("megatron", arrays), args=space, iteration=7)
     return MemoryStore(contents), catalog.with_facet(RankFacts(ranks)).with_facet(topology)
@@ -195,12 +226,19 @@ def dist_catalog(args: Mapping[str, object], tensors: Arrays) -> tuple[MemorySto
     """The catalog of a torch_dist checkpoint, and the store that holds its bytes."""
     contents: dict[str, bytes | bytearray] = {}
     arrays = {key: _stored(key, array, contents, ()) for key, array in tensors.items()}
-    common: dict[object, object] = {"args": make_namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
+    common: dict[object, object] = {
+        "args": make_namespace(dict(args)),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+    }
     return MemoryStore(contents), replace(_catalog("torch_dist", arrays), common=common)
 
 
 def _stored(
-    key: str, array: np.ndarray, contents: dict[str, bytes | bytearray], coords: tuple[tuple[str, int], ...]
+    key: str,
+    array: np.ndarray,
+    contents: dict[str, bytes | bytearray],
+    coords: tuple[tuple[str, int], ...],
 ) -> StoredArray:
     file = key.replace(":", "/")
     contents[file] = array.tobytes()

@@ -48,7 +48,9 @@ def stubbed() -> None:
         "fla.modules.l2norm": {"l2norm": None},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": None},
     }
-    triton = types.ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")
+    triton = types.ModuleType(
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    )
     names = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge", "tensor_swap")
     triton.__dict__.update(dict.fromkeys(names))
     sys.modules[triton.__name__] = triton
@@ -133,13 +135,17 @@ def gpt_model(args, config, *, is_first, is_last):
         for number, layer in enumerate(spec.layer_specs, start=first + 1):
             layer.submodules = dataclasses.replace(layer.submodules, sharded_state_dict_keys_map={})
             if number % config.linear_attention_freq:
-                layer.submodules.self_attention = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=linear)
+                layer.submodules.self_attention = ModuleSpec(
+                    module=gated_delta_net.GatedDeltaNet, submodules=linear
+                )
     if args.get("multi_latent_attention"):
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PlainAttention
     mtp = None
     if config.mtp_num_layers:  # a stage may have predictions and no layers
-        layers = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
+        layers = get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
         mtp = get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False)
     return GPTModel(
         config,
@@ -161,11 +167,18 @@ def mamba_model(args, config, *, is_first, is_last):
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
 
-    mixer = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixer = mamba_mixer.MambaMixerSubmodules(
+        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+    )
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=PlainAttention, linear_proj=RowParallelLinear
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PlainAttention,
+        linear_proj=RowParallelLinear,
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     stack = ModuleSpec(
@@ -174,7 +187,8 @@ def mamba_model(args, config, *, is_first, is_last):
             mamba_layer=ModuleSpec(
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(
-                    norm=WrappedTorchNorm, mixer=ModuleSpec(module=mamba_mixer.MambaMixer, submodules=mixer)
+                    norm=WrappedTorchNorm,
+                    mixer=ModuleSpec(module=mamba_mixer.MambaMixer, submodules=mixer),
                 ),
             ),
             attention_layer=ModuleSpec(
@@ -224,7 +238,9 @@ def run(case, folder):
             is_last=parallel_state.is_pipeline_last_stage(),
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        sharded = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp, **case.get("metadata", {})})
+        sharded = model.sharded_state_dict(
+            metadata={"dp_cp_group": groups.dp_cp, **case.get("metadata", {})}
+        )
         apply_factories(sharded)
         for tensor in tensors_of(sharded):
             filled(tensor, every)

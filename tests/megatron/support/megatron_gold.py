@@ -41,7 +41,9 @@ VOCAB = {"dense_gqa": 300, "dense_gelu": 600, "moe_seq": 256}
 
 def topology(case: str) -> Topology:
     """The sizes that a case's name states."""
-    return Topology(**{name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)})
+    return Topology(
+        **{name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)}
+    )
 
 
 @cache
@@ -56,11 +58,15 @@ def rank_files(golden: Path, model: str, case: str) -> tuple[LocalStore, Catalog
 def dist_files(golden: Path, family: str, model: str, case: str) -> tuple[LocalStore, Catalog]:
     """Store and catalog of a torch_dist case, its objects loaded."""
     store = LocalStore(golden / family / model / case / "iter_0000010")
-    return store, loaded(torch_dist.read(store), store, lambda s, a, key: load_object(s, a, key=key))
+    return store, loaded(
+        torch_dist.read(store), store, lambda s, a, key: load_object(s, a, key=key)
+    )
 
 
 @cache
-def global_form(golden: Path, model: str, case: str, **options: object) -> tuple[LocalStore, Catalog]:
+def global_form(
+    golden: Path, model: str, case: str, **options: object
+) -> tuple[LocalStore, Catalog]:
     """Store and global catalog of a case."""
     store, catalog = rank_files(golden, model, case)
     return store, unshard(catalog, rules=RULES, **options)  # type: ignore[arg-type]
@@ -87,7 +93,9 @@ def _bytes(tensor: object) -> Bytes:
     import torch
 
     assert isinstance(tensor, torch.Tensor)
-    found: Bytes = tensor.contiguous().view(torch.uint8).numpy().reshape(*tensor.shape, tensor.element_size())
+    found: Bytes = (
+        tensor.contiguous().view(torch.uint8).numpy().reshape(*tensor.shape, tensor.element_size())
+    )
     return found
 
 
@@ -111,7 +119,9 @@ def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[st
         covered[common] = True
         for box in target.zeros.get(key, ()):
             region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
-            assert not covered[region].any(), f"{key}: a region is zero by rule, but the source has it"
+            assert not covered[region].any(), (
+                f"{key}: a region is zero by rule, but the source has it"
+            )
             covered[region] = True
         assert covered.all(), f"{key} has elements without a source"
         for fragment in target.fragments(key):

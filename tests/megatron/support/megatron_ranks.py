@@ -26,7 +26,9 @@ def places(generator: RankGenerator, token: str, world: int) -> list[int]:
 def main() -> None:
     answers: list[list[list[int]] | None] = []
     for run in json.load(sys.stdin):
-        world, tp, pp, ep, etp, cp = (run[name] for name in ("world", "tp", "pp", "ep", "etp", "cp"))
+        world, tp, pp, ep, etp, cp = (
+            run[name] for name in ("world", "tp", "pp", "ep", "etp", "cp")
+        )
         dp, edp = world // (tp * pp * cp), world // (etp * ep * pp)
         dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=run["order"])
         expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=run["order"])

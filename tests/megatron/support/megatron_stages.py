@@ -23,7 +23,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 def chunks(options: dict[str, Any]) -> list[list[int]]:
     import torch
 
-    config = TransformerConfig(hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32, **options)
+    config = TransformerConfig(
+        hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32, **options
+    )
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     parallel_state.get_virtual_pipeline_model_parallel_world_size = lambda: vpp
     found = []

@@ -76,10 +76,14 @@ def key_of(name: str, array: np.ndarray, topology: Topology, style: Style) -> Ke
     return is_exempt, topology.ep > 1 and ".experts." in name
 
 
-def held_by(model: Model, rank: Rank, topology: Topology, style: Style) -> dict[str, dict[str, np.ndarray]]:
+def held_by(
+    model: Model, rank: Rank, topology: Topology, style: Style
+) -> dict[str, dict[str, np.ndarray]]:
     """Model chunk → what a rank's file holds of it."""
     found = model.held(rank, topology)
-    return {chunk: grouped(arrays) for chunk, arrays in found.items()} if style.is_grouped else found
+    return (
+        {chunk: grouped(arrays) for chunk, arrays in found.items()} if style.is_grouped else found
+    )
 
 
 def grouped(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -102,23 +106,30 @@ def grouped(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-def trained(model: Model, rank: Rank, topology: Topology, style: Style) -> list[tuple[str, np.ndarray]]:
+def trained(
+    model: Model, rank: Rank, topology: Topology, style: Style
+) -> list[tuple[str, np.ndarray]]:
     """A rank's parameters, in the order of its file."""
     return [
         (name, array)
         for chunk in held_by(model, rank, topology, style).values()
         for name, array in chunk.items()
-        if not name.endswith(("_extra_state", "expert_bias")) and not (style.frozen and name.startswith(style.frozen))
+        if not name.endswith(("_extra_state", "expert_bias"))
+        and not (style.frozen and name.startswith(style.frozen))
     ]
 
 
 def keys_of(model: Model, rank: Rank, topology: Topology, style: Style) -> list[Key]:
     """The groups of a rank, in order."""
-    own = dict.fromkeys(key_of(*param, topology, style) for param in trained(model, rank, topology, style))
+    own = dict.fromkeys(
+        key_of(*param, topology, style) for param in trained(model, rank, topology, style)
+    )
     if style.order == "own":
         return list(own)
     for other in topology.ranks():
-        own |= dict.fromkeys(key_of(*param, topology, style) for param in trained(model, other, topology, style))
+        own |= dict.fromkeys(
+            key_of(*param, topology, style) for param in trained(model, other, topology, style)
+        )
     return sorted(own) if style.order == "sorted" else list(own)
 
 
@@ -139,7 +150,10 @@ def optimizer(model: Model, rank: Rank, topology: Topology, style: Style) -> Any
             half = []
             for name, array in params:
                 one = {"step": torch.tensor(5.0)} if style.steps else {}
-                state[len(state)] = {**one, **{state: master(array) * factor for state, factor in MOMENTS.items()}}
+                state[len(state)] = {
+                    **one,
+                    **{state: master(array) * factor for state, factor in MOMENTS.items()},
+                }
                 if weight(name, array, style).dtype == torch.bfloat16:
                     half.append(master(array))
             masters.append(half)
@@ -148,7 +162,11 @@ def optimizer(model: Model, rank: Rank, topology: Topology, style: Style) -> Any
         if not style.has_masters:
             members.append(inner)
             continue
-        scaler = {"grad_scaler": {"scale": torch.tensor([1024.0]), "growth_tracker": 3}} if style.has_scaler else {}
+        scaler = (
+            {"grad_scaler": {"scale": torch.tensor([1024.0]), "growth_tracker": 3}}
+            if style.has_scaler
+            else {}
+        )
         members.append({"optimizer": inner, **scaler, "fp32_from_fp16_params": masters})
     return members[0] if len(members) == 1 else members
 
@@ -182,9 +200,15 @@ def save(model: Model, topology: Topology, root: Path, style: Style | None = Non
     if style.exempts == "qk_norms":
         args["apply_wd_to_qk_layernorm"] = True
     for rank in topology.ranks():
-        content: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+        content: dict[str, Any] = {
+            "args": Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": 7,
+        }
         for chunk, held in held_by(model, rank, topology, style).items():
-            content[chunk] = OrderedDict((name, weight(name, array, style)) for name, array in held.items())
+            content[chunk] = OrderedDict(
+                (name, weight(name, array, style)) for name, array in held.items()
+            )
         content["optimizer"] = optimizer(model, rank, topology, style)
         folder = root / "iter_0000007" / rank_dir(topology, rank)
         folder.mkdir(parents=True)
@@ -210,7 +234,9 @@ def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
     found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
     assert list(found) == list(wanted)
     for name in wanted:
-        ours, theirs = (load_rank_file(root[name] / MODEL_FILE)["optimizer"] for root in (found, wanted))
+        ours, theirs = (
+            load_rank_file(root[name] / MODEL_FILE)["optimizer"] for root in (found, wanted)
+        )
         assert_same_tree(ours, theirs, name)
 
 

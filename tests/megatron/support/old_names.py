@@ -62,8 +62,16 @@ T5 = {
 }
 DICTS = (
     *("language_model", "language_model.embedding", "language_model.embedding.word_embeddings"),
-    *("language_model.embedding.position_embeddings", "language_model.embedding.tokentype_embeddings"),
-    *("language_model.encoder", "language_model.transformer", "language_model.decoder", "language_model.pooler"),
+    *(
+        "language_model.embedding.position_embeddings",
+        "language_model.embedding.tokentype_embeddings",
+    ),
+    *(
+        "language_model.encoder",
+        "language_model.transformer",
+        "language_model.decoder",
+        "language_model.pooler",
+    ),
     *("language_model.output_layer", "lm_head", "binary_head", "word_embeddings_for_head"),
 )
 PLAIN = ("language_model", "language_model.embedding")
@@ -110,7 +118,9 @@ def _note(container: dict[str, Any]) -> None:
         container._metadata = OrderedDict(modules)  # type: ignore[attr-defined]
 
 
-def old_order(version: float, *, heads: int, channels: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def old_order(
+    version: float, *, heads: int, channels: int
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """A function that gives a rank's fused tensors the rows that an old version had.
 
     Args:
@@ -122,7 +132,9 @@ def old_order(version: float, *, heads: int, channels: int) -> Callable[[str, to
         if found is None or version >= 2:
             return tensor
         rows = tensor.view(heads, 3 if found[1] else 2, channels, *tensor.shape[1:])
-        return (rows.transpose(0, 1) if version == 0 else rows.transpose(1, 2)).reshape(tensor.shape)
+        return (rows.transpose(0, 1) if version == 0 else rows.transpose(1, 2)).reshape(
+            tensor.shape
+        )
 
     return reordered
 
@@ -151,11 +163,18 @@ def rewrite(
     for folder, path in rank_dirs(source).items():
         loaded = load_rank_file(path / MODEL_FILE)
         known = {name: value for name, value in vars(loaded["args"]).items() if _is_plain(value)}
-        root: dict[str, Any] = {"args": argparse.Namespace(**{**known, **(more_args or {})}), "iteration": 10}
+        root: dict[str, Any] = {
+            "args": argparse.Namespace(**{**known, **(more_args or {})}),
+            "iteration": 10,
+        }
         if version is not None:
             root["checkpoint_version"] = version
         for chunk in (name for name in loaded if name.startswith("model")):
-            flat = {renamed(name, names): value for name, value in loaded[chunk].items() if "_extra_state" not in name}
+            flat = {
+                renamed(name, names): value
+                for name, value in loaded[chunk].items()
+                if "_extra_state" not in name
+            }
             flat.pop("", None)
             last = [name for name in flat if name.startswith("word_embeddings_for_head")]
             flat |= {name: flat.pop(name) for name in last}
@@ -167,7 +186,11 @@ def rewrite(
 
 
 def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (int, float, str, bool)) or (isinstance(value, list) and not value)
+    return (
+        value is None
+        or isinstance(value, (int, float, str, bool))
+        or (isinstance(value, list) and not value)
+    )
 
 
 def assert_same_nested(found_root: Path, wanted_root: Path) -> None:
@@ -175,7 +198,10 @@ def assert_same_nested(found_root: Path, wanted_root: Path) -> None:
     found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
     assert list(found) == list(wanted)
     for folder in wanted:
-        ours, theirs = load_rank_file(found[folder] / MODEL_FILE), load_rank_file(wanted[folder] / MODEL_FILE)
+        ours, theirs = (
+            load_rank_file(found[folder] / MODEL_FILE),
+            load_rank_file(wanted[folder] / MODEL_FILE),
+        )
         chunks = [name for name in theirs if name.startswith("model")]
         assert [name for name in ours if name.startswith("model")] == chunks
         for chunk in chunks:

@@ -42,13 +42,20 @@ def rewritten(
         out = target / "iter_0000010" / folder
         out.mkdir(parents=True)
         settings = argparse.Namespace(**{**known, **(args or {})})
-        torch.save({"args": settings, "checkpoint_version": 3.0, "iteration": 10, "model": model}, out / MODEL_FILE)
+        torch.save(
+            {"args": settings, "checkpoint_version": 3.0, "iteration": 10, "model": model},
+            out / MODEL_FILE,
+        )
     return target
 
 
 def is_plain(value: object) -> bool:
     """Whether an argument can be saved without Megatron's classes."""
-    return value is None or isinstance(value, (int, float, str, bool)) or (isinstance(value, list) and not value)
+    return (
+        value is None
+        or isinstance(value, (int, float, str, bool))
+        or (isinstance(value, list) and not value)
+    )
 
 
 def model_of(root: Path, folder: str) -> dict[str, Any]:

@@ -125,13 +125,20 @@ class Model:
             start = f"decoder.layers.{layer}."
             if not self.is_fused or self.latent:
                 shapes[start + "input_layernorm.weight"] = (h,)
-            attention = self.attention(h) if self.latent is None else self.latent_attention(h, self.latent)
+            attention = (
+                self.attention(h) if self.latent is None else self.latent_attention(h, self.latent)
+            )
             shapes |= {f"{start}self_attention.{name}": shape for name, shape in attention.items()}
             is_moe = layer in self.moe
-            norm = "mlp.linear_fc1.layer_norm_weight" if self.is_fused and not is_moe else "pre_mlp_layernorm.weight"
+            norm = (
+                "mlp.linear_fc1.layer_norm_weight"
+                if self.is_fused and not is_moe
+                else "pre_mlp_layernorm.weight"
+            )
             shapes[start + norm] = (h,)
             shapes |= {
-                f"{start}mlp.{name}": shape for name, shape in (self.moe_mlp(h) if is_moe else self.mlp(h)).items()
+                f"{start}mlp.{name}": shape
+                for name, shape in (self.moe_mlp(h) if is_moe else self.mlp(h)).items()
             }
         shapes["decoder.final_layernorm.weight"] = (h,)
         if not self.is_tied:
@@ -154,7 +161,10 @@ class Model:
             shapes["linear_qkv.layer_norm_weight"] = (h,)
         shapes |= {"linear_qkv.weight": (qkv, h), "linear_qkv.bias": (qkv,)}
         if self.has_qk_norm:
-            shapes |= {"q_layernorm.weight": (self.head_dim,), "k_layernorm.weight": (self.head_dim,)}
+            shapes |= {
+                "q_layernorm.weight": (self.head_dim,),
+                "k_layernorm.weight": (self.head_dim,),
+            }
         return shapes
 
     def latent_attention(self, h: int, latent: Latent) -> dict[str, tuple[int, ...]]:
@@ -163,7 +173,9 @@ class Model:
         if latent.q is None:
             shapes["linear_q_proj.weight"] = (queries, h)
         else:
-            name = "linear_qkv_down_proj.weight" if latent.is_joined else "linear_q_down_proj.weight"
+            name = (
+                "linear_qkv_down_proj.weight" if latent.is_joined else "linear_q_down_proj.weight"
+            )
             shapes[name] = (latent.q + (latent.kv + latent.rope) * latent.is_joined, h)
             if self.is_fused:
                 shapes["linear_q_up_proj.layer_norm_weight"] = (latent.q,)
@@ -180,16 +192,26 @@ class Model:
 
     def mlp(self, h: int, width: int | None = None) -> dict[str, tuple[int, ...]]:
         width = self.ffn if width is None else width
-        return {"linear_fc1.weight": (width * (1 + self.is_gated), h), "linear_fc2.weight": (h, width)}
+        return {
+            "linear_fc1.weight": (width * (1 + self.is_gated), h),
+            "linear_fc2.weight": (h, width),
+        }
 
     def moe_mlp(self, h: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"router.weight": (self.experts, h), "router.expert_bias": (self.experts,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "router.weight": (self.experts, h),
+            "router.expert_bias": (self.experts,),
+        }
         for expert in range(self.experts):
             one = self.mlp(h, self.expert_ffn)
-            shapes |= {f"experts.local_experts.{expert}.{name}": shape for name, shape in one.items()}
+            shapes |= {
+                f"experts.local_experts.{expert}.{name}": shape for name, shape in one.items()
+            }
         if self.shared:
             shapes["shared_experts.gate_weight"] = (1, h)
-            shapes |= {f"shared_experts.{name}": shape for name, shape in self.mlp(h, self.shared).items()}
+            shapes |= {
+                f"shared_experts.{name}": shape for name, shape in self.mlp(h, self.shared).items()
+            }
         return shapes
 
     def local(self, name: str, array: np.ndarray, *, tp_rank: int, tp: int) -> np.ndarray:
@@ -200,7 +222,11 @@ class Model:
             return np.split(padded, tp)[tp_rank]
         if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
             return array
-        if "router." in name or "gate_weight" in name or ("down_proj" in name and not (self.latent or Latent()).is_cut):
+        if (
+            "router." in name
+            or "gate_weight" in name
+            or ("down_proj" in name and not (self.latent or Latent()).is_cut)
+        ):
             return array
         if name.endswith("linear_qkv_down_proj.weight") and self.latent and self.latent.q:
             queries, others = np.split(array, [self.latent.q])
@@ -228,7 +254,9 @@ class Model:
     def held(self, rank: Rank, topology: Topology) -> dict[str, Arrays]:
         """Model chunk → name in the file of a rank → array, in the order of the file."""
         n_local = max(1, self.experts // topology.ep)
-        found: dict[str, Arrays] = {"model" if topology.vpp == 1 else f"model{v}": {} for v in range(topology.vpp)}
+        found: dict[str, Arrays] = {
+            "model" if topology.vpp == 1 else f"model{v}": {} for v in range(topology.vpp)
+        }
         chunks = list(found.values())
         grouped: dict[str, Arrays] = {}
         into = chunks[0]
@@ -240,7 +268,9 @@ class Model:
                 into |= grouped.pop("linear_fc1", {}) | grouped.pop("linear_fc2", {})
                 chunks[chunk][local] = self.local(name, array, tp_rank=rank.tp, tp=topology.tp)
                 if self.is_fused and local.endswith(("mlp.linear_fc1.weight", "linear_qkv.bias")):
-                    chunks[chunk][local.rpartition(".")[0] + "._extra_state"] = np.arange(7, dtype=np.uint8)
+                    chunks[chunk][local.rpartition(".")[0] + "._extra_state"] = np.arange(
+                        7, dtype=np.uint8
+                    )
                 continue
             before, _, rest = local.partition("local_experts.")
             expert, linear, field = rest.split(".")
@@ -255,13 +285,18 @@ class Model:
                 grouped.setdefault(linear, {})[f"{before}{linear}.{field}{number}"] = part
         if self.is_tied and topology.pp > 1 and rank.pp == topology.pp - 1:
             name = "embedding.word_embeddings.weight"
-            chunks[-1]["output_layer.weight"] = self.local(name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp)
+            chunks[-1]["output_layer.weight"] = self.local(
+                name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp
+            )
         return found
 
     def files(self, topology: Topology) -> dict[str, Arrays]:
         """Rank directory → name in the file (without ``model.``) → array."""
         assert topology.vpp == 1
-        return {rank_dir(topology, rank): self.held(rank, topology)["model"] for rank in topology.ranks()}
+        return {
+            rank_dir(topology, rank): self.held(rank, topology)["model"]
+            for rank in topology.ranks()
+        }
 
     def catalog(
         self, topology: Topology, *, files: dict[str, Arrays] | None = None, **top_level: object
@@ -298,7 +333,9 @@ class Model:
         catalog = Catalog(
             format="megatron",
             version="3.0",
-            tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
+            tensors={
+                key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()
+            },
             fragments_of=fragments_of,
             iteration=7,
             args=args,

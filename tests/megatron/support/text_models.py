@@ -52,11 +52,15 @@ def _rank(rank: int, case: dict[str, Any], meeting_dir: str) -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     n = case["tp"] * case["pp"]
-    dist.init_process_group("gloo", init_method=f"file://{meeting_dir}/ranks", rank=rank, world_size=n)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_dir}/ranks", rank=rank, world_size=n
+    )
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._results_queue = queue.Queue()  # its own comes from a process that takes seconds to start
+    filesystem_async._results_queue = (
+        queue.Queue()
+    )  # its own comes from a process that takes seconds to start
     parallel_state.initialize_model_parallel(case["tp"], case["pp"])
     model = _built(case).bfloat16()
     sharded = model.sharded_state_dict()
@@ -72,9 +76,13 @@ def _rank(rank: int, case: dict[str, Any], meeting_dir: str) -> None:
         )
         (Path(case["dir"]) / kind / "latest_checkpointed_iteration.txt").write_text("10")
     folder = Path(case["dir"]) / "ranks" / "iter_0000010" / name
-    torch.save({**entries, "model": model.state_dict_for_save_checkpoint()}, folder / "model_optim_rng.pt")
+    torch.save(
+        {**entries, "model": model.state_dict_for_save_checkpoint()}, folder / "model_optim_rng.pt"
+    )
     dist.barrier()
-    dist_checkpointing.save({**entries, "model": sharded}, str(Path(case["dir"]) / "dist" / "iter_0000010"))
+    dist_checkpointing.save(
+        {**entries, "model": sharded}, str(Path(case["dir"]) / "dist" / "iter_0000010")
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -110,7 +118,9 @@ def _built(case: dict[str, Any]) -> torch.nn.Module:
     }
     if case["kind"] == "bert":
         return BertModel(config(N_LAYERS), 2, bert_layer_local_spec, **common)
-    t5_spec.TENorm = t5_spec.LNImpl  # the local specification of 0.16.1 names Transformer Engine's norm
+    t5_spec.TENorm = (
+        t5_spec.LNImpl
+    )  # the local specification of 0.16.1 names Transformer Engine's norm
     return T5Model(
         config(N_LAYERS),
         config(N_ENCODER),
@@ -133,7 +143,11 @@ def _fill(model: torch.nn.Module, sharded: dict[str, Any]) -> None:
         if "word_embeddings" in found.key or "output_layer" in found.key:
             whole[VOCAB:] = 0
         for axis, offset in enumerate(found.global_offset):
-            local = 1 if axis < found.prepend_axis_num else found.local_shape[axis - found.prepend_axis_num]
+            local = (
+                1
+                if axis < found.prepend_axis_num
+                else found.local_shape[axis - found.prepend_axis_num]
+            )
             whole = whole.narrow(axis, offset, local)
         with torch.no_grad():
             own[name].copy_(whole.reshape(own[name].shape))

@@ -21,8 +21,16 @@ from typing import Any
 from torch.distributed.checkpoint._traverse import set_element
 
 from core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
-from core.dist_checkpointing.strategies._torch.state import Leaf, Path, checkpoint_name, flatten_state_dict
-from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from core.dist_checkpointing.strategies._torch.state import (
+    Leaf,
+    Path,
+    checkpoint_name,
+    flatten_state_dict,
+)
+from core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 from core.errors import UsageError
 
 
@@ -68,7 +76,9 @@ def _unwrap_pyt_sharded_tensor(sh_ten: Any) -> Any:
 
 
 def _replace_sharded_keys_with_state_dict_keys(
-    state_dict: Mapping[str, Sequence[Any]], flat_mapping: Mapping[str, Path], rename_mapping: Mapping[str, list[str]]
+    state_dict: Mapping[str, Sequence[Any]],
+    flat_mapping: Mapping[str, Path],
+    rename_mapping: Mapping[str, list[str]],
 ) -> ShardedStateDict:
     """Return loaded values in the nesting of the program; all keys of dicts are strings.
 

@@ -12,7 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, Metadata, ReadItem, SavePlan
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    Metadata,
+    ReadItem,
+    SavePlan,
+)
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -51,7 +58,9 @@ class MCoreSavePlanner(DefaultSavePlanner):
         self.can_run_decentralized_global_plan = can_run_decentralized_global_plan
         if can_run_decentralized_global_plan:
             if dedup_replicated_tensors:
-                raise UsageError("a decentralized plan cannot remove replicas (dedup_replicated_tensors=True)")
+                raise UsageError(
+                    "a decentralized plan cannot remove replicas (dedup_replicated_tensors=True)"
+                )
             self._check_is_flat()
 
     def _check_is_flat(self) -> None:
@@ -88,7 +97,11 @@ class MCoreSavePlanner(DefaultSavePlanner):
             write_item: the item to be written.
             object: a tensor, a stream, or another value.
         """
-        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+        return (
+            object
+            if isinstance(object, io.BytesIO)
+            else super().transform_object(write_item, object)
+        )
 
 
 class MCoreLoadPlanner(DefaultLoadPlanner):
@@ -129,7 +142,9 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         _check_shapes(self.metadata, self.shapes_validation_sharded_tensors)
         # Let torch plan with the requested sizes in place of those that may differ.
         stored = self.metadata
-        self.metadata = _with_requested_sizes(stored, self.allow_shape_mismatch_sharded_tensors or {})
+        self.metadata = _with_requested_sizes(
+            stored, self.allow_shape_mismatch_sharded_tensors or {}
+        )
         try:
             return super().create_local_plan()
         finally:

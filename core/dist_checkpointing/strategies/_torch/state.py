@@ -35,7 +35,10 @@ from core.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
 from core.errors import UsageError
 
 Path = tuple[str | int, ...]
@@ -85,7 +88,9 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, ShardedBase))
 
 
-def group_by_key(sharded_state_dict: ShardedStateDict, *, only_main_replicas: bool = False) -> dict[str, list[Leaf]]:
+def group_by_key(
+    sharded_state_dict: ShardedStateDict, *, only_main_replicas: bool = False
+) -> dict[str, list[Leaf]]:
     """Group the leaves of a sharded state dict by their names in a checkpoint, in order.
 
     Args:
@@ -124,7 +129,9 @@ def checkpoint_name(leaf: Any) -> str:
 
 
 def sharded_tensor_to_torch_sharded_tensor(
-    sh_tens: list[ShardedTensor], rank: int | None = None, load_legacy_1d_flatten_tensors: bool = False
+    sh_tens: list[ShardedTensor],
+    rank: int | None = None,
+    load_legacy_1d_flatten_tensors: bool = False,
 ) -> CheckpointableShardedTensor | LocalShardsContainer:
     """Return all shards of a tensor that this rank has, as one value for torch's dcp.
 
@@ -181,7 +188,9 @@ def mcore_to_pyt_state_dict(
         if is_loading:
             for tensor in tensors:
                 _prepare_data(tensor, init_device)
-        values[key] = sharded_tensor_to_torch_sharded_tensor(tensors, comm.rank(), load_legacy_1d_flatten_tensors)
+        values[key] = sharded_tensor_to_torch_sharded_tensor(
+            tensors, comm.rank(), load_legacy_1d_flatten_tensors
+        )
     return values
 
 

@@ -59,7 +59,11 @@ class WriteResults:
         elif isinstance(value, Exception):
             text = {"error": f"{type(value).__name__}: {value}", "rank": None}
         else:
-            text = {"files": {str(number): [*map(_to_json, results)] for number, results in value.items()}}
+            text = {
+                "files": {
+                    str(number): [*map(_to_json, results)] for number, results in value.items()
+                }
+            }
         # Rename the complete file, so that the reader never sees a part of it.
         part = self._path.with_suffix(".part")
         part.write_text(json.dumps(text))
@@ -78,7 +82,9 @@ class WriteResults:
         self._path.unlink()
         if "error" in content:
             return WorkerError(content["error"], rank=content["rank"])
-        return {int(number): [*map(_from_json, results)] for number, results in content["files"].items()}
+        return {
+            int(number): [*map(_from_json, results)] for number, results in content["files"].items()
+        }
 
 
 def _open_queue(path: str) -> WriteResults:

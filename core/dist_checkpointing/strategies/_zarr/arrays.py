@@ -37,7 +37,9 @@ def array_keys(checkpoint_dir: Path) -> Iterator[str]:
         UnsafeError: directories are nested too deeply.
     """
     store = LocalStore(checkpoint_dir)
-    for folder, _, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
+    for folder, _, is_array in folders_of(
+        store, is_array=lambda folder, listing: ARRAY_FILE in listing
+    ):
         if is_array and folder:
             yield folder
 
@@ -55,7 +57,9 @@ def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
     return parse_zarray(data, file=str(array_dir / ARRAY_FILE), key=key)
 
 
-def clip_region(region: Sequence[int | slice], shape: Shape, *, key: str) -> tuple[int | slice, ...]:
+def clip_region(
+    region: Sequence[int | slice], shape: Shape, *, key: str
+) -> tuple[int | slice, ...]:
     """Return the part of a region that lies in an array; a slice beyond it becomes empty.
 
     Args:
@@ -66,12 +70,18 @@ def clip_region(region: Sequence[int | slice], shape: Shape, *, key: str) -> tup
         CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
     """
     if len(region) != len(shape):
-        raise CheckpointingException(f"the stored shape {shape} does not have {len(region)} axes", key=key)
+        raise CheckpointingException(
+            f"the stored shape {shape} does not have {len(region)} axes", key=key
+        )
     for part, extent in zip(region, shape, strict=True):
         if isinstance(part, int) and not part < extent:
-            raise CheckpointingException(f"index {part} lies beyond the stored shape {shape}", key=key)
+            raise CheckpointingException(
+                f"index {part} lies beyond the stored shape {shape}", key=key
+            )
     return tuple(
-        part if isinstance(part, int) else slice(min(part.start, extent), min(part.stop, extent), part.step)
+        part
+        if isinstance(part, int)
+        else slice(min(part.start, extent), min(part.stop, extent), part.step)
         for part, extent in zip(region, shape, strict=True)
     )
 
@@ -87,8 +97,12 @@ def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) 
         MissingShardError: a chunk, or the ``.zarray``, is missing; names the file.
         CorruptError: a chunk has the wrong length.
     """
-    spans = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region]
-    box = Box(tuple(start for start, _ in spans), tuple(max(stop - start, 0) for start, stop in spans))
+    spans = [
+        (part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region
+    ]
+    box = Box(
+        tuple(start for start, _ in spans), tuple(max(stop - start, 0) for start, stop in spans)
+    )
     with closing(LocalStore(checkpoint_dir)) as store:
         check_chunks(store, key, array_metadata(checkpoint_dir / key, key=key), box, key=key)
 
@@ -101,7 +115,12 @@ def check_no_array(array_dir: Path, *, key: str) -> None:
     """
     listing = LocalStore(array_dir).sizes()
     if ARRAY_FILE in listing or any(map(is_like_a_chunk, listing)):
-        raise UsageError("the array already exists", file=str(array_dir), key=key, hint="save into an empty directory")
+        raise UsageError(
+            "the array already exists",
+            file=str(array_dir),
+            key=key,
+            hint="save into an empty directory",
+        )
 
 
 def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> None:
@@ -124,7 +143,9 @@ def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> N
             file.write(text)
 
 
-def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: memoryview, *, key: str) -> None:
+def write_in_chunk(
+    array_dir: Path, index: Sequence[int], offset: int, data: memoryview, *, key: str
+) -> None:
     """Write some bytes of a plain chunk and leave the others as they are.
 
     Other processes may write other bytes of the chunk at the same time. The file has the chunk's
@@ -141,16 +162,22 @@ def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: mem
     """
     array = array_metadata(array_dir, key=key)
     if not array.coding.is_plain or array.coding.strides is not None:
-        raise UnsupportedError("cannot write a part of an encoded chunk", file=str(array_dir), key=key)
+        raise UnsupportedError(
+            "cannot write a part of an encoded chunk", file=str(array_dir), key=key
+        )
     if offset + len(data) > array.coding.n_bytes:
-        raise ValueError(f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes")
+        raise ValueError(
+            f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes"
+        )
     path = array_dir / array.names.name(tuple(index))
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size < array.coding.n_bytes:
-                os.ftruncate(fd, array.coding.n_bytes)  # never shorter: several processes may do so at once
+                os.ftruncate(
+                    fd, array.coding.n_bytes
+                )  # never shorter: several processes may do so at once
             n_written = 0
             while n_written < len(data):
                 n_written += os.pwrite(fd, data[n_written:], offset + n_written)
@@ -189,8 +216,11 @@ def _entry_keys(checkpoint_dir: Path) -> list[str]:
     store = LocalStore(checkpoint_dir)
     keys = [
         folder
-        for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing)
-        if folder and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
+        for folder, listing, is_array in folders_of(
+            store, is_array=lambda folder, listing: ARRAY_FILE in listing
+        )
+        if folder
+        and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
     ]
     return keys[::-1]
 

@@ -28,7 +28,9 @@ class ZarrCheckpoints:
             StorageError: a file cannot be removed; on every rank.
         """
         comm.barrier()
-        comm.together(lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else [])
+        comm.together(
+            lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else []
+        )
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Raise unless a checkpoint's backend is ``zarr``.

@@ -13,14 +13,18 @@ from core.dist_checkpointing.strategies.zarr_types import tensor_of
 from core.errors import CheckpointingException
 
 
-def stored_region(sharded_tensor: ShardedTensor, stored_shape: tuple[int, ...]) -> tuple[int | slice, ...]:
+def stored_region(
+    sharded_tensor: ShardedTensor, stored_shape: tuple[int, ...]
+) -> tuple[int | slice, ...]:
     """Return the region of a stored array that a ShardedTensor stands for, clipped to the array.
 
     Raises:
         CheckpointingException: the array has another shape than the global tensor, and no mismatch
             is allowed.
     """
-    if not sharded_tensor.allow_shape_mismatch and tuple(sharded_tensor.global_shape) != tuple(stored_shape):
+    if not sharded_tensor.allow_shape_mismatch and tuple(sharded_tensor.global_shape) != tuple(
+        stored_shape
+    ):
         raise CheckpointingException(
             f"the stored shape is {tuple(stored_shape)}, expected {tuple(sharded_tensor.global_shape)}",
             key=sharded_tensor.key,
@@ -75,7 +79,9 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
         CheckpointingException: the tensor has another number of axes, or is longer along one.
     """
     expected = tuple(expected_sharded_ten.local_shape)
-    if x.ndim != len(expected) or any(n > extent for n, extent in zip(x.shape, expected, strict=True)):
+    if x.ndim != len(expected) or any(
+        n > extent for n, extent in zip(x.shape, expected, strict=True)
+    ):
         raise _mismatch_error(x, expected_sharded_ten)
     padded = torch.zeros(expected, dtype=x.dtype, device=x.device)
     if prod(x.shape):

@@ -46,11 +46,24 @@ from typing import TYPE_CHECKING
 from core.errors import MissingShardError
 from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
-from core.formats.deepspeed.model_states import ModelStates, iteration_of, parse_model_states, version_of
+from core.formats.deepspeed.model_states import (
+    ModelStates,
+    iteration_of,
+    parse_model_states,
+    version_of,
+)
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
 from core.formats.deepspeed.pieces import UnkeyedTensor, tensor_of_array
 from core.formats.deepspeed.state_file import StateFile, read_state_file
-from core.formats.deepspeed.tree import PARAM_GROUPS, PARAMS, STATE, WholeObject, assemble_catalog, group_trees, tree_of
+from core.formats.deepspeed.tree import (
+    PARAM_GROUPS,
+    PARAMS,
+    STATE,
+    WholeObject,
+    assemble_catalog,
+    group_trees,
+    tree_of,
+)
 from core.formats.deepspeed.universal.names import (
     EXTRAS,
     FP32,
@@ -62,7 +75,11 @@ from core.formats.deepspeed.universal.names import (
     ZERO,
     ZERO_MODEL_FILE,
 )
-from core.formats.deepspeed.universal.parameter import UniversalParameter, lacking_files, read_parameter
+from core.formats.deepspeed.universal.parameter import (
+    UniversalParameter,
+    lacking_files,
+    read_parameter,
+)
 from core.formats.deepspeed.universal.source import for_universal
 from core.formats.deepspeed.universal.write import check, lay_out
 from core.formats.deepspeed.weights import buffers, frozen, with_shared
@@ -84,7 +101,9 @@ def sniff(store: ReadStore) -> bool:
     """Return whether the directory is a universal checkpoint, or names one in ``latest_universal``."""
     if store.entry is not None:
         return False
-    return store.exists(LATEST) or any(store.exists(f"{ZERO}/{name}/{FP32}.pt") for name in store.folders(ZERO))
+    return store.exists(LATEST) or any(
+        store.exists(f"{ZERO}/{name}/{FP32}.pt") for name in store.folders(ZERO)
+    )
 
 
 def _folder(store: ReadStore) -> str:
@@ -93,7 +112,11 @@ def _folder(store: ReadStore) -> str:
     """
     if store.folders(ZERO) or not store.exists(LATEST):
         return ""
-    text = store.read(LATEST, 0, min(store.size(LATEST), _MAX_NAME_BYTES)).decode("utf-8", "replace").strip()
+    text = (
+        store.read(LATEST, 0, min(store.size(LATEST), _MAX_NAME_BYTES))
+        .decode("utf-8", "replace")
+        .strip()
+    )
     name = check_name(text, found_in=LATEST)
     if not store.folders(f"{name}/{ZERO}"):
         raise MissingShardError(
@@ -116,7 +139,11 @@ def read(store: ReadStore) -> Catalog:
     models = _models(store, folder)
     model = models[0] if models else None
     groups: Sequence[Shapes] = (model.groups or ()) if model is not None else ()
-    optim = read_state_file(store, folder + OPTIMIZER_FILE) if store.exists(folder + OPTIMIZER_FILE) else None
+    optim = (
+        read_state_file(store, folder + OPTIMIZER_FILE)
+        if store.exists(folder + OPTIMIZER_FILE)
+        else None
+    )
 
     # Every parameter has a directory with its weights and states.
     parameters = _parameters(store, folder, groups, model)
@@ -131,18 +158,29 @@ def read(store: ReadStore) -> Catalog:
     tree = tree_of(
         weights=weights,
         states=states,
-        groups=group_trees(_param_groups(optim), {number: list(group) for number, group in enumerate(groups)}),
-        optimizer={name: value for name, value in values.items() if name not in (PARAM_GROUPS, STATE)},
+        groups=group_trees(
+            _param_groups(optim), {number: list(group) for number, group in enumerate(groups)}
+        ),
+        optimizer={
+            name: value for name, value in values.items() if name not in (PARAM_GROUPS, STATE)
+        },
         beside={} if model is None else model.beside,
     )
-    extras = {name: WholeObject(parameter.extras) for name, parameter in parameters.items() if parameter.extras}
+    extras = {
+        name: WholeObject(parameter.extras)
+        for name, parameter in parameters.items()
+        if parameter.extras
+    }
     if extras:
         tree[EXTRAS] = extras
     catalog = assemble_catalog(
         tree,
         format="deepspeed_universal",
         version=None if model is None else version_of(model),
-        files=[*(states_file.state for states_file in models[:1]), *(() if optim is None else (optim,))],
+        files=[
+            *(states_file.state for states_file in models[:1]),
+            *(() if optim is None else (optim,)),
+        ],
     )
     return replace(
         catalog,
@@ -158,7 +196,10 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
     Raises:
         MissingShardError: names the first such file.
     """
-    stored = {name: [f"{stem}.pt" for stem in (FP32, *parameter.states)] for name, parameter in parameters.items()}
+    stored = {
+        name: [f"{stem}.pt" for stem in (FP32, *parameter.states)]
+        for name, parameter in parameters.items()
+    }
     for name, file in lacking_files(stored):
         raise MissingShardError(
             "the parameter's directory lacks a file that the others have",
@@ -178,7 +219,9 @@ def _weights(
         return weights, {}
     if all(model.fragments for model in models):
         stage = 3 if ZERO_MODEL_FILE in models[0].state.file else 2
-        weights |= {name: tensor for name, tensor in frozen(models, stage).items() if name not in weights}
+        weights |= {
+            name: tensor for name, tensor in frozen(models, stage).items() if name not in weights
+        }
     return with_shared(models[0], weights)
 
 
@@ -198,7 +241,9 @@ def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
     """Return notes on missing files."""
     notes = []
     if model is None:
-        notes.append("there are no model states, so no client state and no names of groups; DeepSpeed cannot load it")
+        notes.append(
+            "there are no model states, so no client state and no names of groups; DeepSpeed cannot load it"
+        )
     if optim is None:
         notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
     return notes
@@ -225,7 +270,9 @@ def _parameters(
                 hint="copy the checkpoint again, with all its files",
             )
     return {
-        name: read_parameter(store, f"{folder}{ZERO}/{name}", name, shapes.get(name), is_uncut=is_uncut)
+        name: read_parameter(
+            store, f"{folder}{ZERO}/{name}", name, shapes.get(name), is_uncut=is_uncut
+        )
         for name in {**dict.fromkeys(shapes), **names}
         if shared.get(name) not in names or shared[name] in shared
     }
@@ -239,7 +286,9 @@ def _models(store: ReadStore, folder: str) -> list[ModelStates]:
     if store.exists(folder + MODEL_FILE):
         return [parse_model_states(read_state_file(store, folder + MODEL_FILE), is_universal=True)]
     models: list[ModelStates] = []
-    while store.exists(name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(models)}", 1)):
+    while store.exists(
+        name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(models)}", 1)
+    ):
         models.append(parse_model_states(read_state_file(store, name), is_universal=True))
     return models
 
@@ -265,7 +314,11 @@ def _with_group_steps(
         step = (as_mapping(by_number.get(number)) or {}).get(STEP)
         if step is None:
             continue
-        entry = tensor_of_array(optim.arrays[step.key]) if isinstance(step, TensorLeaf) else WholeObject(step)
+        entry = (
+            tensor_of_array(optim.arrays[step.key])
+            if isinstance(step, TensorLeaf)
+            else WholeObject(step)
+        )
         for name in names:
             if name in by_name:
                 by_name[name].setdefault(STEP, entry)

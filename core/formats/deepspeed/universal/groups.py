@@ -34,7 +34,9 @@ class UniversalParamGroup:
     names: Sequence[str]
 
 
-def param_groups(target: TargetCatalog, names: Sequence[str], trained: Sequence[str]) -> list[UniversalParamGroup]:
+def param_groups(
+    target: TargetCatalog, names: Sequence[str], trained: Sequence[str]
+) -> list[UniversalParamGroup]:
     """Return the parameter groups from the target's objects.
 
     One without settings if there are none.
@@ -79,13 +81,21 @@ def param_groups(target: TargetCatalog, names: Sequence[str], trained: Sequence[
 def _numbered(settings: dict[str, object], written: set[str]) -> UniversalParamGroup:
     """Return the group of numbered settings."""
     listed = settings.get(PARAMS)
-    members = [name for name in listed if name in written] if isinstance(listed, (list, tuple)) else []
-    return UniversalParamGroup({name: value for name, value in settings.items() if name != PARAMS}, members)
+    members = (
+        [name for name in listed if name in written] if isinstance(listed, (list, tuple)) else []
+    )
+    return UniversalParamGroup(
+        {name: value for name, value in settings.items() if name != PARAMS}, members
+    )
 
 
-def stored_groups(target: TargetCatalog, groups: Sequence[UniversalParamGroup], trained: Sequence[str]) -> list[object]:
+def stored_groups(
+    target: TargetCatalog, groups: Sequence[UniversalParamGroup], trained: Sequence[str]
+) -> list[object]:
     """Return ``param_groups`` as the file stores them."""
-    listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
+    listed: list[object] = [
+        {**group.settings, PARAMS: [number]} for number, group in enumerate(groups)
+    ]
     named = {name for group in groups for name in group.names}
     facts = target.facet(ZeroFacts)
     is_own = facts is not None and facts.stage is not None

@@ -35,7 +35,9 @@ _SUBPARAM_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamS
 def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
     """Return a parameter's cut as plain values: DeepSpeed's ``SubparamShape`` becomes a dict."""
     return {
-        name: dict(fields) if name == _SUBPARAM_KEY and (fields := attributes(value)) is not None else value
+        name: dict(fields)
+        if name == _SUBPARAM_KEY and (fields := attributes(value)) is not None
+        else value
         for name, value in extras.items()
     }
 

@@ -76,7 +76,10 @@ def read_parameter(
             key=name,
             hint="copy the checkpoint again, with all its files",
         )
-    entries = {stem: _read_named_entry(store, f"{folder}/{stem}.pt", shape, name) for stem in (FP32, *stems)}
+    entries = {
+        stem: _read_named_entry(store, f"{folder}/{stem}.pt", shape, name)
+        for stem in (FP32, *stems)
+    }
 
     # The masters tell shape and cut of the parameter.
     weight, extras = entries.pop(FP32)
@@ -134,7 +137,9 @@ def _read_named_entry(
         raise
 
 
-def _read_entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[object, Mapping[str, object]]:
+def _read_entry(
+    store: ReadStore, file: str, shape: Shape | None
+) -> tuple[object, Mapping[str, object]]:
     """Read a parameter's file: an array or a value, and the other entries of its dict."""
     value, arrays = read_value(store, file)
     mapping = as_mapping(value)
@@ -144,8 +149,12 @@ def _read_entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[objec
         return _shaped(arrays[value.key], shape, file), {}
     leaf = mapping.get(PARAM)
     if not isinstance(leaf, TensorLeaf):
-        raise CorruptError(f"the file's entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file)
-    return arrays[leaf.key], plain_extras({str(key): item for key, item in mapping.items() if key != PARAM})
+        raise CorruptError(
+            f"the file's entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file
+        )
+    return arrays[leaf.key], plain_extras(
+        {str(key): item for key, item in mapping.items() if key != PARAM}
+    )
 
 
 def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
@@ -154,6 +163,7 @@ def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
         return array
     if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise CorruptError(
-            f"the tensor has {prod(array.shape)} elements, but the model states give it the shape {shape}", file=file
+            f"the tensor has {prod(array.shape)} elements, but the model states give it the shape {shape}",
+            file=file,
         )
     return reshaped(array, shape)

@@ -30,7 +30,11 @@ def for_universal(catalog: Catalog) -> Catalog:
     Args:
         catalog: global tensors under their final names, objects loaded.
     """
-    place_of = {key: state_key for key in catalog.tensors if (state_key := state_of(key, catalog.tensors)) is not None}
+    place_of = {
+        key: state_key
+        for key in catalog.tensors
+        if (state_key := state_of(key, catalog.tensors)) is not None
+    }
     masters = {name: key for key, (name, state) in place_of.items() if state == MASTER}
     tensors = {
         key: replace(catalog.tensors[masters[key]], key=key) if key in masters else meta
@@ -48,18 +52,28 @@ def for_universal(catalog: Catalog) -> Catalog:
             return catalog.fragments(key)
         return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
 
-    prepared = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
+    prepared = replace(
+        catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None
+    )
     return prepared.noted(_notes(catalog, {state for name, state in place_of.values()}))
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:
     """Return notes on what DeepSpeed will miss."""
-    objects = {state_key[1] for key in catalog.objects if (state_key := state_of(key, catalog.tensors)) is not None}
+    objects = {
+        state_key[1]
+        for key in catalog.objects
+        if (state_key := state_of(key, catalog.tensors)) is not None
+    }
     if not (states | objects) - {MASTER}:
         return [NO_STATE]
     notes = []
     if STEP not in states | objects:
-        notes.append("there is no optimizer step: ZeRO-3 cannot load the optimizer's state, ZeRO-1 and 2 can")
+        notes.append(
+            "there is no optimizer step: ZeRO-3 cannot load the optimizer's state, ZeRO-1 and 2 can"
+        )
     if not any(key.startswith(f"{OPTIMIZER}.{PARAM_GROUPS}.") for key in catalog.objects):
-        notes.append("there are no param_groups: the run that loads it keeps its own learning rate and other settings")
+        notes.append(
+            "there are no param_groups: the run that loads it keeps its own learning rate and other settings"
+        )
     return notes

@@ -98,13 +98,19 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     trained = _trained(target, parameters)
     groups = param_groups(target, list(parameters), trained)
     images.append(
-        _image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, stored_groups(target, groups, trained)))
+        _image(
+            target,
+            f"{folder}/{OPTIMIZER_FILE}",
+            _optimizer_root(target, stored_groups(target, groups, trained)),
+        )
     )
     # The same client state for both loaders; ZeRO-3's is without tensors.
     root = _model_root(target, parameters, groups, trained, aliases)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
     without_tensors = {
-        name: value for name, value in root.items() if not any(isinstance(node, TensorLeaf) for node in walk(value))
+        name: value
+        for name, value in root.items()
+        if not any(isinstance(node, TensorLeaf) for node in walk(value))
     }
     images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", without_tensors))
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
@@ -131,7 +137,11 @@ def _aliases(target: TargetCatalog) -> dict[str, str]:
     aliases = {}
     for key, owner in target.aliases.items():
         meta, other = target.tensors.get(key), target.tensors.get(owner)
-        if meta is not None and other is not None and (meta.dtype, meta.shape) == (other.dtype, other.shape):
+        if (
+            meta is not None
+            and other is not None
+            and (meta.dtype, meta.shape) == (other.dtype, other.shape)
+        ):
             aliases[key] = owner
     return aliases
 
@@ -178,7 +188,9 @@ def _check_names(keys: Iterable[str]) -> None:
     if bad_keys:
         rest = f"; nor can {listed_keys(bad_keys[1:])}" if len(bad_keys) > 1 else ""
         raise UnsupportedError(
-            f"the name cannot be that of a directory{rest}", key=bad_keys[0], hint=rename_hint(bad_keys)
+            f"the name cannot be that of a directory{rest}",
+            key=bad_keys[0],
+            hint=rename_hint(bad_keys),
         )
 
 
@@ -194,7 +206,9 @@ def _check_weight(meta: TensorMeta) -> None:
     """Raise unless the tensor can be a parameter's masters, or a buffer."""
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
-        hint = "widen it: --dtype float32" + (f" (or --dtype '{meta.key}=float32')" if kind == "float" else "")
+        hint = "widen it: --dtype float32" + (
+            f" (or --dtype '{meta.key}=float32')" if kind == "float" else ""
+        )
         raise UnsupportedError(
             f"the weights are {meta.dtype} without masters, but a universal checkpoint holds float32 masters",
             key=meta.key,
@@ -214,7 +228,9 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
     if state == STEP:
         if meta.n_elements != 1:
             raise UnsupportedError(
-                f"the step has shape {meta.shape}, not one value", key=key, hint="leave it out with --exclude"
+                f"the step has shape {meta.shape}, not one value",
+                key=key,
+                hint="leave it out with --exclude",
             )
     elif meta.shape != weight.shape:
         raise UnsupportedError(
@@ -230,7 +246,9 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
         )
 
 
-def _parameter_images(target: TargetCatalog, parameter: _ParameterFiles, folder: str) -> Iterable[FileImage]:
+def _parameter_images(
+    target: TargetCatalog, parameter: _ParameterFiles, folder: str
+) -> Iterable[FileImage]:
     """Yield the images of a parameter's files."""
     item = target.objects.get(f"{EXTRAS}.{parameter.name}")
     stated = as_mapping(item.value) if item is not None else None
@@ -240,7 +258,9 @@ def _parameter_images(target: TargetCatalog, parameter: _ParameterFiles, folder:
     yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
     for state, key in parameter.states.items():
         leaf = TensorLeaf(key)
-        yield _image(target, f"{folder}/{state}.pt", leaf if state == STEP else {**extras, PARAM: leaf})
+        yield _image(
+            target, f"{folder}/{state}.pt", leaf if state == STEP else {**extras, PARAM: leaf}
+        )
     for state, value in parameter.values.items():
         yield _image(target, f"{folder}/{state}.pt", value)
 
@@ -251,7 +271,9 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         if array is None or array.shape != target.meta(key).shape:
-            raise UnsupportedError("a universal checkpoint needs every tensor in one piece", key=key)
+            raise UnsupportedError(
+                "a universal checkpoint needs every tensor in one piece", key=key
+            )
         return array
 
     stem = path.rpartition("/")[2].removesuffix(".pt")
@@ -297,7 +319,9 @@ def _step(target: TargetCatalog) -> object:
 def _trained(target: TargetCatalog, parameters: Mapping[str, _ParameterFiles]) -> list[str]:
     """Return the parameters in the optimizer: those with a state, else all that could have one."""
     trained = [name for name, parameter in parameters.items() if parameter.is_trained]
-    return trained or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
+    return trained or [
+        name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"
+    ]
 
 
 def _model_root(
@@ -315,7 +339,8 @@ def _model_root(
         "buffer_names": [name for name in parameters if name not in optimized],
         OPTIMIZER: None,
         "param_shapes": [
-            make_ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups
+            make_ordered_dict({name: target.tensors[name].shape for name in group.names})
+            for group in groups
         ],
         "frozen_param_shapes": None,
         "shared_params": dict(aliases),
@@ -335,7 +360,9 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed uses an entry with this name for something else", key=key, hint=rename_hint([key])
+                "DeepSpeed uses an entry with this name for something else",
+                key=key,
+                hint=rename_hint([key]),
             )
         root[key] = item.value
     return root

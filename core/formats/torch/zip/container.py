@@ -34,7 +34,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from core.errors import CapacityError, CorruptError, Report, TruncatedError, UnsupportedError, raising
+from core.errors import (
+    CapacityError,
+    CorruptError,
+    Report,
+    TruncatedError,
+    UnsupportedError,
+    raising,
+)
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -84,7 +91,9 @@ class Record:
     @property
     def span(self) -> tuple[int, int]:
         """Return its first byte in the file and the byte after its last."""
-        return self.offset, self.offset + (self.n_bytes if self.packed_bytes is None else self.packed_bytes)
+        return self.offset, self.offset + (
+            self.n_bytes if self.packed_bytes is None else self.packed_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,12 @@ class _DirectoryEntry:
 
 
 def read_archive(
-    store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
+    store: ReadStore,
+    file: str,
+    *,
+    start: int = 0,
+    n_bytes: int | None = None,
+    report: Report = raising,
 ) -> Archive:
     """Read the directory of a torch zip and check every header; reads no data.
 
@@ -161,7 +175,11 @@ def read_archive(
     size = store.size(file)
     stop = size if n_bytes is None else start + n_bytes
     if start < 0 or stop < start or stop > size:
-        raise TruncatedError(f"the zip ends beyond the end of the file, at byte {size}", file=file, span=(start, stop))
+        raise TruncatedError(
+            f"the zip ends beyond the end of the file, at byte {size}",
+            file=file,
+            span=(start, stop),
+        )
     return _ArchiveReader(store, file, start, stop, report).archive()
 
 
@@ -205,24 +223,41 @@ class _ArchiveReader:
             above, _, below = name.partition("/")
             if not below:
                 raise UnsupportedError(
-                    f"a zip with {name!r} at its top level, which torch.save does not write", file=self._file
+                    f"a zip with {name!r} at its top level, which torch.save does not write",
+                    file=self._file,
                 )
             if records and above != root:
                 self._report(
-                    self._error("zip.roots", f"the zip has records below {root!r} and below {above!r}", entry.header)
+                    self._error(
+                        "zip.roots",
+                        f"the zip has records below {root!r} and below {above!r}",
+                        entry.header,
+                    )
                 )
             root = root or above
             # torch finds records without regard to case, and takes the later one.
             if below.casefold() in lower_names:
-                self._report(self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header))
+                self._report(
+                    self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header)
+                )
                 continue
             lower_names.add(below.casefold())
             if entry.header not in offsets:
                 continue  # already reported
             packed_bytes = entry.stored if entry.method == DEFLATED else None
-            records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
+            records[below] = Record(
+                self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes
+            )
             headers.append(self._start + entry.header)
-        return Archive(self._file, self._start, self._size, root, records, self._start + directory, tuple(headers))
+        return Archive(
+            self._file,
+            self._start,
+            self._size,
+            root,
+            records,
+            self._start + directory,
+            tuple(headers),
+        )
 
     def _read(self, offset: int, n_bytes: int) -> bytes:
         return self._store.read(self._file, self._start + offset, n_bytes)
@@ -231,7 +266,9 @@ class _ArchiveReader:
         """Raise a CorruptError about some bytes of the zip (all of it, if none are given)."""
         raise self._error("zip.directory", message, start, n_bytes)
 
-    def _error(self, rule: str, message: str, start: int = 0, n_bytes: int | None = None) -> CorruptError:
+    def _error(
+        self, rule: str, message: str, start: int = 0, n_bytes: int | None = None
+    ) -> CorruptError:
         stop = self._size if n_bytes is None else start + n_bytes
         return CorruptError(
             message,
@@ -254,16 +291,25 @@ class _ArchiveReader:
             expected_end = at64
             if disk64 or n_disks > 1:
                 raise UnsupportedError("a zip that spans several disks", file=self._file)
-            if at64 != tail_start + at - LOCATOR64.size - END64.size or at < LOCATOR64.size + END64.size:
+            if (
+                at64 != tail_start + at - LOCATOR64.size - END64.size
+                or at < LOCATOR64.size + END64.size
+            ):
                 self._contradiction(
-                    "the zip's ZIP64 records are not where its locator says", max(0, tail_start + at - 76), 98
+                    "the zip's ZIP64 records are not where its locator says",
+                    max(0, tail_start + at - 76),
+                    98,
                 )
-            (mark, length, _, _, disk, first_disk, n_on_disk, n_entries64, n_bytes64, offset64) = END64.unpack_from(
-                tail, at - 76
+            (mark, length, _, _, disk, first_disk, n_on_disk, n_entries64, n_bytes64, offset64) = (
+                END64.unpack_from(tail, at - 76)
             )
             if mark != b"PK\x06\x06" or length != END64.size - 12:
                 self._contradiction("the zip's ZIP64 end record is malformed", at64, END64.size)
-            if not (n_entries in (n_entries64, U16) and n_bytes in (n_bytes64, U32) and offset in (offset64, U32)):
+            if not (
+                n_entries in (n_entries64, U16)
+                and n_bytes in (n_bytes64, U32)
+                and offset in (offset64, U32)
+            ):
                 self._contradiction("the zip's two end records differ", at64, 98)
             n_entries, n_bytes, offset = n_entries64, n_bytes64, offset64
         # The directory must end where the end records begin.
@@ -286,9 +332,9 @@ class _ArchiveReader:
         end_records = []
         at = tail.rfind(b"PK\x05\x06")
         while at >= 0:
-            if at + END.size <= len(tail) and at + END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(
-                tail
-            ):
+            if at + END.size <= len(tail) and at + END.size + int.from_bytes(
+                tail[at + 20 : at + 22], "little"
+            ) == len(tail):
                 end_records.append(at)
             at = tail.rfind(b"PK\x05\x06", 0, at + 3)
         if len(end_records) > 1:
@@ -302,7 +348,9 @@ class _ArchiveReader:
                 span=(self._start, self._start + self._size),
                 hint="copy the file again, or use an older checkpoint",
             )
-        raise CorruptError("not a zip", file=self._file, span=(self._start, self._start + self._size))
+        raise CorruptError(
+            "not a zip", file=self._file, span=(self._start, self._start + self._size)
+        )
 
     def _entries(self, data: bytes, n_entries: int) -> Iterator[_DirectoryEntry]:
         """Yield the entries of the central directory."""
@@ -310,10 +358,28 @@ class _ArchiveReader:
         unpack = CENTRAL.unpack_from
         for _ in range(n_entries):
             if position + CENTRAL.size > len(data):
-                self._contradiction(f"the zip's directory has fewer than the stated {n_entries} entries")
-            (mark, _, _, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, _, header) = (
-                unpack(data, position)
-            )
+                self._contradiction(
+                    f"the zip's directory has fewer than the stated {n_entries} entries"
+                )
+            (
+                mark,
+                _,
+                _,
+                flags,
+                method,
+                _,
+                _,
+                crc,
+                stored,
+                size,
+                n_name,
+                n_extra,
+                n_comment,
+                disk,
+                _,
+                _,
+                header,
+            ) = unpack(data, position)
             end = position + CENTRAL.size + n_name + n_extra + n_comment
             if mark != b"PK\x01\x02" or end > len(data):
                 self._contradiction("the zip's directory is malformed")
@@ -325,7 +391,11 @@ class _ArchiveReader:
             self._check_readable(name, flags, disk)
             if stored != size and method == STORED:
                 self._report(
-                    self._error("zip.sizes", f"a stored record has two sizes, {stored} and {size} bytes", header)
+                    self._error(
+                        "zip.sizes",
+                        f"a stored record has two sizes, {stored} and {size} bytes",
+                        header,
+                    )
                 )
             yield _DirectoryEntry(name, flags, method, crc, stored, size, header)
             position = end
@@ -338,13 +408,17 @@ class _ArchiveReader:
         if flags & (_ENCRYPTED | _MASKED):
             self._report(
                 UnsupportedError(
-                    f"the zip record {self._name(name)!r} is encrypted", file=self._file, rule="zip.unreadable"
+                    f"the zip record {self._name(name)!r} is encrypted",
+                    file=self._file,
+                    rule="zip.unreadable",
                 )
             )
         if flags & _PATCHED:
             self._report(
                 UnsupportedError(
-                    f"the zip record {self._name(name)!r} is a patch", file=self._file, rule="zip.unreadable"
+                    f"the zip record {self._name(name)!r} is a patch",
+                    file=self._file,
+                    rule="zip.unreadable",
                 )
             )
         if disk:
@@ -451,7 +525,9 @@ class _ArchiveReader:
             data_offsets[entry.header] = need + n_extra
         return data_offsets
 
-    def _header_differences(self, entry: _DirectoryEntry, fields: tuple[int, ...], extra: int) -> Iterator[str]:
+    def _header_differences(
+        self, entry: _DirectoryEntry, fields: tuple[int, ...], extra: int
+    ) -> Iterator[str]:
         """Yield the differences between an entry of the directory and its local header.
 
         Args:
@@ -463,7 +539,9 @@ class _ArchiveReader:
             yield f"the flags of record {self._name(entry.name)!r} differ"
         # With a descriptor, the header may leave the sizes 0; without one, it states them and the CRC.
         if flags & HAS_DESCRIPTOR:
-            if (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
+            if (size or stored) and not (
+                size in (entry.n_bytes, U32) and stored in (entry.stored, U32)
+            ):
                 yield f"the sizes of record {self._name(entry.name)!r} differ"
             return
         if size == U32 or stored == U32:
@@ -507,7 +585,9 @@ def check_kind(archive: Archive) -> None:
         raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
         raise UnsupportedError(
-            "a zip without data.pkl, which torch.save does not write", file=archive.file, rule="torch.kind"
+            "a zip without data.pkl, which torch.save does not write",
+            file=archive.file,
+            rule="torch.kind",
         )
 
 

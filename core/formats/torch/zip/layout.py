@@ -28,7 +28,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog.file_image import Literal
-from core.formats.torch.zip.container import CENTRAL, END, END64, HAS_DESCRIPTOR, LOCAL, LOCATOR64, U16, U32
+from core.formats.torch.zip.container import (
+    CENTRAL,
+    END,
+    END64,
+    HAS_DESCRIPTOR,
+    LOCAL,
+    LOCATOR64,
+    U16,
+    U32,
+)
 
 ALIGNMENT = 64
 _UTF8 = 0x0800
@@ -58,7 +67,9 @@ class ArchivePlan:
     directory: int
     directory_bytes: int
 
-    def literals(self, payloads: Mapping[str, bytes], crc_of: Callable[[str], int]) -> Iterator[Literal]:
+    def literals(
+        self, payloads: Mapping[str, bytes], crc_of: Callable[[str], int]
+    ) -> Iterator[Literal]:
         """Yield everything but the data of the records that are filled by others.
 
         Args:
@@ -94,7 +105,11 @@ class ArchivePlan:
         padding = self.data[number] - header - LOCAL.size - len(name) - len(extra) - 4
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         flags = _UTF8 | (HAS_DESCRIPTOR if n_bytes else 0)
-        return LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+        return (
+            LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+            + name
+            + extra
+        )
 
     def _descriptor(self, number: int, crc: int) -> bytes:
         n_bytes = self.sizes[number]
@@ -112,14 +127,32 @@ class ArchivePlan:
             flags = _UTF8 | (HAS_DESCRIPTOR if n_bytes else 0)
             short, near = min(n_bytes, U32), min(header, U32)
             piece += CENTRAL.pack(
-                b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crcs[number], short, short, len(raw), len(extra), 0, 0, 0, 0, near
+                b"PK\x01\x02",
+                0,
+                0,
+                flags,
+                0,
+                0,
+                0,
+                crcs[number],
+                short,
+                short,
+                len(raw),
+                len(extra),
+                0,
+                0,
+                0,
+                0,
+                near,
             )
             piece += raw + extra
             if len(piece) >= _JOINED_BYTES:
                 yield at, bytes(piece)
                 at, piece = at + len(piece), bytearray()
         n, n_bytes, offset = len(self.names), self.directory_bytes, self.directory
-        piece += END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, n_bytes, offset)
+        piece += END64.pack(
+            b"PK\x06\x06", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, n_bytes, offset
+        )
         piece += LOCATOR64.pack(b"PK\x06\x07", 0, offset + n_bytes, 1)
         n = min(n, U16)
         piece += END.pack(b"PK\x05\x06", 0, 0, n, n, min(n_bytes, U32), min(offset, U32), 0)
@@ -139,12 +172,16 @@ def plan_archive(prefix: str, records: Sequence[tuple[str, int]]) -> ArchivePlan
     for name, (_, n_bytes) in zip(names, records, strict=True):
         is_wide = _is_wide(n_bytes, header)
         n_name = len(name.encode())
-        earliest = header + LOCAL.size + n_name + 4 + len(_wide_field(n_bytes, header, of_header=True))
+        earliest = (
+            header + LOCAL.size + n_name + 4 + len(_wide_field(n_bytes, header, of_header=True))
+        )
         data_offset = -(-earliest // ALIGNMENT) * ALIGNMENT
         sizes.append(n_bytes)
         headers.append(header)
         data.append(data_offset)
-        directory_bytes += CENTRAL.size + n_name + len(_wide_field(n_bytes, header, of_header=False))
+        directory_bytes += (
+            CENTRAL.size + n_name + len(_wide_field(n_bytes, header, of_header=False))
+        )
         header = data_offset + n_bytes + (0 if not n_bytes else 24 if is_wide else 16)
     size = header + directory_bytes + END64.size + LOCATOR64.size + END.size
     return ArchivePlan(size, prefix, names, sizes, headers, data, header, directory_bytes)

@@ -80,7 +80,11 @@ class RecordEncoding:
             return UNIT_BYTES + UNIT_BYTES // 8
         inflated = 0 if self.record.packed_bytes is None else 4 * PIECE_BYTES + self.span_bytes // 8
         gathered = 0 if self.strides is None else self.span_bytes
-        return inflated + gathered + (self.n_bytes + self.n_bytes // 8 if self.swapped_bytes > 1 else 0)
+        return (
+            inflated
+            + gathered
+            + (self.n_bytes + self.n_bytes // 8 if self.swapped_bytes > 1 else 0)
+        )
 
     @property
     def has_checksum(self) -> bool:
@@ -103,7 +107,11 @@ class RecordEncoding:
         """
         file, itemsize = array.extent.file, DTYPES[array.dtype].itemsize
         unit_start = unit * self.unit_bytes
-        n_bytes = min(self.unit_bytes, self.n_bytes - unit_start) if self.strides is None else self.span_bytes
+        n_bytes = (
+            min(self.unit_bytes, self.n_bytes - unit_start)
+            if self.strides is None
+            else self.span_bytes
+        )
         data = part_of_record(store, file, self.record, self.start + unit_start, n_bytes)
         if self.strides is not None:
             data = _gather(data, array.shape, self.strides, itemsize)
@@ -136,7 +144,9 @@ def encoded(
     if strides is not None and n_bytes == 0:
         strides = None
     if strides is not None:
-        span_bytes = DTYPES[dtype].itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
+        span_bytes = DTYPES[dtype].itemsize * (
+            1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        )
     encoding = RecordEncoding(record, offset, strides, n_bytes, span_bytes, swapped_bytes)
     return Extent(file, record.offset, encoding=encoding)
 
@@ -174,11 +184,17 @@ def refuse_encoded(store: ReadStore, archive: Archive, record: Record) -> None:
         UnsupportedError: the record is deflated or big-endian.
     """
     encoding = (
-        "deflated" if record.packed_bytes is not None else "big-endian" if is_big_endian(store, archive) else None
+        "deflated"
+        if record.packed_bytes is not None
+        else "big-endian"
+        if is_big_endian(store, archive)
+        else None
     )
     if encoding is not None:
         raise UnsupportedError(
-            f"the numbers are {encoding}", file=archive.file, hint="load the checkpoint with torch and save it again"
+            f"the numbers are {encoding}",
+            file=archive.file,
+            hint="load the checkpoint with torch and save it again",
         )
 
 
@@ -205,7 +221,10 @@ def pickle_limits(record: Record) -> PickleLimits:
     """
     if record.packed_bytes is None:
         return DEFAULT_LIMITS
-    return replace(DEFAULT_LIMITS, max_objects=min(DEFAULT_LIMITS.max_objects, 1_000_000 + 8 * record.packed_bytes))
+    return replace(
+        DEFAULT_LIMITS,
+        max_objects=min(DEFAULT_LIMITS.max_objects, 1_000_000 + 8 * record.packed_bytes),
+    )
 
 
 def read_record(store: ReadStore, file: str, record: Record) -> bytes:
@@ -226,7 +245,9 @@ def read_record(store: ReadStore, file: str, record: Record) -> bytes:
     return data
 
 
-def part_of_record(store: ReadStore, file: str, record: Record, start: int, n_bytes: int) -> bytes | memoryview:
+def part_of_record(
+    store: ReadStore, file: str, record: Record, start: int, n_bytes: int
+) -> bytes | memoryview:
     """Read some bytes of a record; a deflated one is inflated completely, and its CRC checked.
 
     Raises:
@@ -253,7 +274,9 @@ def _inflate(store: ReadStore, file: str, record: Record, start: int, stop: int)
     # Inflate in small pieces, and keep the bytes that were asked for.
     while not machine.eof:
         if not pending and n_read < record.packed_bytes:
-            pending = store.read(file, record.offset + n_read, min(PIECE_BYTES, record.packed_bytes - n_read))
+            pending = store.read(
+                file, record.offset + n_read, min(PIECE_BYTES, record.packed_bytes - n_read)
+            )
             n_read += len(pending)
         is_last = not pending
         piece = machine.decompress(pending, PIECE_BYTES)

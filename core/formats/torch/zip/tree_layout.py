@@ -51,7 +51,11 @@ class TreePlan:
 
         def of_record(name: str) -> int:
             record = self.records[int(name.removeprefix("data/"))]
-            return _crc_of_parts(record, crc_of) if isinstance(record, JoinedArray) else crc_of(record.name)
+            return (
+                _crc_of_parts(record, crc_of)
+                if isinstance(record, JoinedArray)
+                else crc_of(record.name)
+            )
 
         return self.archive.literals(self.payloads, of_record)
 
@@ -81,7 +85,9 @@ class _NewStorage:
     pid: tuple[object, ...]
 
 
-def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArray], *, prefix: str) -> TreePlan:
+def plan_tree(
+    value: object, array_of: Callable[[str], PlannedArray | JoinedArray], *, prefix: str
+) -> TreePlan:
     """Plan the torch zip of an inert tree.
 
     Args:
@@ -125,7 +131,9 @@ def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArra
     return TreePlan(archive.size, placed_records(archive, arrays), arrays, archive, payloads)
 
 
-def placed_records(archive: ArchivePlan, records: Sequence[PlannedArray | JoinedArray]) -> list[PlacedArray]:
+def placed_records(
+    archive: ArchivePlan, records: Sequence[PlannedArray | JoinedArray]
+) -> list[PlacedArray]:
     """Return the arrays of an archive's storages with their offsets, in file order.
 
     The first four records are not storages.
@@ -155,7 +163,9 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
     geometry = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)
     if dtype.storage is not None:
         n_elements = array.n_bytes // dtype.itemsize
-        storage = _NewStorage(("storage", Global("torch", dtype.storage), str(number), "cpu", n_elements))
+        storage = _NewStorage(
+            ("storage", Global("torch", dtype.storage), str(number), "cpu", n_elements)
+        )
         tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
     else:
         # torch 2.13 fails to load a tensor made by v3 that requires grad, its own files included.
@@ -167,7 +177,9 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
     if leaf.wrapper != "parameter":
         return tensor
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
-    return Inert("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, needs_grad, hooks))
+    return Inert(
+        "reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, needs_grad, hooks)
+    )
 
 
 def _serialization_id(pickle: bytes, sizes: list[int]) -> bytes:

@@ -38,7 +38,9 @@ class TreePlans:
         self._contents: dict[tuple[object, ...], int] = {}
         self._weights = ValueCounter()
 
-    def plan(self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]) -> TreePlan:
+    def plan(
+        self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]
+    ) -> TreePlan:
         """Plan the torch zip of an inert tree, as ``plan_tree`` does."""
         signing = _TreeSignature(array_of, self._number_of)
         signature = signing.signature(value)
@@ -47,12 +49,16 @@ class TreePlans:
         cached = self._plans.get(signature)
         if cached is None:
             plan = plan_tree(value, array_of, prefix=self._prefix)
-            if [record.name for record in plan.records] == [record.name for record in signing.records]:
+            if [record.name for record in plan.records] == [
+                record.name for record in signing.records
+            ]:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
                 self._plans[signature] = plan
             return plan
-        return replace(cached, arrays=placed_records(cached.archive, signing.records), records=signing.records)
+        return replace(
+            cached, arrays=placed_records(cached.archive, signing.records), records=signing.records
+        )
 
     def _number_of(self, node: object) -> int | None:
         """Return the number of a container's content, if it is large and holds no tensor.
@@ -62,7 +68,10 @@ class TreePlans:
         numbered = self._opaque.get(id(node))
         if numbered is None:
             is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
-            numbered = self._opaque[id(node)] = (node, self._number_content(node) if is_large else None)
+            numbered = self._opaque[id(node)] = (
+                node,
+                self._number_content(node) if is_large else None,
+            )
         return numbered[1]
 
     def _number_content(self, node: object) -> int:
@@ -83,7 +92,9 @@ class _TreeSignature:
     """
 
     def __init__(
-        self, array_of: Callable[[str], PlannedArray | JoinedArray], number_of: Callable[[object], int | None]
+        self,
+        array_of: Callable[[str], PlannedArray | JoinedArray],
+        number_of: Callable[[object], int | None],
     ) -> None:
         self._array_of = array_of
         self._number_of = number_of
@@ -146,6 +157,16 @@ class _TreeSignature:
         if kind is not Inert:
             return False
         assert isinstance(node, Inert)
-        self._parts.append((node.how, len(node.args), len(node.items), len(node.entries), node.state is NO_STATE))
-        parts = [node.fn, node.args, node.kwargs, None if node.state is NO_STATE else node.state, node.items]
-        return all(map(self._add, parts)) and all(self._add(key) and self._add(item) for key, item in node.entries)
+        self._parts.append(
+            (node.how, len(node.args), len(node.items), len(node.entries), node.state is NO_STATE)
+        )
+        parts = [
+            node.fn,
+            node.args,
+            node.kwargs,
+            None if node.state is NO_STATE else node.state,
+            node.items,
+        ]
+        return all(map(self._add, parts)) and all(
+            self._add(key) and self._add(item) for key, item in node.entries
+        )

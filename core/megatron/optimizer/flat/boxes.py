@@ -41,7 +41,9 @@ class FlatRun:
     at: int
 
 
-def fragments_of_run(key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, shape: Shape) -> Iterator[Fragment]:
+def fragments_of_run(
+    key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, shape: Shape
+) -> Iterator[Fragment]:
     """Yield the fragments of a global tensor that a run of one of its shards holds.
 
     Args:
@@ -60,7 +62,10 @@ def fragments_of_run(key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, sh
     """
     strides = c_strides(shape)
     for local in boxes_of_flat_range(shape, run.start, run.start + run.n):
-        before = sum(offset * stride for offset, stride in zip(local.offset, strides, strict=True)) - run.start
+        before = (
+            sum(offset * stride for offset, stride in zip(local.offset, strides, strict=True))
+            - run.start
+        )
         part: StoredArray | None = None
         for piece in pieces:
             common = local.intersect(Box(piece.at, piece.box.shape))
@@ -68,9 +73,12 @@ def fragments_of_run(key: str, run: FlatRun, pieces: Sequence[ShardPiece], *, sh
                 continue
             part = part_of(run.array, run.at + before, local.shape) if part is None else part
             delta = (
-                global_start - local_start for global_start, local_start in zip(piece.box.offset, piece.at, strict=True)
+                global_start - local_start
+                for global_start, local_start in zip(piece.box.offset, piece.at, strict=True)
             )
-            at = tuple(index - first for index, first in zip(common.offset, local.offset, strict=True))
+            at = tuple(
+                index - first for index, first in zip(common.offset, local.offset, strict=True)
+            )
             yield Fragment(key, common.shift(delta), part, at)
 
 

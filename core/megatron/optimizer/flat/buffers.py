@@ -99,7 +99,9 @@ def lay_out_buffer(
     return BufferLayout(tuple(reversed(slots)), tuple(buckets))
 
 
-def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALIGNMENT) -> BufferLayout | None:
+def fit_buckets(
+    sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALIGNMENT
+) -> BufferLayout | None:
     """Return the places of parameters in buckets of known sizes; None if they do not fit.
 
     Args:
@@ -138,7 +140,9 @@ class _PartialLayout:
     bucket: int
 
 
-def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Sequence[int] = ()) -> list[list[int]]:
+def discover(
+    sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Sequence[int] = ()
+) -> list[list[int]]:
     """Find the starts of the parameters in a file's buffer whose buckets are not stated anywhere.
 
     Each starts where the one before ends (a new bucket), or at the next multiple of 64 of its bucket; megatron-core
@@ -172,7 +176,10 @@ def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Seq
         if len(branches) > _MAX_BRANCHES:
             return []
     before = list(numbers)
-    return [_starts(before, last) for last in {branch.last: None for branch in branches if branch.end == n_elements}]
+    return [
+        _starts(before, last)
+        for last in {branch.last: None for branch in branches if branch.end == n_elements}
+    ]
 
 
 def _starts(before: Sequence[tuple[int, int]], last: int) -> list[int]:
@@ -239,7 +246,9 @@ def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
         if fields.get(name):
             raise UnsupportedError(f"the optimizer's buffers are those of {owner} ({name} is set)")
     overlaps = fields.get("overlap_grad_reduce")
-    n_ranks = (size_in(fields, "data_parallel_size") or 1) * (size_in(fields, "context_parallel_size") or 1)
+    n_ranks = (size_in(fields, "data_parallel_size") or 1) * (
+        size_in(fields, "context_parallel_size") or 1
+    )
     return Bucketing(
         has_buckets=None if overlaps is None else bool(overlaps),
         size=size_in(fields, "ddp_bucket_size") or max(MIN_BUCKET, 1_000_000 * n_ranks),

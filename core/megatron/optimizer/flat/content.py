@@ -87,7 +87,9 @@ def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | 
     for member in items:
         mapping = as_mapping(member)
         if mapping is None and (member is not None or not isinstance(content, list)):
-            raise CorruptError(f"the optimizer's buffers are a {type(member).__name__}, not a dict", rank=rank)
+            raise CorruptError(
+                f"the optimizer's buffers are a {type(member).__name__}, not a dict", rank=rank
+            )
         members.append(mapping)
     return members
 
@@ -101,11 +103,15 @@ def buffers_of(
         CorruptError: an entry is not what Megatron writes, or lengths differ.
         UnsupportedError: parameters of FP8.
     """
-    entries = {number: as_mapping(value) for number, value in member.items() if isinstance(number, int)}
+    entries = {
+        number: as_mapping(value) for number, value in member.items() if isinstance(number, int)
+    }
     entries = {number: value for number, value in entries.items() if not isinstance(number, bool)}
     unknown = [key for key in member if key not in entries and key not in (COALESCED, *_PER_BUCKET)]
     if unknown or sorted(entries) != list(range(len(entries))):
-        raise CorruptError(f"the optimizer's buffers are {[*entries, *unknown]}, not numbered from 0", rank=rank)
+        raise CorruptError(
+            f"the optimizer's buffers are {[*entries, *unknown]}, not numbered from 0", rank=rank
+        )
     return [_buffer(number, entries[number], array_of, rank=rank) for number in range(len(entries))]
 
 
@@ -141,20 +147,30 @@ def _buffer(
 
 
 def _checked_lengths(
-    number: int, states: Mapping[str, Sequence[StoredArray]], tensors: Mapping[object, object], *, rank: str
+    number: int,
+    states: Mapping[str, Sequence[StoredArray]],
+    tensors: Mapping[object, object],
+    *,
+    rank: str,
 ) -> tuple[int, ...]:
     """Return the elements of each array of a state.
 
     All states must have the same, and they must add up to the number that the file states.
     """
-    lengths = {state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()}
+    lengths = {
+        state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()
+    }
     expected = lengths[MASTER]
     for state, length in lengths.items():
         if length != expected:
-            raise CorruptError(f"state {state} of buffer {number} has {length} elements, not {expected}", rank=rank)
+            raise CorruptError(
+                f"state {state} of buffer {number} has {length} elements, not {expected}", rank=rank
+            )
     stated = tensors.get(N_ELEMENTS, sum(expected))
     if stated != sum(expected):
-        raise CorruptError(f"buffer {number} should have {stated} elements, but has {sum(expected)}", rank=rank)
+        raise CorruptError(
+            f"buffer {number} should have {stated} elements, but has {sum(expected)}", rank=rank
+        )
     return expected
 
 
@@ -176,7 +192,9 @@ def dtype_of_key(key: object, *, where: str, rank: str) -> str | None:
     if isinstance(key, Global):
         return None
     names: Sequence[object] = key if isinstance(key, tuple) else ()
-    if len(names) != 2 or not all(isinstance(name, Global) and name.module == "torch" for name in names):
+    if len(names) != 2 or not all(
+        isinstance(name, Global) and name.module == "torch" for name in names
+    ):
         raise CorruptError(f"{where} is called {key!r}, which is not a pair of dtypes", rank=rank)
     name = names[0].name if isinstance(names[0], Global) else ""
     return checked_dtype(name, where=where, rank=rank)

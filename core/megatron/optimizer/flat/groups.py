@@ -34,11 +34,16 @@ class SharedGroups:
 
     def optimizer(self, states: Iterable[str]) -> Optimizer:
         """Return the distributed optimizer with these states, and with masters."""
-        return Optimizer("distributed", self.groups, tuple(states), None, self.entries, self.omits_empty)
+        return Optimizer(
+            "distributed", self.groups, tuple(states), None, self.entries, self.omits_empty
+        )
 
 
 def shared_groups(
-    entries: Sequence[tuple[str, object]], note: Callable[[str, str], None], *, report: Report = raising
+    entries: Sequence[tuple[str, object]],
+    note: Callable[[str, str], None],
+    *,
+    report: Report = raising,
 ) -> SharedGroups:
     """Combine the groups and other entries of an optimizer that all ranks describe.
 
@@ -72,7 +77,9 @@ def shared_groups(
                 if not same(common.setdefault(str(name), value), value):
                     problem = f"entry {name} of the optimizer differs between ranks"
                     report(CorruptError(problem, rank=rank, rule="optim.entries"))
-    return SharedGroups(tuple(group for _, group in table.groups.values()), common, table.omits_empty())
+    return SharedGroups(
+        tuple(group for _, group in table.groups.values()), common, table.omits_empty()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +107,35 @@ class _GroupTable:
         for stored in _groups_of(state, rank=rank):
             shared_identity = identity(stored)
             group_id = (*shared_identity, sum(other[:-1] == shared_identity for other in own))
-            number = list(self.groups).index(group_id) if group_id in self.groups else len(self.groups)
+            number = (
+                list(self.groups).index(group_id) if group_id in self.groups else len(self.groups)
+            )
             prefix = f"optimizer.groups.{number}"
-            settings = {name: _renamed(value, f"{prefix}.{name}", self.note) for name, value in stored.items()}
+            settings = {
+                name: _renamed(value, f"{prefix}.{name}", self.note)
+                for name, value in stored.items()
+            }
             own.add(group_id)
             first_rank, group = self.groups.setdefault(group_id, (rank, ParamGroup(settings)))
 
             # A rank that counts no steps in this group takes those of the others.
-            counting = next((source for source in (group.settings, settings) if _STEP in source), {})
+            counting = next(
+                (source for source in (group.settings, settings) if _STEP in source), {}
+            )
             steps = {name: value for name, value in counting.items() if name == _STEP}
-            _check_same({**steps, **group.settings}, {**steps, **settings}, rank=rank, other=first_rank)
+            _check_same(
+                {**steps, **group.settings}, {**steps, **settings}, rank=rank, other=first_rank
+            )
             self.groups[group_id] = (first_rank, ParamGroup({**group.settings, **steps}))
 
     def omits_empty(self) -> bool | None:
         """Return True if an optimizer of dense parameters, or of experts, lacks groups of its kind; else None."""
         for is_expert in (False, True):
-            kind = {group_id for group_id, (_, group) in self.groups.items() if group.is_expert == is_expert}
+            kind = {
+                group_id
+                for group_id, (_, group) in self.groups.items()
+                if group.is_expert == is_expert
+            }
             if any(own & kind and not kind <= own for own in self.listed):
                 return True
         return None
@@ -144,7 +164,9 @@ def _groups_of(state: Mapping[object, object], *, rank: str) -> list[Mapping[str
     return named
 
 
-def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, object], *, rank: str, other: str) -> None:
+def _check_same(
+    settings: Mapping[str, object], other_settings: Mapping[str, object], *, rank: str, other: str
+) -> None:
     """Raise unless two ranks have the same settings of a group."""
     for name in dict.fromkeys([*settings, *other_settings]):
         if not same(settings.get(name), other_settings.get(name)):

@@ -103,7 +103,9 @@ def find_starts(
     # The arguments may not describe the run that saved: search for starts at which all values fit.
     possible: list[list[int]] = []
     if fits is not None and space.buckets is None:
-        divisors = [lcm(space.n_copies, 128)] if any(param.is_shared for param in space.params) else []
+        divisors = (
+            [lcm(space.n_copies, 128)] if any(param.is_shared for param in space.params) else []
+        )
         possible = discover(space.sizes, space.n_elements, fits, divisors=divisors)
     if len(possible) == 1:
         note = (
@@ -112,7 +114,11 @@ def find_starts(
         )
         return ParamStarts(possible[0], (note,))
     if possible:
-        places = [place for place, starts in enumerate(zip(*possible, strict=True)) if len(set(starts)) > 1]
+        places = [
+            place
+            for place, starts in enumerate(zip(*possible, strict=True))
+            if len(set(starts)) > 1
+        ]
         raise UnsupportedError(
             f"where parameters lie in {space.label} of the optimizer is not certain: "
             f"{_listed([space.params[place].name for place in places])} may begin at several places",
@@ -132,20 +138,29 @@ def _computed(space: FlatSpace) -> list[list[int]]:
     vp_rank, pp_rank = space.chunk
     stated = space.bucketing.has_buckets
     wanted = [
-        replace(space.bucketing, has_buckets=has).bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
+        replace(space.bucketing, has_buckets=has).bucket_size(
+            pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank
+        )
         for has in ((False, True) if stated is None else (stated,))
     ]
     layouts = [lay_out_buffer(sizes, bucket_size=size, shared=shared) for size in wanted]
-    return [[slot.start for slot in layout.slots] for layout in layouts if layout.n_elements == space.n_elements]
+    return [
+        [slot.start for slot in layout.slots]
+        for layout in layouts
+        if layout.n_elements == space.n_elements
+    ]
 
 
-def _contradiction(space: FlatSpace, tried: list[list[int]], fits: Callable[[int, int], bool] | None) -> str:
+def _contradiction(
+    space: FlatSpace, tried: list[list[int]], fits: Callable[[int, int], bool] | None
+) -> str:
     """Return the reason why no layout is right, in words."""
     buffer = f"{space.label} of the optimizer has {space.n_elements} elements"
     if not tried or fits is None:
         n_params = sum(space.sizes)
         return (
-            f"{buffer}, the {len(space.params)} parameters it should hold {n_params}: no layout of Megatron's has both"
+            f"{buffer}, the {len(space.params)} parameters it should hold {n_params}: "
+            "no layout of Megatron's has both"
         )
     for starts in tried:
         for place in reversed(range(len(starts))):

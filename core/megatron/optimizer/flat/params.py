@@ -39,10 +39,15 @@ def members_at(topology: Topology, bucketing: Bucketing, *, has_experts: bool) -
     """
     chunks = tuple(range(topology.vpp))
     parts = [chunks[:1], chunks[1:]] if bucketing.is_chunk_alone else [chunks]
-    return [*(Member(part, False) for part in parts), *([Member(chunks, True)] if has_experts else [])]
+    return [
+        *(Member(part, False) for part in parts),
+        *([Member(chunks, True)] if has_experts else []),
+    ]
 
 
-def members_of_file(topology: Topology, bucketing: Bucketing, *, n_members: int, rank: str) -> list[Member]:
+def members_of_file(
+    topology: Topology, bucketing: Bucketing, *, n_members: int, rank: str
+) -> list[Member]:
     """Return the optimizers of a rank whose file holds that many.
 
     Raises:
@@ -52,7 +57,10 @@ def members_of_file(topology: Topology, bucketing: Bucketing, *, n_members: int,
     for members in (usual, members_at(topology, bucketing, has_experts=False)):
         if len(members) == n_members:
             return members
-    raise CorruptError(f"the file holds {n_members} optimizers; with {topology} it should be {len(usual)}", rank=rank)
+    raise CorruptError(
+        f"the file holds {n_members} optimizers; with {topology} it should be {len(usual)}",
+        rank=rank,
+    )
 
 
 def is_distributed_expert(name: str, topology: Topology, rules: Rules) -> bool:

@@ -27,7 +27,11 @@ from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
 from core.megatron.optimizer.flat.groups import shared_groups
 from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts
-from core.megatron.optimizer.flat.params import is_distributed_expert, is_shared_embedding, members_of_file
+from core.megatron.optimizer.flat.params import (
+    is_distributed_expert,
+    is_shared_embedding,
+    members_of_file,
+)
 from core.megatron.optimizer.proof import are_masters, is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
 from core.megatron.rules.rules import Rules
@@ -65,7 +69,9 @@ def read_flat(
         except CheckpointingException as err:
             report(err.breaking("optim.buffers"))
             unread.add(file.folder)
-    _check_covered([file for file in files if file.folder not in unread], states, facts, rules, report)
+    _check_covered(
+        [file for file in files if file.folder not in unread], states, facts, rules, report
+    )
 
     # Tensors among the settings of groups, and other entries, have a copy in the file of each rank.
     copies: dict[str, list[StoredArray]] = {}
@@ -93,7 +99,9 @@ class _BufferReader:
     def read_states(self, file: RankFile, content: object) -> Iterator[ParamState]:
         """Yield the states that a rank's distrib_optim.pt holds."""
         members = members_of(content, rank=file.folder)
-        parts = members_of_file(self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder)
+        parts = members_of_file(
+            self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder
+        )
         n_rank = sum(prod(param.array.shape) for param in file.params)
         for member, part in zip(members, parts, strict=True):
             if member is None:
@@ -104,13 +112,16 @@ class _BufferReader:
                     param
                     for param in file.params
                     if param.chunk.where[0] == vp_rank
-                    and part.is_expert == is_distributed_expert(param.name, self.facts.topology, self.rules)
+                    and part.is_expert
+                    == is_distributed_expert(param.name, self.facts.topology, self.rules)
                     and self.rules.is_param(_global_name(param))
                 ]
                 yield from self._read_chunk(file, params, buffers, n_rank)
             extra = next(buffers, None)
             if extra is not None:
-                raise CorruptError(f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder)
+                raise CorruptError(
+                    f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder
+                )
 
     def array_of(self, leaf: TensorLeaf) -> StoredArray:
         """Return the array of a leaf."""
@@ -134,8 +145,12 @@ class _BufferReader:
                     f"{unread[0].name}",
                     rank=file.folder,
                 )
-            of_buffer = [param for param in unread if buffer.dtype is None or param.array.dtype == dtype]
-            unread = [param for param in unread if buffer.dtype is not None and param.array.dtype != dtype]
+            of_buffer = [
+                param for param in unread if buffer.dtype is None or param.array.dtype == dtype
+            ]
+            unread = [
+                param for param in unread if buffer.dtype is not None and param.array.dtype != dtype
+            ]
             yield from self._read_buffer(file, of_buffer, buffer, n_rank)
 
     def _read_buffer(
@@ -182,7 +197,9 @@ class _BufferReader:
                 yield ParamState(param, state, part)
 
     def _flat_param(self, param: Param) -> FlatParam:
-        is_shared = is_shared_embedding(_global_name(param), self.facts.topology, self.facts, self.rules)
+        is_shared = is_shared_embedding(
+            _global_name(param), self.facts.topology, self.facts, self.rules
+        )
         return FlatParam(param.name, prod(param.array.shape), is_shared)
 
 
@@ -200,7 +217,11 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
 
 
 def _check_covered(
-    files: Sequence[RankFile], states: Sequence[ParamState], facts: ModelFacts, rules: Rules, report: Report
+    files: Sequence[RankFile],
+    states: Sequence[ParamState],
+    facts: ModelFacts,
+    rules: Rules,
+    report: Report,
 ) -> None:
     """Report the ranks with parameters of which no file has the optimizer's states."""
     etp = facts.topology.expert_tp
@@ -214,7 +235,11 @@ def _check_covered(
     # Every shard has a master, whatever its other states.
     covered = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
-        lost = [param for param in file.params if shard(param) not in covered and rules.is_param(_global_name(param))]
+        lost = [
+            param
+            for param in file.params
+            if shard(param) not in covered and rules.is_param(_global_name(param))
+        ]
         if lost:
             more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
             error = MissingShardError(

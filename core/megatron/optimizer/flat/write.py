@@ -25,7 +25,12 @@ from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.flat.buffers import BufferLayout, bucketing_of, lay_out_buffer
 from core.megatron.optimizer.flat.content import COALESCED, N_ELEMENTS, PARAM, OptimFile
 from core.megatron.optimizer.flat.groups import GROUPS
-from core.megatron.optimizer.flat.params import Member, is_distributed_expert, is_shared_embedding, members_at
+from core.megatron.optimizer.flat.params import (
+    Member,
+    is_distributed_expert,
+    is_shared_embedding,
+    members_at,
+)
 from core.megatron.optimizer.rank_state import HeldParam
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
@@ -51,13 +56,17 @@ class FlatFiles:
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._target = target
-        self._args = {**fields_of(target.args), "data_parallel_size": dp_at(target.args, target.topology)}
+        self._args = {
+            **fields_of(target.args),
+            "data_parallel_size": dp_at(target.args, target.topology),
+        }
 
         # The target's own arguments decide how its buffers are laid out.
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(
-                "with overlap_param_gather_with_optimizer_step the distributed optimizer is not written", hint=_HINT
+                "with overlap_param_gather_with_optimizer_step the distributed optimizer is not written",
+                hint=_HINT,
             )
         self._trained = trained(target.catalog.tensors)
         self._states = (MASTER, *(state for state in target.optimizer.states if state != MASTER))
@@ -70,22 +79,32 @@ class FlatFiles:
         for key in self._target.catalog.tensors:
             state_and_param = state_of(key)
             if state_and_param is not None and state_and_param[0] not in self._states:
-                raise UnsupportedError("distrib_optim.pt has no place for this state", key=key, hint=_HINT)
+                raise UnsupportedError(
+                    "distrib_optim.pt has no place for this state", key=key, hint=_HINT
+                )
         for name in self._trained:
             for state in self._states:
                 meta = self._target.catalog.tensors.get(state_key(state, name))
                 if meta is None:
-                    raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
+                    raise MissingShardError(
+                        f"the optimizer has no {state} of this parameter", key=name
+                    )
                 if meta.dtype != _FP32:
                     raise UnsupportedError(
-                        f"the state is {meta.dtype}, distrib_optim.pt has {_FP32}", key=meta.key, hint=_HINT
+                        f"the state is {meta.dtype}, distrib_optim.pt has {_FP32}",
+                        key=meta.key,
+                        hint=_HINT,
                     )
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
         place = f"{folder}:distrib_optim"
-        listed = self._groups.order(list(dict.fromkeys(param.key for param in params if param.key in self._trained)))
-        has_experts = any(map(self._groups.is_expert, listed))  # without any, only where empty groups are listed
+        listed = self._groups.order(
+            list(dict.fromkeys(param.key for param in params if param.key in self._trained))
+        )
+        has_experts = any(
+            map(self._groups.is_expert, listed)
+        )  # without any, only where empty groups are listed
         members = members_at(self._target.topology, self._bucketing, has_experts=has_experts)
         joined: dict[str, JoinedArray] = {}
         contents: list[object] = []
@@ -116,17 +135,26 @@ class FlatFiles:
     ) -> dict[object, object]:
         """Return the buffers of one optimizer of a rank; their arrays go to ``joined``."""
         content: dict[object, object] = {COALESCED: True}
-        n_rank = sum(prod(self._target.cuts[p.key].shard_shape) for p in params if self._target.rules.is_param(p.key))
+        n_rank = sum(
+            prod(self._target.cuts[p.key].shard_shape)
+            for p in params
+            if self._target.rules.is_param(p.key)
+        )
         for vp_rank in member.chunks:
             for dtype, of_buffer in self._buffers(params, vp_rank, is_expert=member.is_expert):
                 number = len(content) - 1
                 layout = self._layout(of_buffer, (vp_rank, rank.pp), n_rank)
-                key = (Global("torch", DTYPES[dtype].name), Global("torch", self._grad_dtype(dtype)))
+                key = (
+                    Global("torch", DTYPES[dtype].name),
+                    Global("torch", self._grad_dtype(dtype)),
+                )
                 entry: dict[object, object] = {}
                 for state in self._states:
                     name = PARAM if state == MASTER else state
                     array_name = f"{place}.{number}.{key}.{name}"
-                    joined[array_name] = self._joined(array_name, state, of_buffer, layout, rank, coords)
+                    joined[array_name] = self._joined(
+                        array_name, state, of_buffer, layout, rank, coords
+                    )
                     entry[name] = TensorLeaf(array_name)
                 content[number] = {key: {**entry, N_ELEMENTS: layout.n_elements}}
         return content
@@ -140,11 +168,16 @@ class FlatFiles:
         for param in params:
             if param.chunk != chunk or param.key not in self._trained:
                 continue
-            if is_distributed_expert(param.key, self._target.topology, self._target.rules) == is_expert:
+            if (
+                is_distributed_expert(param.key, self._target.topology, self._target.rules)
+                == is_expert
+            ):
                 by_dtype.setdefault(self._target.catalog.tensors[param.key].dtype, []).append(param)
         yield from by_dtype.items()
 
-    def _layout(self, of_buffer: Sequence[HeldParam], chunk: tuple[int, int], n_rank: int) -> BufferLayout:
+    def _layout(
+        self, of_buffer: Sequence[HeldParam], chunk: tuple[int, int], n_rank: int
+    ) -> BufferLayout:
         """Return the layout of a buffer's parameters.
 
         Raises:
@@ -154,7 +187,9 @@ class FlatFiles:
         shared = frozenset(
             i
             for i, param in enumerate(of_buffer)
-            if is_shared_embedding(param.name, self._target.topology, self._target.facts, self._target.rules)
+            if is_shared_embedding(
+                param.name, self._target.topology, self._target.facts, self._target.rules
+            )
         )
 
         # Where the arguments do not say whether there are buckets, both layouts must be the same.
@@ -175,7 +210,9 @@ class FlatFiles:
             )
         return layouts[0]
 
-    def _check_old(self, layout: BufferLayout, shared: frozenset[int], of_buffer: Sequence[HeldParam]) -> None:
+    def _check_old(
+        self, layout: BufferLayout, shared: frozenset[int], of_buffer: Sequence[HeldParam]
+    ) -> None:
         """Raise if a version before 0.15 lays a buffer out otherwise.
 
         Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends without its padding.
@@ -207,18 +244,28 @@ class FlatFiles:
         return _FP32 if in_fp32 else DTYPES[dtype].name
 
     def _joined(
-        self, name: str, state: str, of_buffer: Sequence[HeldParam], layout: BufferLayout, rank: Rank, coords: Coords
+        self,
+        name: str,
+        state: str,
+        of_buffer: Sequence[HeldParam],
+        layout: BufferLayout,
+        rank: Rank,
+        coords: Coords,
     ) -> JoinedArray:
         """Return one state of a buffer: the last parameter comes first."""
         parts = []
         for param, slot in zip(reversed(of_buffer), reversed(layout.slots), strict=True):
             key = state_key(state, param.key)
-            array = PlannedArray(f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords)
+            array = PlannedArray(
+                f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords
+            )
             self._held.setdefault(key, []).append((rank, array))
             parts.append((slot.start, array))
         return JoinedArray(name, _FP32, layout.n_elements, tuple(parts))
 
-    def _entry(self, place: str, coords: Coords, listed: Sequence[int], *, has_experts: bool) -> object:
+    def _entry(
+        self, place: str, coords: Coords, listed: Sequence[int], *, has_experts: bool
+    ) -> object:
         """Return the optimizer's entry in model_optim_rng.pt: groups without their parameters."""
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         if has_experts:
@@ -227,14 +274,18 @@ class FlatFiles:
         for i, numbers in enumerate(members):
             start = place if len(members) == 1 else f"{place}.{i}"
             groups = [
-                self._copied(dict(self._groups.settings[number]), f"{start}.optimizer.{GROUPS}.{at}", coords)
+                self._copied(
+                    dict(self._groups.settings[number]), f"{start}.optimizer.{GROUPS}.{at}", coords
+                )
                 for at, number in enumerate(numbers)
             ]
             entries = self._copied(dict(self._target.optimizer.entries), start, coords)
             optimizers.append({"optimizer": {GROUPS: groups}, **entries})
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
-    def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
+    def _copied(
+        self, entries: Mapping[str, object], place: str, coords: Coords
+    ) -> dict[object, object]:
         """Return entries whose tensors, if any, are arrays of this rank."""
         entry = plan_entry(self._target.catalog, dict(entries), place, coords)
         for key, array in entry.arrays:
@@ -245,4 +296,8 @@ class FlatFiles:
     def fragments(self, key: str) -> Sequence[TargetFragment]:
         """Return the fragments of one state, once all ranks have been added."""
         cut = self._target.cuts[key]
-        return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
+        return tuple(
+            piece
+            for rank, array in self._held.get(key, ())
+            for piece in cut.fragments(key, rank, array)
+        )

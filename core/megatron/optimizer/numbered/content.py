@@ -77,7 +77,9 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
         raise CorruptError("only some of the chained optimizers have masters", rank=rank)
     if len(members) > 1:
         # Megatron chains one optimizer for dense parameters and one for experts.
-        kinds = [{bool(group.settings.get(EXPERT)) for group in member.groups} for member in members]
+        kinds = [
+            {bool(group.settings.get(EXPERT)) for group in member.groups} for member in members
+        ]
         if kinds != [{False}, {True}]:
             raise UnsupportedError(
                 f"{len(members)} chained optimizers that are not one for dense parameters and one for experts",
@@ -110,7 +112,9 @@ def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
     inner = next((name for name in INNER if name in entries), None)
     if inner is None:
         groups = _groups(entries, None, report, rank=rank)
-        rest = {name: item for name, item in entries.items() if name not in ("state", "param_groups")}
+        rest = {
+            name: item for name, item in entries.items() if name not in ("state", "param_groups")
+        }
         return StoredOptimizer(groups, [rest], has_masters=False)
 
     # A Float16Optimizer wraps the optimizer of torch, and has masters.
@@ -125,10 +129,14 @@ def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
     torch_entries = _named(entries[inner], inner, rank=rank)
     more = sorted(set(torch_entries) - {"state", "param_groups"})
     if more:
-        raise UnsupportedError(f"the optimizer has entries that are not resharded: {', '.join(more)}", rank=rank)
+        raise UnsupportedError(
+            f"the optimizer has entries that are not resharded: {', '.join(more)}", rank=rank
+        )
     groups = _groups(torch_entries, lists, report, rank=rank)
     return StoredOptimizer(
-        groups, [{name: item for name, item in entries.items() if name not in (inner, masters)}], has_masters=True
+        groups,
+        [{name: item for name, item in entries.items() if name not in (inner, masters)}],
+        has_masters=True,
     )
 
 
@@ -138,7 +146,9 @@ def _no_masters(inner: object, *, rank: str) -> MissingShardError:
     If its groups list no parameters, it is a distributed one.
     """
     listed = (as_mapping(inner) or {}).get("param_groups")
-    groups = [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
+    groups = (
+        [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
+    )
     if not groups or any("params" in group for group in groups):
         return MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
     return MissingShardError(
@@ -149,7 +159,11 @@ def _no_masters(inner: object, *, rank: str) -> MissingShardError:
 
 
 def _groups(
-    inner: Mapping[str, object], masters: Sequence[Sequence[object]] | None, report: Report, *, rank: str
+    inner: Mapping[str, object],
+    masters: Sequence[Sequence[object]] | None,
+    report: Report,
+    *,
+    rank: str,
 ) -> list[StoredGroup]:
     """Return the groups of a torch optimizer's state dict."""
     listed = inner.get("param_groups")
@@ -157,7 +171,9 @@ def _groups(
     if not isinstance(listed, (list, tuple)) or state is None:
         raise CorruptError("an optimizer without state and param_groups", rank=rank)
     if masters is not None and len(masters) != len(listed):
-        raise CorruptError(f"masters of {len(masters)} param groups, but there are {len(listed)}", rank=rank)
+        raise CorruptError(
+            f"masters of {len(masters)} param groups, but there are {len(listed)}", rank=rank
+        )
 
     # Every parameter has a number, in one group only.
     grouped: set[object] = set()
@@ -165,14 +181,24 @@ def _groups(
     for number, item in enumerate(listed):
         group = _named(item, f"param group {number}", rank=rank)
         ids = group.pop("params", None)
-        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids) or grouped & {*ids}:
-            raise CorruptError(f"param group {number} has no list of parameter numbers of its own", rank=rank)
+        if (
+            not isinstance(ids, (list, tuple))
+            or not all(isinstance(i, int) for i in ids)
+            or grouped & {*ids}
+        ):
+            raise CorruptError(
+                f"param group {number} has no list of parameter numbers of its own", rank=rank
+            )
         if len({*ids}) < len(ids):
             twice = next(i for i in ids if list(ids).count(i) > 1)
             raise CorruptError(f"param group {number} lists parameter {twice} twice", rank=rank)
         grouped |= {*ids}
         states = [_named(state.get(i, {}), f"the state of parameter {i}", rank=rank) for i in ids]
-        groups.append(StoredGroup(group, states, None if masters is None else _leaves(masters[number], rank=rank)))
+        groups.append(
+            StoredGroup(
+                group, states, None if masters is None else _leaves(masters[number], rank=rank)
+            )
+        )
 
     # States without a parameter are reported and left out.
     for key in state:

@@ -26,9 +26,22 @@ from core.files.store import ReadStore
 from core.megatron.extras.common_state import renamed_leaves, same
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
-from core.megatron.optimizer.groups import Assignment, Policy, Slots, Trained, assign, masters_of, policies_of
+from core.megatron.optimizer.groups import (
+    Assignment,
+    Policy,
+    Slots,
+    Trained,
+    assign,
+    masters_of,
+    policies_of,
+)
 from core.megatron.optimizer.merged_groups import MergedGroups
-from core.megatron.optimizer.numbered.content import STEP_NAME, StoredGroup, StoredOptimizer, stored_optimizer
+from core.megatron.optimizer.numbered.content import (
+    STEP_NAME,
+    StoredGroup,
+    StoredOptimizer,
+    stored_optimizer,
+)
 from core.megatron.optimizer.proof import is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
 from core.megatron.rules.rules import Rules
@@ -79,7 +92,9 @@ def read_numbered(
             is_first = file.rank.pp not in proven_stages
             proven_stages.add(file.rank.pp)
             rule = "optim.groups"
-            assignment = _assignment(catalog, params, stored, file, policies, rules, store, is_first=is_first)
+            assignment = _assignment(
+                catalog, params, stored, file, policies, rules, store, is_first=is_first
+            )
             members = [[params[i] for i in of_group] for of_group in assignment]
 
             for group, of_group in zip(stored.groups, members, strict=True):
@@ -89,7 +104,9 @@ def read_numbered(
                 collected.add_entries(entries, rank=file.folder)
             rule = "optim.settings"
             names = [_global_names(of_group, facts, rules) for of_group in members]
-            merged.add(file.folder, zip((group.settings for group in stored.groups), names, strict=True))
+            merged.add(
+                file.folder, zip((group.settings for group in stored.groups), names, strict=True)
+            )
         except CheckpointingException as err:
             report(err.breaking("optim.missing" if file.root.get("optimizer") is None else rule))
     collected.check_steps()
@@ -149,7 +166,12 @@ def _assignment(
         is_first: the rank is the first of its stage: more masters are compared.
     """
     trained = [
-        Trained(param.name, param.array.shape, param.array.dtype, rules.expert_of(param.name) is not None)
+        Trained(
+            param.name,
+            param.array.shape,
+            param.array.dtype,
+            rules.expert_of(param.name) is not None,
+        )
         for param in params
     ]
     slots = [_slots(catalog, group) for group in stored.groups]
@@ -174,7 +196,11 @@ def _assignment(
     can_prove = store is not None and stored.has_masters
     try:
         return assign(
-            trained, slots, policies, agrees=agrees if can_prove else None, decides=is_own if can_prove else None
+            trained,
+            slots,
+            policies,
+            agrees=agrees if can_prove else None,
+            decides=is_own if can_prove else None,
         )
     except CheckpointingException as err:
         err.rank = err.rank or file.folder
@@ -185,10 +211,16 @@ def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
     """Return the shapes in a group: for each entry that of its first state other than the number of steps."""
     shapes = []
     for states in group.states:
-        leaves = (leaf for name, leaf in states.items() if name != STEP_NAME and isinstance(leaf, TensorLeaf))
+        leaves = (
+            leaf
+            for name, leaf in states.items()
+            if name != STEP_NAME and isinstance(leaf, TensorLeaf)
+        )
         first = next(leaves, None)
         shapes.append(None if first is None else catalog.meta(first.key).shape)
-    masters = None if group.masters is None else [catalog.meta(leaf.key).shape for leaf in group.masters]
+    masters = (
+        None if group.masters is None else [catalog.meta(leaf.key).shape for leaf in group.masters]
+    )
     return Slots(group.settings, shapes, masters)
 
 
@@ -218,11 +250,18 @@ class _CollectedStates:
         """Add a copy of the tensor that gets the key ``new``."""
         self.copies.setdefault(new, []).append(_array(self.catalog, old))
 
-    def add_group(self, group: StoredGroup, members: Sequence[Param], report: Report, *, rank: str) -> None:
+    def add_group(
+        self, group: StoredGroup, members: Sequence[Param], report: Report, *, rank: str
+    ) -> None:
         """Add the states of a group's parameters."""
         if group.masters is not None:
-            trained = [Trained(param.name, param.array.shape, param.array.dtype, False) for param in members]
-            for i, master in zip(masters_of(range(len(members)), trained), group.masters, strict=True):
+            trained = [
+                Trained(param.name, param.array.shape, param.array.dtype, False)
+                for param in members
+            ]
+            for i, master in zip(
+                masters_of(range(len(members)), trained), group.masters, strict=True
+            ):
                 self.states.append(ParamState(members[i], MASTER, _array(self.catalog, master.key)))
         for param, states in zip(members, group.states, strict=True):
             try:
@@ -244,7 +283,10 @@ class _CollectedStates:
             )
         for name in names:
             leaf = states[name]
-            if not isinstance(leaf, TensorLeaf) or self.catalog.meta(leaf.key).shape != param.array.shape:
+            if (
+                not isinstance(leaf, TensorLeaf)
+                or self.catalog.meta(leaf.key).shape != param.array.shape
+            ):
                 raise UnsupportedError(
                     f"the optimizer state {name} does not have its parameter's shape {param.array.shape}",
                     key=param.name,
@@ -290,7 +332,9 @@ class _CollectedStates:
         first, first_rank = self.entries
         for name in dict.fromkeys([*first, *renamed]):
             if name not in renamed or name not in first or not same(renamed[name], first[name]):
-                raise CorruptError(f"the optimizer's entry {name} is not that of {first_rank}", rank=rank)
+                raise CorruptError(
+                    f"the optimizer's entry {name} is not that of {first_rank}", rank=rank
+                )
 
     def check_steps(self) -> None:
         """Raise unless the steps of all ranks have one shape, as their fragments need."""
@@ -304,7 +348,13 @@ def _step_kind(step: object) -> type:
 
 
 def _step_text(step: object) -> str:
-    return "no number of" if step is None else "a tensor's number of" if isinstance(step, TensorLeaf) else repr(step)
+    return (
+        "no number of"
+        if step is None
+        else "a tensor's number of"
+        if isinstance(step, TensorLeaf)
+        else repr(step)
+    )
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -59,14 +59,18 @@ class NumberedFiles:
                 )
             for state in (*masters, *self._moments):
                 if state_key(state, name) not in tensors:
-                    raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
+                    raise MissingShardError(
+                        f"the optimizer has no {state} of this parameter", key=name
+                    )
 
     def _has_master(self, name: str) -> bool:
         return self._has_masters and self._target.catalog.tensors[name].dtype in HALF
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
-        stored: dict[tuple[str, str], list[str]] = {}  # one parameter may hold several tensors (GroupedMLP)
+        stored: dict[
+            tuple[str, str], list[str]
+        ] = {}  # one parameter may hold several tensors (GroupedMLP)
         for param in params:
             if param.key in self._groups.group_of:
                 stored.setdefault((param.chunk, param.name), []).append(param.key)
@@ -92,14 +96,23 @@ class NumberedFiles:
             return
         added = []
         if list(listed) != sorted(listed):
-            added.append("the optimizer's param groups are in the order of megatron-core before 0.16, as in the source")
+            added.append(
+                "the optimizer's param groups are in the order of megatron-core before 0.16, as in the source"
+            )
         is_any_empty = len(listed) > len({self._groups.group_of[name] for name in keys})
         if is_any_empty and self._target.optimizer.omits_empty is None:
-            added.append("empty param groups are listed, as by megatron-core 0.14 and later; older ones list none")
+            added.append(
+                "empty param groups are listed, as by megatron-core 0.14 and later; older ones list none"
+            )
         self.notes += [note for note in added if note not in self.notes]
 
     def _member(
-        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], keys_of: Mapping[str, Sequence[str]]
+        self,
+        rank: Rank,
+        place: str,
+        coords: Coords,
+        numbers: Sequence[int],
+        keys_of: Mapping[str, Sequence[str]],
     ) -> dict[object, object]:
         """Return one optimizer of a rank.
 
@@ -123,7 +136,9 @@ class NumberedFiles:
                 if self._has_master(name):
                     array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
                     leaves.append(self._leaf(MASTER, keys_of[name], array_name, rank, coords))
-            settings = self._copied(dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords)
+            settings = self._copied(
+                dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords
+            )
             groups.append({**settings, "params": list(range(first, len(state)))})
             masters.append(leaves)
 
@@ -136,7 +151,9 @@ class NumberedFiles:
             return {**content, **entries}
         return {INNER[0]: content, **entries, MASTERS[0]: masters}
 
-    def _state(self, names: Sequence[str], place: str, rank: Rank, coords: Coords) -> dict[object, object]:
+    def _state(
+        self, names: Sequence[str], place: str, rank: Rank, coords: Coords
+    ) -> dict[object, object]:
         """Return the states of one parameter, which holds these tensors."""
         states: dict[object, object] = {}
         step = self._target.optimizer.step
@@ -151,18 +168,24 @@ class NumberedFiles:
             states[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
         return states
 
-    def _leaf(self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
+    def _leaf(
+        self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords
+    ) -> TensorLeaf:
         """Return a state's place in the file."""
         keys = [state_key(state, name) for name in names]
         target = self._target
-        array = param_array(array_name, keys, target.catalog.tensors, target.cuts, target.rules, coords=coords)
+        array = param_array(
+            array_name, keys, target.catalog.tensors, target.cuts, target.rules, coords=coords
+        )
         self.arrays[array_name] = array
         parts = [part for _, part in array.parts] if isinstance(array, JoinedArray) else [array]
         for key, part in zip(keys, parts, strict=True):
             self._held.setdefault(key, []).append((rank, part))
         return TensorLeaf(array_name)
 
-    def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
+    def _copied(
+        self, entries: Mapping[str, object], place: str, coords: Coords
+    ) -> dict[object, object]:
         """Return entries whose tensors, if any, are arrays of this rank."""
         entry = plan_entry(self._target.catalog, dict(entries), place, coords)
         for key, array in entry.arrays:
@@ -173,7 +196,11 @@ class NumberedFiles:
     def fragments(self, key: str) -> Sequence[TargetFragment]:
         """Return the fragments of one state, once all ranks have been added."""
         cut = self._target.cuts[key]
-        return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
+        return tuple(
+            piece
+            for rank, array in self._held.get(key, ())
+            for piece in cut.fragments(key, rank, array)
+        )
 
 
 def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:

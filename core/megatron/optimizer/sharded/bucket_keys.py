@@ -23,7 +23,9 @@ from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtyp
 from core.pickle.inert import TensorLeaf, as_mapping
 
 _GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
-_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\((?:torch\.)?(\w+), (?:torch\.)?(\w+)\)\.bucket_idx_(\d+)\.(\w+)")
+_BUCKET = re.compile(
+    r"gbuf_idx_(\d+)\.dtype_\((?:torch\.)?(\w+), (?:torch\.)?(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
+)
 _PARAM_STATE = "param_state"
 _UNPADDED = "per_bucket_numel_unpadded"
 _ENTRIES = ("per_bucket_numel", _UNPADDED, _PARAM_STATE)
@@ -90,7 +92,9 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         if group is None or bucket is None:
             continue
         keys = keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys())
-        states = keys.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(int(bucket[4]), {})
+        states = keys.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(
+            int(bucket[4]), {}
+        )
         states[MASTER if bucket[5] == PARAM else bucket[5]] = key
 
     # … objects describe all buckets of a rank, or hold them.
@@ -103,7 +107,9 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         if item.raw_key is not None:
             raise CorruptError("the optimizer's object was not read", key=key)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys()).objects[group[3]] = value
+        keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys()).objects[group[3]] = (
+            value
+        )
     return {numbers: _group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
 
 
@@ -124,7 +130,9 @@ def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> Buck
 
         for buffer in buffers_of(state, array_of, rank=group.label):
             states = {name: _joined(arrays) for name, arrays in buffer.states.items()}
-            group.buffers.append(FlatBuffer(buffer.dtype, states, buffer.n_elements, buffer.buckets))
+            group.buffers.append(
+                FlatBuffer(buffer.dtype, states, buffer.n_elements, buffer.buckets)
+            )
         return group
 
     # The other forms have a key for each state of each bucket.
@@ -132,10 +140,18 @@ def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> Buck
     for place, ((number, dtype), buckets) in enumerate(sorted(keys.buckets.items())):
         where = f"buffer {number} of {group.label}"
         if number != place or sorted(buckets) != list(range(len(buckets))):
-            raise CorruptError(f"{where}, or one of its buckets, is missing", hint="copy the checkpoint again")
+            raise CorruptError(
+                f"{where}, or one of its buckets, is missing", hint="copy the checkpoint again"
+            )
         unpadded = _unpadded(stated, number, n=len(buckets), where=where)
         group.buffers.append(
-            _buffer(catalog, checked_dtype(dtype, where=where, rank=group.label), buckets, unpadded, where=where)
+            _buffer(
+                catalog,
+                checked_dtype(dtype, where=where, rank=group.label),
+                buckets,
+                unpadded,
+                where=where,
+            )
         )
     return group
 
@@ -155,7 +171,11 @@ def _unpadded(stated: object, number: int, *, n: int, where: str) -> list[int] |
         return None
     listed = stated[number] if isinstance(stated, list) and number < len(stated) else None
     sizes = next(iter((as_mapping(listed) or {}).values()), None)
-    if not isinstance(sizes, list) or len(sizes) != n or not all(isinstance(size, int) for size in sizes):
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != n
+        or not all(isinstance(size, int) for size in sizes)
+    ):
         raise CorruptError(f"{_UNPADDED} does not list the {n} buckets of {where}")
     return sizes
 
@@ -178,12 +198,16 @@ def _buffer(
     # Every bucket must have every state, of one length.
     for number in range(len(buckets)):
         if set(buckets[number]) != set(names):
-            raise CorruptError(f"bucket {number} of {where} has the states {sorted(buckets[number])}, not {names}")
+            raise CorruptError(
+                f"bucket {number} of {where} has the states {sorted(buckets[number])}, not {names}"
+            )
         stored = {catalog.tensors[key].shape for key in buckets[number].values()}
         length = min(stored)[0] if stored and all(len(shape) == 1 for shape in stored) else -1
         size = length if unpadded is None else unpadded[number]
         if len(stored) != 1 or length < size:
-            raise CorruptError(f"bucket {number} of {where} has the shapes {sorted(stored)}, not ({size},)")
+            raise CorruptError(
+                f"bucket {number} of {where} has the shapes {sorted(stored)}, not ({size},)"
+            )
         first = sum(sizes)
         for name, key in buckets[number].items():
             states[name] += _chunks(catalog, key, size, first)
@@ -202,11 +226,15 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
             continue
         array = fragment.array
         if start > end or array is None:
-            raise CorruptError(f"elements {end}–{start} are in no file", key=key, hint="copy the checkpoint again")
+            raise CorruptError(
+                f"elements {end}–{start} are in no file", key=key, hint="copy the checkpoint again"
+            )
         if fragment.at != (0,) or array.shape != (n,):
             array = part_of(array, fragment.at[-1], (n,))
         stored.append((first + start, array))
         end = start + n
     if end < size:
-        raise CorruptError(f"elements {end}–{size} are in no file", key=key, hint="copy the checkpoint again")
+        raise CorruptError(
+            f"elements {end}–{size} are in no file", key=key, hint="copy the checkpoint again"
+        )
     return stored

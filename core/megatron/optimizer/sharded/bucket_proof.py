@@ -38,12 +38,20 @@ class WeightSamples:
     """
 
     def __init__(
-        self, store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], *, shape: Shape
+        self,
+        store: ReadStore,
+        model: Catalog,
+        key: str,
+        pieces: Sequence[ShardPiece],
+        *,
+        shape: Shape,
     ) -> None:
         self._store = store
         self._samples = list(_samples(store, model, key, pieces, shape))
 
-    def hold(self, masters: Stored, start: int, *, bind: Callable[[ReadStore, StoredArray], StoredArray]) -> bool:
+    def hold(
+        self, masters: Stored, start: int, *, bind: Callable[[ReadStore, StoredArray], StoredArray]
+    ) -> bool:
         """Return whether masters that begin at an element of a flat tensor round to the weights."""
         for spot in self._samples:
             runs = runs_in(masters, start + spot.start, spot.n)
@@ -67,12 +75,19 @@ def _samples(
             if weights is None:
                 continue
             part, index = weights
-            local = (at + i - first for at, i, first in zip(piece.at, index, piece.box.offset, strict=True))
+            local = (
+                at + i - first
+                for at, i, first in zip(piece.at, index, piece.box.offset, strict=True)
+            )
             start = sum(i * stride for i, stride in zip(local, strides, strict=True))
-            yield _WeightSample(start, prod(part.shape), part.dtype, sample(store, part, bind=model.bind))
+            yield _WeightSample(
+                start, prod(part.shape), part.dtype, sample(store, part, bind=model.bind)
+            )
 
 
-def _weights(fragments: Sequence[Fragment], box: Box, *, is_end: bool) -> tuple[StoredArray, Shape] | None:
+def _weights(
+    fragments: Sequence[Fragment], box: Box, *, is_end: bool
+) -> tuple[StoredArray, Shape] | None:
     """Return a few consecutive weights of a box, and the index of the first one.
 
     They are from its first or last row. None if no dense fragment has them.
@@ -80,7 +95,11 @@ def _weights(fragments: Sequence[Fragment], box: Box, *, is_end: bool) -> tuple[
     n = min(box.shape[-1], RUN) if box.shape else 1
     if box.is_empty:
         return None
-    index = tuple(e - 1 for e in box.end[:-1]) + tuple(e - n for e in box.end[-1:]) if is_end else box.offset
+    index = (
+        tuple(e - 1 for e in box.end[:-1]) + tuple(e - n for e in box.end[-1:])
+        if is_end
+        else box.offset
+    )
     wanted = Box(index, (*(1 for _ in index[:-1]), *((n,) if index else ())))
 
     # Only dense fragments can be read directly; another spot of the shard will do.

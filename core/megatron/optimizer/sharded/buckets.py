@@ -34,7 +34,11 @@ from core.megatron.optimizer.flat.boxes import fragments_of_run, runs_in
 from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
 from core.megatron.optimizer.flat.groups import shared_groups
 from core.megatron.optimizer.flat.layout import HINT, FlatParam, FlatSpace, find_starts
-from core.megatron.optimizer.flat.params import is_distributed_expert, is_shared_embedding, members_at
+from core.megatron.optimizer.flat.params import (
+    is_distributed_expert,
+    is_shared_embedding,
+    members_at,
+)
 from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer, Stored, groups_of
 from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
 from core.megatron.optimizer.sharded.held import BucketParam, Holdings
@@ -85,7 +89,9 @@ def read_buckets(
         CorruptError: buffers and arguments contradict each other.
     """
     if facts.expert_names == "grouped":
-        raise UnsupportedError("the optimizer's buffers of grouped experts (GroupedMLP) are not read", hint=HINT)
+        raise UnsupportedError(
+            "the optimizer's buffers of grouped experts (GroupedMLP) are not read", hint=HINT
+        )
 
     # Find every state of every parameter in the buffers.
     fields = fields_of(model.args if catalog.args is None else catalog.args)
@@ -97,7 +103,8 @@ def read_buckets(
         places.setdefault(place.key, []).append(place)
         dtypes[place.key] = place.stored[0][1].dtype
     tensors = {
-        key: TensorMeta(key, dtypes[key], model.tensors[of_key[0].param.key].shape) for key, of_key in places.items()
+        key: TensorMeta(key, dtypes[key], model.tensors[of_key[0].param.key].shape)
+        for key, of_key in places.items()
     }
 
     # Combine the groups and entries of all ranks.
@@ -106,11 +113,15 @@ def read_buckets(
         [(group.label, group.entries) for group in groups.values()],
         lambda key, old: copies.setdefault(key, []).append(old),
     )
-    states = dict.fromkeys(place.state for of_key in places.values() for place in of_key if place.state != MASTER)
+    states = dict.fromkeys(
+        place.state for of_key in places.values() for place in of_key if place.state != MASTER
+    )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
-            return tuple(replace(piece, key=key) for old in copies[key] for piece in catalog.fragments(old))
+            return tuple(
+                replace(piece, key=key) for old in copies[key] for piece in catalog.fragments(old)
+            )
         return tuple(fragment for place in places[key] for fragment in place.fragments())
 
     hidden = {key: replace(catalog.meta(old[0]), key=key) for key, old in copies.items()}
@@ -160,7 +171,9 @@ class _BucketReader:
         holdings = Holdings(self.model, self.facts, self.rules)
         members = members_at(topology, self.bucketing, has_experts=topology.ep > 1)
         for number, index in groups:
-            if number >= len(members) or index >= _n_groups(topology, is_expert=members[number].is_expert):
+            if number >= len(members) or index >= _n_groups(
+                topology, is_expert=members[number].is_expert
+            ):
                 label = groups[number, index].label
                 raise CorruptError(f"there are buffers of {label}, but {topology} has no such rank")
 
@@ -198,13 +211,23 @@ class _BucketReader:
                 dtype = self._dtype(unread[0])
                 label = f"buffer {number} of {group.label}"
                 if buffer is None or buffer.dtype not in (None, dtype):
-                    raise CorruptError(f"{label} should hold {dtype} parameters such as {unread[0].key}")
-                of_buffer = [param for param in unread if buffer.dtype is None or self._dtype(param) == dtype]
-                unread = [param for param in unread if buffer.dtype is not None and self._dtype(param) != dtype]
+                    raise CorruptError(
+                        f"{label} should hold {dtype} parameters such as {unread[0].key}"
+                    )
+                of_buffer = [
+                    param for param in unread if buffer.dtype is None or self._dtype(param) == dtype
+                ]
+                unread = [
+                    param
+                    for param in unread
+                    if buffer.dtype is not None and self._dtype(param) != dtype
+                ]
                 yield from self._buffer_places(buffer, of_buffer, rank, n_rank, label)
         extra = next(buffers, None)
         if extra is not None:
-            raise CorruptError(f"there is a buffer {extra[0]} of {group.label}, but no parameter for it")
+            raise CorruptError(
+                f"there is a buffer {extra[0]} of {group.label}, but no parameter for it"
+            )
 
     def _dtype(self, param: BucketParam) -> str:
         return self.model.tensors[param.key].dtype
@@ -241,7 +264,9 @@ class _BucketReader:
             for state, stored in buffer.states.items():
                 yield _StatePlace(state, param, stored, start)
 
-    def _proof(self, buffer: FlatBuffer, params: Sequence[BucketParam], store: ReadStore) -> Callable[[int, int], bool]:
+    def _proof(
+        self, buffer: FlatBuffer, params: Sequence[BucketParam], store: ReadStore
+    ) -> Callable[[int, int], bool]:
         """Return a function that tells whether the masters of a parameter may begin at an element."""
         samples: dict[int, WeightSamples] = {}
         masters = buffer.states[MASTER]
@@ -249,7 +274,9 @@ class _BucketReader:
         def fits(place: int, start: int) -> bool:
             if place not in samples:
                 param = params[place]
-                samples[place] = WeightSamples(store, self.model, param.key, param.pieces, shape=param.cut.shard_shape)
+                samples[place] = WeightSamples(
+                    store, self.model, param.key, param.pieces, shape=param.cut.shard_shape
+                )
             return samples[place].hold(masters, start, bind=self.catalog.bind)
 
         return fits
@@ -257,7 +284,9 @@ class _BucketReader:
 
 def _n_groups(topology: Topology, *, is_expert: bool) -> int:
     """Return the number of model parallel ranks whose data parallel ranks share buffers."""
-    return topology.expert_tp * topology.ep * topology.pp if is_expert else topology.tp * topology.pp
+    return (
+        topology.expert_tp * topology.ep * topology.pp if is_expert else topology.tp * topology.pp
+    )
 
 
 def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:

@@ -74,11 +74,15 @@ class Holdings:
         return tuple(piece for piece in kept if piece is not None)
 
 
-def _homes(model: Catalog, facts: ModelFacts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
+def _homes(
+    model: Catalog, facts: ModelFacts, rules: Rules
+) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
     """Return (vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
     topology = facts.topology
     places = homes_at(model, topology, facts, rules)
-    homes = [(key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)]
+    homes = [
+        (key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)
+    ]
     head = facts.kind.head
     tied = tied_of(model, facts, rules) if topology.pp > 1 else None
     if tied is not None:

@@ -45,7 +45,9 @@ from core.megatron.placement.origins import Origin, OriginFragments, meta_of, or
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<param>.+)", re.DOTALL)
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<param>.+)", re.DOTALL
+)
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _BY_PARAMETER = ("per_parameter", "fully_reshardable", "fully_sharded_model_space")
 
@@ -94,15 +96,23 @@ def read_states(
         UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be assigned.
         CorruptError: shapes or entries contradict each other.
     """
-    is_flattened = any(isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values())
+    is_flattened = any(
+        isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values()
+    )
     form = optim_format_of(catalog.tensors, catalog.objects, has_flattened=is_flattened)
     if has_buckets(catalog):
         buckets = read_buckets(catalog, model, facts, rules, store=store)
         return GlobalStates(
-            buckets.tensors, buckets.fragments_of, buckets.optimizer, hidden=buckets.hidden, notes=buckets.notes
+            buckets.tensors,
+            buckets.fragments_of,
+            buckets.optimizer,
+            hidden=buckets.hidden,
+            notes=buckets.notes,
         )
     if form not in _BY_PARAMETER or entry is None:
-        problem = "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
+        problem = (
+            "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
+        )
         raise UnsupportedError(
             f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be brought into another layout",
             hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
@@ -115,7 +125,11 @@ def with_states(model: Catalog, states: GlobalStates) -> Catalog:
     of_model = model.fragments_of
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        return states.fragments_of(key) if key in states.tensors or key in states.hidden else of_model(key)
+        return (
+            states.fragments_of(key)
+            if key in states.tensors or key in states.hidden
+            else of_model(key)
+        )
 
     return replace(
         model,
@@ -149,17 +163,25 @@ def _read_by_parameter(
         names = {key: name.removeprefix(prefix) for key, name in keys.items()}
         of_state = origins_of(catalog, names, facts, rules)
         origins |= {state_key(state, name): origin for name, origin in of_state.items()}
-    metas = {key: _meta(key, meta_of(catalog, key, origin), model) for key, origin in origins.items()}
+    metas = {
+        key: _meta(key, meta_of(catalog, key, origin), model) for key, origin in origins.items()
+    }
 
     # The number of steps may be a tensor, with copies of equal content.
-    hidden = {leaf.key: catalog.meta(leaf.key) for leaf in walk(read.optimizer.entries) if isinstance(leaf, TensorLeaf)}
+    hidden = {
+        leaf.key: catalog.meta(leaf.key)
+        for leaf in walk(read.optimizer.entries)
+        if isinstance(leaf, TensorLeaf)
+    }
     if read.steps:
         hidden[STEP] = replace(catalog.meta(read.steps[0]), key=STEP)
     of_states = OriginFragments(catalog, origins, metas).fragments_of
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key == STEP:
-            return [replace(piece, key=STEP) for step in read.steps for piece in catalog.fragments(step)]
+            return [
+                replace(piece, key=STEP) for step in read.steps for piece in catalog.fragments(step)
+            ]
         return of_states(key)
 
     return GlobalStates(metas, fragments_of, read.optimizer, hidden, dropped=read.dropped)
@@ -172,7 +194,9 @@ def _states(keys: Iterable[str]) -> dict[str, dict[str, str]]:
         match = _STATE.fullmatch(key)
         if match is None:
             raise UnsupportedError(
-                "the tensor is not a state of a parameter", key=key, hint="leave it out with --exclude, or --no-optim"
+                "the tensor is not a state of a parameter",
+                key=key,
+                hint="leave it out with --exclude, or --no-optim",
             )
         state = MASTER if match["state"] == "param" else match["state"]
         keys_of.setdefault(state, {})[key] = match["param"]
@@ -187,7 +211,9 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
     """
     param = model.tensors.get(param_of(key))
     if param is None:
-        raise CorruptError("the optimizer has a state of a parameter that the model does not have", key=key)
+        raise CorruptError(
+            "the optimizer has a state of a parameter that the model does not have", key=key
+        )
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:
         raise CorruptError(
@@ -231,9 +257,16 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
         fragments = catalog.fragments(key)
         if shape is None:
             return fragments
-        return [part for piece in fragments for part in _unflattened(piece, catalog.tensors[key].shape, shape)]
+        return [
+            part
+            for piece in fragments
+            for part in _unflattened(piece, catalog.tensors[key].shape, shape)
+        ]
 
-    metas = {key: replace(meta, shape=shapes.get(key, meta.shape)) for key, meta in catalog.tensors.items()}
+    metas = {
+        key: replace(meta, shape=shapes.get(key, meta.shape))
+        for key, meta in catalog.tensors.items()
+    }
     return replace(catalog, tensors=metas, fragments_of=fragments_of)
 
 
@@ -262,12 +295,19 @@ def _unflattened(piece: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragm
     """
     shard = tuple(extent // n for extent, n in zip(shape, stored[:-1], strict=True))
     array = piece.array
-    assert array is not None and len(array.shape) == len(stored), "stored chunks have the tensor's axes"
+    assert array is not None and len(array.shape) == len(stored), (
+        "stored chunks have the tensor's axes"
+    )
     strides = c_strides(array.shape)
     start, n = piece.box.offset[-1], piece.box.shape[-1]
     for steps in product(*map(range, piece.box.shape[:-1])):
         number = tuple(first + step for first, step in zip(piece.box.offset, steps, strict=False))
-        at = sum((i + step) * stride for i, step, stride in zip(piece.at, (*steps, 0), strides, strict=True))
+        at = sum(
+            (i + step) * stride
+            for i, step, stride in zip(piece.at, (*steps, 0), strides, strict=True)
+        )
         box = Box(tuple(i * extent for i, extent in zip(number, shard, strict=True)), shard)
         shard_piece = ShardPiece(box, (0,) * len(shard))
-        yield from fragments_of_run(piece.key, FlatRun(start, n, array, at), [shard_piece], shape=shard)
+        yield from fragments_of_run(
+            piece.key, FlatRun(start, n, array, at), [shard_piece], shape=shard
+        )

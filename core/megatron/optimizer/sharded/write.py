@@ -60,7 +60,9 @@ def _regrouped(target: ReshardTarget) -> Optimizer:
     if not target.facts.n_experts or (after.ep, after.expert_tp) == (before.ep, before.expert_tp):
         return target.optimizer
     groups = target_groups(target, trained(target.catalog.tensors))
-    return replace(target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
+    return replace(
+        target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings)
+    )
 
 
 class StackedOptimizer:
@@ -110,7 +112,9 @@ class StackedOptimizer:
         state = state_of(key)
         if state is None:
             return name
-        is_param = state[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
+        is_param = (
+            state[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
+        )
         return f"{STATES}{'param' if is_param else state[0]}.{name}"
 
     def _content(self, before: dict[object, object]) -> dict[object, object]:
@@ -119,7 +123,11 @@ class StackedOptimizer:
         if self._is_distributed:
             content[_CONTENT_SHARDING] = self._sharding
             content["distrib_optim_fully_reshardable_mem_efficient"] = False
-        content |= {name: value for name, value in before.items() if not str(name).startswith("distrib_optim_")}
+        content |= {
+            name: value
+            for name, value in before.items()
+            if not str(name).startswith("distrib_optim_")
+        }
         content["singleton_local_shards"] = False
         content["chained_optim_avoid_prefix"] = True
         return content

@@ -23,11 +23,15 @@ def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) ->
     """Copies a fragment out of its file; an element is copied once."""
     assert fragment.array is not None
     start = fragment.array.extent.offset // 4
-    dense = data[fragment.array.extent.file][start : start + prod(fragment.array.shape)].reshape(fragment.array.shape)
+    dense = data[fragment.array.extent.file][start : start + prod(fragment.array.shape)].reshape(
+        fragment.array.shape
+    )
     box = fragment.box
     region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
     assert (whole[region] == -1).all()
-    whole[region] = dense[tuple(slice(a, a + n) for a, n in zip(fragment.at, box.shape, strict=True))]
+    whole[region] = dense[
+        tuple(slice(a, a + n) for a, n in zip(fragment.at, box.shape, strict=True))
+    ]
 
 
 @st.composite
@@ -43,7 +47,9 @@ def _cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], int, list[int]]:
 
 
 @given(_cases(), st.integers(0, 7))
-def test_runs_of_all_shards_make_the_tensor(case: tuple[Shape, int, list[int], int, list[int]], at: int) -> None:
+def test_runs_of_all_shards_make_the_tensor(
+    case: tuple[Shape, int, list[int], int, list[int]], at: int
+) -> None:
     shape, axis, parts, n_ranks, cuts = case
     true = np.arange(prod(shape)).reshape(shape)
     whole = np.full(shape, -1)
@@ -53,7 +59,9 @@ def test_runs_of_all_shards_make_the_tensor(case: tuple[Shape, int, list[int], i
         shard = np.zeros(local, np.int64)
         for piece in pieces:
             region = tuple(slice(o, o + n) for o, n in zip(piece.at, piece.box.shape, strict=True))
-            shard[region] = true[tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))]
+            shard[region] = true[
+                tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
+            ]
         for start, stop in zip(cuts, [*cuts[1:], prod(local)], strict=True):
             name = f"{rank}.{start}"
             flat = np.concatenate([np.full(at, -7), shard.reshape(-1)[start:stop], np.full(3, -7)])
@@ -73,13 +81,28 @@ def test_what_pieces_leave_out_is_in_no_fragment() -> None:
 
 
 def test_a_scalar_and_an_empty_run() -> None:
-    (found,) = fragments_of_run("s", FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
-    assert found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
-    assert list(fragments_of_run("w", FlatRun(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2))) == []
+    (found,) = fragments_of_run(
+        "s", FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=()
+    )
+    assert (
+        found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
+    )
+    assert (
+        list(
+            fragments_of_run(
+                "w", FlatRun(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2)
+            )
+        )
+        == []
+    )
 
 
 def test_a_run_of_a_flat_tensor_in_several_arrays() -> None:
     first, second, third = (_stored(name, n) for name, n in (("a", 5), ("b", 2), ("c", 9)))
     stored = [(0, first), (5, second), (7, third)]
-    assert list(runs_in(stored, 3, 6)) == [FlatRun(0, 2, first, 3), FlatRun(2, 2, second, 0), FlatRun(4, 2, third, 0)]
+    assert list(runs_in(stored, 3, 6)) == [
+        FlatRun(0, 2, first, 3),
+        FlatRun(2, 2, second, 0),
+        FlatRun(4, 2, third, 0),
+    ]
     assert list(runs_in(stored, 7, 9)) == [FlatRun(0, 9, third, 0)]

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.optimizer.flat.buffers import BufferLayout, Slot, bucketing_of, discover, fit_buckets, lay_out_buffer
+from core.megatron.optimizer.flat.buffers import (
+    BufferLayout,
+    Slot,
+    bucketing_of,
+    discover,
+    fit_buckets,
+    lay_out_buffer,
+)
 
 SIZES = [(100, 64), (7,), (64, 65, 3), (40, 30, 200, 1, 129, 64), tuple(range(1, 60))]
 
@@ -26,7 +33,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def megatron_layout(
-    sizes: Sequence[int], *, bucket_size: int | None, shared: frozenset[int], n_ranks: int, is_wide: bool
+    sizes: Sequence[int],
+    *,
+    bucket_size: int | None,
+    shared: frozenset[int],
+    n_ranks: int,
+    is_wide: bool,
 ) -> BufferLayout:
     """The layout of a buffer that megatron-core 0.16.1 makes."""
     import torch
@@ -38,7 +50,9 @@ def megatron_layout(
     for place in shared:
         params[place].shared_embedding = True
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=is_wide, grad_reduce_in_fp32=True
+        use_distributed_optimizer=True,
+        pad_buckets_for_high_nccl_busbw=is_wide,
+        grad_reduce_in_fp32=True,
     )
     group = SimpleNamespace(size=lambda: n_ranks, rank=lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -72,10 +86,17 @@ def megatron_layout(
 @pytest.mark.parametrize(("n_ranks", "is_wide"), [(1, False), (6, False), (4, True)])
 @pytest.mark.parametrize("which", [None, 0, -1])
 def test_layouts_are_those_of_megatron_core(
-    world: None, sizes: tuple[int, ...], bucket_size: int | None, n_ranks: int, is_wide: bool, which: int | None
+    world: None,
+    sizes: tuple[int, ...],
+    bucket_size: int | None,
+    n_ranks: int,
+    is_wide: bool,
+    which: int | None,
 ) -> None:
     shared = frozenset() if which is None else frozenset({which % len(sizes)})
-    true = megatron_layout(sizes, bucket_size=bucket_size, shared=shared, n_ranks=n_ranks, is_wide=is_wide)
+    true = megatron_layout(
+        sizes, bucket_size=bucket_size, shared=shared, n_ranks=n_ranks, is_wide=is_wide
+    )
     assert lay_out_buffer(sizes, bucket_size=bucket_size, shared=shared) == true
     assert fit_buckets(sizes, true.buckets) == true
 
@@ -84,11 +105,15 @@ _sizes = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
 
 @given(_sizes, st.one_of(st.none(), st.integers(1, 900)), st.data())
-def test_every_layout_is_discovered(sizes: list[int], bucket_size: int | None, data: st.DataObject) -> None:
+def test_every_layout_is_discovered(
+    sizes: list[int], bucket_size: int | None, data: st.DataObject
+) -> None:
     shared = data.draw(st.frozensets(st.integers(0, len(sizes) - 1), max_size=1))
     layout = lay_out_buffer(sizes, bucket_size=bucket_size, shared=shared)
     starts = [slot.start for slot in layout.slots]
-    assert discover(sizes, layout.n_elements, lambda place, start: start == starts[place]) == [starts]
+    assert discover(sizes, layout.n_elements, lambda place, start: start == starts[place]) == [
+        starts
+    ]
     assert fit_buckets(sizes, layout.buckets) == layout
     for slot, size in zip(layout.slots, sizes, strict=True):
         offset = slot.start - sum(layout.buckets[: slot.bucket])
@@ -117,7 +142,10 @@ def test_all_possibilities_are_told_where_the_values_do_not_tell() -> None:
     found = discover([1, 3, 3, 5], 64 + 64 + 3 + 1, lambda place, start: True)
     assert sorted(found) == [[131, 67, 64, 0], [131, 128, 64, 0]]
     assert discover([1, 3, 3, 5], 132, lambda place, start: start != 67) == [[131, 128, 64, 0]]
-    assert discover([3] * 40, 39 * 64 + 3, lambda place, start: True) in ([], [[64 * n for n in range(39, -1, -1)]])
+    assert discover([3] * 40, 39 * 64 + 3, lambda place, start: True) in (
+        [],
+        [[64 * n for n in range(39, -1, -1)]],
+    )
 
 
 def test_buckets_of_known_sizes_that_do_not_fit() -> None:
@@ -130,14 +158,29 @@ def test_buckets_of_known_sizes_that_do_not_fit() -> None:
 
 
 def test_what_arguments_say_about_buckets() -> None:
-    fields: dict[str, object] = {"overlap_grad_reduce": True, "data_parallel_size": 64, "context_parallel_size": 2}
+    fields: dict[str, object] = {
+        "overlap_grad_reduce": True,
+        "data_parallel_size": 64,
+        "context_parallel_size": 2,
+    }
     found = bucketing_of(fields)
     assert found.bucket_size(pp_rank=0, vp_rank=0, n_params=9) == 128_000_000
     assert found.bucket_size(pp_rank=1, vp_rank=0, n_params=9) is None
     assert found.bucket_size(pp_rank=0, vp_rank=1, n_params=9) is None
-    assert bucketing_of(fields | {"ddp_num_buckets": 4}).bucket_size(pp_rank=0, vp_rank=0, n_params=9) == 2
-    assert bucketing_of(fields | {"ddp_bucket_size": 7}).bucket_size(pp_rank=0, vp_rank=0, n_params=9) == 7
-    assert bucketing_of(fields | {"overlap_grad_reduce": False}).bucket_size(pp_rank=0, vp_rank=0, n_params=9) is None
+    assert (
+        bucketing_of(fields | {"ddp_num_buckets": 4}).bucket_size(pp_rank=0, vp_rank=0, n_params=9)
+        == 2
+    )
+    assert (
+        bucketing_of(fields | {"ddp_bucket_size": 7}).bucket_size(pp_rank=0, vp_rank=0, n_params=9)
+        == 7
+    )
+    assert (
+        bucketing_of(fields | {"overlap_grad_reduce": False}).bucket_size(
+            pp_rank=0, vp_rank=0, n_params=9
+        )
+        is None
+    )
     assert bucketing_of({}).has_buckets is None
     with pytest.raises(CorruptError, match="ddp_bucket_size is '7'"):
         bucketing_of({"ddp_bucket_size": "7"})

@@ -69,7 +69,9 @@ def test_states_out_of_megatrons_files_are_the_true_ones(golden: Path, case: str
 def test_every_parameter_lies_where_megatron_recorded_it(golden: Path, case: str) -> None:
     store, catalog = rank_files(golden, "dense_gqa", case)
     found = unshard(catalog, rules=RULES, store=store, keep_padded_vocab=True)
-    recorded = json.loads((golden / "oracle" / "mapping" / f"mcore_legacy__dense_gqa__{case}.json").read_text())
+    recorded = json.loads(
+        (golden / "oracle" / "mapping" / f"mcore_legacy__dense_gqa__{case}.json").read_text()
+    )
     flat = {}
     for rank in recorded["ranks"]:
         (buffer,) = rank["distrib_optim_flat"]
@@ -94,7 +96,9 @@ def assert_states(model: Model, store: ReadStore, found: Catalog) -> None:
     """Every parameter of a synthetic model has its states."""
     wanted = [name for name in model.tensors() if not name.endswith("expert_bias")]
     assert {key for key in found.tensors if state_of(key)} == {
-        state_key("fp32_param" if state == "param" else state, name) for name in wanted for state in STATES
+        state_key("fp32_param" if state == "param" else state, name)
+        for name in wanted
+        for state in STATES
     }
     for key in found.tensors:
         state = state_of(key)
@@ -125,7 +129,9 @@ def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: 
 
 
 @pytest.mark.parametrize(("model", "topology"), SIZES)
-def test_files_from_before_buckets_were_coalesced_are_read(model: Model, topology: Topology) -> None:
+def test_files_from_before_buckets_were_coalesced_are_read(
+    model: Model, topology: Topology
+) -> None:
     store, catalog = with_optimizer(model, topology, Run(bucket_size=700, is_listed=True, align=1))
     assert_states(model, store, unshard(catalog, rules=RULES, store=store))
 
@@ -141,7 +147,9 @@ def test_the_first_model_chunk_may_have_an_optimizer_of_its_own() -> None:
 
 @pytest.mark.parametrize(("is_tied", "n_predictions"), [(True, 0), (False, 1), (False, 0)])
 def test_embeddings_that_stages_share_are_known(is_tied: bool, n_predictions: int) -> None:
-    args = replace(DENSE, is_tied=is_tied).args(Topology(1, 2)) | {"mtp_num_layers": n_predictions or None}
+    args = replace(DENSE, is_tied=is_tied).args(Topology(1, 2)) | {
+        "mtp_num_layers": n_predictions or None
+    }
     facts = facts_of(args)
 
     def is_shared(name: str, pp: int) -> bool:
@@ -155,7 +163,10 @@ def test_embeddings_that_stages_share_are_known(is_tied: bool, n_predictions: in
 
 def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> None:
     store, catalog = with_optimizer(
-        DENSE, Topology(2, 1), Run(bucket_size=400), args={"ddp_bucket_size": None, "overlap_grad_reduce": False}
+        DENSE,
+        Topology(2, 1),
+        Run(bucket_size=400),
+        args={"ddp_bucket_size": None, "overlap_grad_reduce": False},
     )
     found = unshard(catalog, rules=RULES, store=store)
     assert_states(DENSE, store, found)
@@ -179,7 +190,9 @@ def test_a_buffer_in_another_order_is_refused_with_the_place() -> None:
     name = next(name for name in store.contents if "distrib_optim.0.0.param" in name)
     data = np.frombuffer(store.contents[name], np.float32)
     store.contents[name] = bytearray(data[::-1].tobytes())
-    with pytest.raises(UnsupportedError, match="masters of output_layer.weight should be elements 0–400"):
+    with pytest.raises(
+        UnsupportedError, match="masters of output_layer.weight should be elements 0–400"
+    ):
         unshard(catalog, rules=RULES, store=store)
 
 
@@ -200,7 +213,9 @@ def test_values_that_fit_several_places_are_refused() -> None:
     result = find_starts(space, lambda place, start: start != 67)
     assert result.starts == [131, 128, 64, 0]
     assert len(result.notes) == 1
-    with pytest.raises(UnsupportedError, match="has 132 elements, the 4 parameters it should hold 12"):
+    with pytest.raises(
+        UnsupportedError, match="has 132 elements, the 4 parameters it should hold 12"
+    ):
         find_starts(space, lambda place, start: start != 64)
 
 
@@ -238,10 +253,17 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
         return lambda content: content | {0: {key: next(iter(content[0].values()))}}
 
     def stating(n: int) -> object:
-        return lambda content: content | {0: {key: {**value, "numel_unpadded": n} for key, value in content[0].items()}}
+        return lambda content: (
+            content
+            | {0: {key: {**value, "numel_unpadded": n} for key, value in content[0].items()}}
+        )
 
     refused(keyed(uint8), UnsupportedError, "FP8 parameters")
-    refused(keyed(half), CorruptError, "buffer 0 is of bfloat16 parameters, but should be of float32 ones")
+    refused(
+        keyed(half),
+        CorruptError,
+        "buffer 0 is of bfloat16 parameters, but should be of float32 ones",
+    )
     refused(keyed("x"), CorruptError, "not a pair of dtypes")
     refused(stating(5), CorruptError, "should have 5 elements")
     refused(lambda content: content | {1: content[0]}, CorruptError, "there is a buffer 1")
@@ -254,7 +276,11 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
 def test_ranks_of_different_steps_are_refused() -> None:
     store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
     _, root = list(ranks_of(catalog).values())[1]
-    entry = {"optimizer": {"param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 4}]}}
+    entry = {
+        "optimizer": {
+            "param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 4}]
+        }
+    }
     root["optimizer"] = entry
     with pytest.raises(CorruptError, match="of a parameter group is"):
         unshard(catalog, rules=RULES, store=store)
@@ -263,7 +289,10 @@ def test_ranks_of_different_steps_are_refused() -> None:
 def test_steps_are_taken_from_ranks_that_count_them() -> None:
     for which in (0, 1):
         store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
-        groups = [root["optimizer"]["optimizer"]["param_groups"][0] for _, root in ranks_of(catalog).values()]
+        groups = [
+            root["optimizer"]["optimizer"]["param_groups"][0]
+            for _, root in ranks_of(catalog).values()
+        ]
         groups[1 - which]["step"] = 3
         groups[which].pop("step", None)
         found = unshard(catalog, rules=RULES, store=store).optimizer

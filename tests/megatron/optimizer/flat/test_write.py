@@ -26,7 +26,13 @@ from tests.megatron.support.flat_files import STATES, Run, members, with_optimiz
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Model
 from tests.support.facets import facet_of, ranks_of
-from tests.support.rank_files import MODEL_FILE, assert_same_bits, assert_same_weights, load_rank_file, rank_dirs
+from tests.support.rank_files import (
+    MODEL_FILE,
+    assert_same_bits,
+    assert_same_weights,
+    load_rank_file,
+    rank_dirs,
+)
 
 FILE = "distrib_optim.pt"
 SOURCES = [
@@ -57,14 +63,25 @@ def assert_same_tree(found: Any, wanted: Any, name: str) -> None:
         assert found == wanted, name
 
 
-@pytest.mark.parametrize(("family", "source"), SOURCES, ids=["-".join(source) for source in SOURCES])
+@pytest.mark.parametrize(
+    ("family", "source"), SOURCES, ids=["-".join(source) for source in SOURCES]
+)
 @pytest.mark.parametrize("target", ["tp1_pp1_dp2_distopt", "tp2_pp1_dp2_distopt"])
 def test_files_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, source: str, target: str
 ) -> None:
     change = TopologyChange(tp=int(target[2]), pp=1, vpp=1)
     src = golden / family / "dense_gqa" / source
-    run(Job(src=src, dst=tmp_path / "out", to="megatron", topology=change, keeps_layout=True, fsync=False))
+    run(
+        Job(
+            src=src,
+            dst=tmp_path / "out",
+            to="megatron",
+            topology=change,
+            keeps_layout=True,
+            fsync=False,
+        )
+    )
     wanted = golden / "mcore_legacy" / "dense_gqa" / target
     assert_same_weights(tmp_path / "out", wanted)
     for name, path in rank_dirs(wanted).items():
@@ -74,7 +91,10 @@ def test_files_equal_those_that_megatron_saved(
         ours, theirs = (load_rank_file(one / MODEL_FILE)["optimizer"] for one in (made, path))
         if family == "mcore_legacy":
             assert_same_tree(ours, theirs, name)
-        groups = [[group["wd_mult"] for group in one["optimizer"]["param_groups"]] for one in (ours, theirs)]
+        groups = [
+            [group["wd_mult"] for group in one["optimizer"]["param_groups"]]
+            for one in (ours, theirs)
+        ]
         assert groups == [[1.0, 0.0], [1.0, 0.0]]
         assert list(ours) == list(theirs)
 
@@ -138,7 +158,12 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
                 flat = np.nan_to_num(np.concatenate(buckets))
                 assert entry.pop("numel_unpadded") == flat.size
                 for state, tensor in entry.items():
-                    assert (tensor.numpy() == flat * np.float32(STATES[state])).all(), (folder, number, n, state)
+                    assert (tensor.numpy() == flat * np.float32(STATES[state])).all(), (
+                        folder,
+                        number,
+                        n,
+                        state,
+                    )
     n_expert = after.pp * after.ep * after.expert_tp if after.ep > 1 else 0
     assert len(holders) == after.pp * after.tp + n_expert
     assert all(len(folders) == 1 for folders in holders.values())
@@ -146,12 +171,17 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
         entry = root["optimizer"]
         entries = entry if isinstance(entry, list) else [entry]
         assert len(entries) == (2 if after.ep > 1 else 1)
-        flags = [[group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]] for one in entries]
+        flags = [
+            [group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]]
+            for one in entries
+        ]
         assert flags[0] == [False, False] and flags[1:] in ([], [[True]])
         for one in entries:
             scale = again.fragments(one["grad_scaler"]["scale"].key)[0].array
             assert scale is not None
-            assert np.frombuffer(made.read(scale.extent.file, scale.extent.offset, 4), np.float32) == [1024]
+            assert np.frombuffer(
+                made.read(scale.extent.file, scale.extent.offset, 4), np.float32
+            ) == [1024]
             assert one["grad_scaler"]["growth_tracker"] == 3
 
 
@@ -166,12 +196,20 @@ def _file(store: MemoryStore, name: str) -> Any:
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        ({"overlap_grad_reduce": None, "ddp_bucket_size": 100}, "do not say whether the optimizer's buffers are"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "overlap_param_gather_with_optimizer_step"),
+        (
+            {"overlap_grad_reduce": None, "ddp_bucket_size": 100},
+            "do not say whether the optimizer's buffers are",
+        ),
+        (
+            {"overlap_param_gather_with_optimizer_step": True},
+            "overlap_param_gather_with_optimizer_step",
+        ),
         ({"use_megatron_fsdp": True}, "Megatron-FSDP"),
     ],
 )
-def test_targets_whose_buffers_are_not_determined_are_refused(args: dict[str, object], match: str) -> None:
+def test_targets_whose_buffers_are_not_determined_are_refused(
+    args: dict[str, object], match: str
+) -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 1), Run())
     source = unshard(catalog, rules=RULES, store=store)
     fields_of(source.args).update(args)
@@ -180,7 +218,9 @@ def test_targets_whose_buffers_are_not_determined_are_refused(args: dict[str, ob
 
 
 def test_unsaid_buckets_do_not_matter_where_there_would_be_one_anyway() -> None:
-    store, catalog = with_optimizer(DENSE, Topology(1, 1), Run(), args={"overlap_grad_reduce": None})
+    store, catalog = with_optimizer(
+        DENSE, Topology(1, 1), Run(), args={"overlap_grad_reduce": None}
+    )
     source = unshard(catalog, rules=RULES, store=store)
     assert facet_of(shard(source, Topology(2, 1), rules=RULES), RankFacts).optim_files
 
@@ -189,6 +229,8 @@ def test_states_without_a_place_are_refused() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 1), Run())
     source = unshard(catalog, rules=RULES, store=store)
     key = "optimizer.state.exp_avg.output_layer.weight"
-    narrow = replace(source, tensors={**source.tensors, key: replace(source.tensors[key], dtype="bfloat16")})
+    narrow = replace(
+        source, tensors={**source.tensors, key: replace(source.tensors[key], dtype="bfloat16")}
+    )
     with pytest.raises(UnsupportedError, match="the state is bfloat16"):
         shard(narrow, Topology(2, 1), rules=RULES)

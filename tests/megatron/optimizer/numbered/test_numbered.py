@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from core.convert.run import Job, TopologyChange, run
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsupportedError,
+    UsageError,
+)
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
 from core.megatron.reshard.reshard import unshard
@@ -30,11 +36,20 @@ LATE = replace(MOE, moe=(2, 3))
 """Without experts in the first layers."""
 
 
-def reshard(source: Path, target: Path, topology: Topology, *, moe: bool = False, **options: Any) -> Any:
+def reshard(
+    source: Path, target: Path, topology: Topology, *, moe: bool = False, **options: Any
+) -> Any:
     sizes: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp}
     if moe:
         sizes |= {"ep": topology.ep, "etp": topology.expert_tp}
-    job = Job(src=source, dst=target, topology=TopologyChange(**sizes), keeps_layout=True, fsync=False, **options)
+    job = Job(
+        src=source,
+        dst=target,
+        topology=TopologyChange(**sizes),
+        keeps_layout=True,
+        fsync=False,
+        **options,
+    )
     return run(job)
 
 
@@ -66,12 +81,21 @@ def test_optimizers_out_of_torch_dist_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, target: str
 ) -> None:
     tp, pp = GOLD[target]
-    reshard(golden / family / "dense_gqa" / "tp2_pp2_optim", tmp_path / "out", Topology(tp=tp, pp=pp), to="megatron")
-    assert_same_optimizer(tmp_path / "out", golden / "mcore_legacy" / "dense_gqa" / f"{target}_optim")
+    reshard(
+        golden / family / "dense_gqa" / "tp2_pp2_optim",
+        tmp_path / "out",
+        Topology(tp=tp, pp=pp),
+        to="megatron",
+    )
+    assert_same_optimizer(
+        tmp_path / "out", golden / "mcore_legacy" / "dense_gqa" / f"{target}_optim"
+    )
 
 
 @pytest.mark.parametrize("family", ["mcore0121_torch_dist", "mcore0121_zarr"])
-def test_groups_of_older_versions_stand_as_a_stage_first_needs_them(golden: Path, tmp_path: Path, family: str) -> None:
+def test_groups_of_older_versions_stand_as_a_stage_first_needs_them(
+    golden: Path, tmp_path: Path, family: str
+) -> None:
     source = golden / family / "dense_gqa" / "tp2_pp2_optim"
     report = reshard(source, tmp_path / "out", Topology(tp=2, pp=2), to="megatron")
     decays = {}
@@ -98,7 +122,11 @@ def test_states_are_the_true_ones(golden: Path, source: str) -> None:
     assert_true_states(found, store, golden, "dense_gqa")
     optimizer = found.optimizer
     assert optimizer is not None
-    assert (optimizer.kind, optimizer.states, optimizer.omits_empty) == ("float16", ("exp_avg", "exp_avg_sq"), None)
+    assert (optimizer.kind, optimizer.states, optimizer.omits_empty) == (
+        "float16",
+        ("exp_avg", "exp_avg_sq"),
+        None,
+    )
     assert [len(group.params or ()) for group in optimizer.groups] == [18, 13]
 
 
@@ -115,7 +143,12 @@ _LAYOUTS = [Topology(), Topology(tp=2, pp=2), Topology(tp=3, pp=4), Topology(pp=
     [
         (TIED, Style(steps=True)),
         (DENSE, Style(order="seen", has_scaler=True)),
-        (DENSE, Style(order="own", exempts="qk_norms", native=("linear_proj.bias", "k_layernorm.weight"))),
+        (
+            DENSE,
+            Style(
+                order="own", exempts="qk_norms", native=("linear_proj.bias", "k_layernorm.weight")
+            ),
+        ),
         (TIED, Style(has_masters=False)),
     ],
     ids=["tied", "scaler", "native", "fp32"],
@@ -142,7 +175,11 @@ _EXPERTS = [
 @pytest.mark.parametrize("a", _EXPERTS, ids=str)
 @pytest.mark.parametrize(
     ("model", "style"),
-    [(MOE, Style(native=("router.weight",))), (GROUPED, Style(order="seen")), (LATE, Style(steps=True))],
+    [
+        (MOE, Style(native=("router.weight",))),
+        (GROUPED, Style(order="seen")),
+        (LATE, Style(steps=True)),
+    ],
     ids=["sequential", "te_grouped", "late"],
 )
 def test_experts_come_to_an_optimizer_of_their_own_and_back(
@@ -154,7 +191,9 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
 
 
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
-def test_legacy_grouped_experts_become_single_ones_with_their_states(tmp_path: Path, a: Topology) -> None:
+def test_legacy_grouped_experts_become_single_ones_with_their_states(
+    tmp_path: Path, a: Topology
+) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
     source = save(model, a, tmp_path / "a", Style(is_grouped=True))
     reshard(source, tmp_path / "out", Topology(tp=2, ep=4), moe=True, moe_experts="sequential")
@@ -165,7 +204,9 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(tmp_path: P
 
 @pytest.mark.parametrize("b", _EXPERTS, ids=str)
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)
-@pytest.mark.parametrize("style", [Style(is_grouped=True), Style(is_grouped=True, has_masters=False)], ids=str)
+@pytest.mark.parametrize(
+    "style", [Style(is_grouped=True), Style(is_grouped=True, has_masters=False)], ids=str
+)
 def test_legacy_grouped_experts_keep_their_kind_and_their_states(
     tmp_path: Path, style: Style, a: Topology, b: Topology
 ) -> None:
@@ -177,15 +218,21 @@ def test_legacy_grouped_experts_keep_their_kind_and_their_states(
 
 
 @pytest.mark.parametrize("version", ["0.17", "0.20"])
-def test_grouped_experts_are_refused_for_a_megatron_without_them(tmp_path: Path, version: str) -> None:
+def test_grouped_experts_are_refused_for_a_megatron_without_them(
+    tmp_path: Path, version: str
+) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
     source = save(model, Topology(tp=2), tmp_path / "a", Style(is_grouped=True))
     asked = parse_version(version)
     err = refusal(source, tmp_path, megatron_version=asked)
     assert isinstance(err, UnsupportedError)
-    assert f"GroupedMLP (experts.weight1), which megatron-core {version} does not have" in err.message
+    assert (
+        f"GroupedMLP (experts.weight1), which megatron-core {version} does not have" in err.message
+    )
     assert str(err.hint).endswith("--moe-experts sequential")
-    reshard(source, tmp_path / "out", Topology(tp=1), megatron_version=asked, moe_experts="sequential")
+    reshard(
+        source, tmp_path / "out", Topology(tp=1), megatron_version=asked, moe_experts="sequential"
+    )
     assert not any("weight1" in name for name in _names(tmp_path / "out"))
     reshard(source, tmp_path / "kept", Topology(tp=1), megatron_version=parse_version("0.16"))
     assert any("weight1" in name for name in _names(tmp_path / "kept"))
@@ -197,20 +244,40 @@ def _names(folder: Path) -> list[str]:
 
 
 def test_kinds_of_experts_are_chosen_only_where_there_are_grouped_ones(tmp_path: Path) -> None:
-    for model, what in ((MOE, "no experts of the old GroupedMLP"), (DENSE, "no experts of the old GroupedMLP")):
+    for model, what in (
+        (MOE, "no experts of the old GroupedMLP"),
+        (DENSE, "no experts of the old GroupedMLP"),
+    ):
         source = save(model, Topology(tp=2), tmp_path / f"{len(model.moe)}")
         assert what in refusal(source, tmp_path, moe_experts="sequential").message
     with pytest.raises(UsageError, match="--moe-experts is for rank files"):
-        run(Job(src=source, dst=tmp_path / "out", to="torch_dist", moe_experts="sequential", fsync=False))
+        run(
+            Job(
+                src=source,
+                dst=tmp_path / "out",
+                to="torch_dist",
+                moe_experts="sequential",
+                fsync=False,
+            )
+        )
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
-def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(tmp_path: Path, to: str) -> None:
+def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(
+    tmp_path: Path, to: str
+) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
     style = Style(is_grouped=True)
     source = save(model, Topology(tp=2, ep=2), tmp_path / "a", style)
     run(Job(src=source, dst=tmp_path / "dist", to=to, fsync=False))
-    reshard(tmp_path / "dist", tmp_path / "out", Topology(pp=2, ep=4), moe=True, to="megatron", verify=True)
+    reshard(
+        tmp_path / "dist",
+        tmp_path / "out",
+        Topology(pp=2, ep=4),
+        moe=True,
+        to="megatron",
+        verify=True,
+    )
     wanted = save(model, Topology(pp=2, ep=4), tmp_path / "b", style)
     assert_same_optimizer(tmp_path / "out", wanted)
     assert_same_weights(tmp_path / "out", wanted)
@@ -222,12 +289,16 @@ def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(tmp_path
 
 
 @pytest.mark.parametrize("order", ["sorted", "seen", "own"])
-def test_empty_groups_are_listed_or_left_out_as_the_source_has_it(tmp_path: Path, order: str) -> None:
+def test_empty_groups_are_listed_or_left_out_as_the_source_has_it(
+    tmp_path: Path, order: str
+) -> None:
     style = Style(order=order)
     a, b = Topology(pp=2, ep=2), Topology(tp=2, pp=4, ep=2)
     reshard(save(LATE, a, tmp_path / "a", style), tmp_path / "out", b, moe=True)
     assert_same_optimizer(tmp_path / "out", save(LATE, b, tmp_path / "b", style))
-    first = load_rank_file(next(iter(rank_dirs(tmp_path / "out").values())) / MODEL_FILE)["optimizer"]
+    first = load_rank_file(next(iter(rank_dirs(tmp_path / "out").values())) / MODEL_FILE)[
+        "optimizer"
+    ]
     assert isinstance(first, dict if order == "own" else list)
 
 
@@ -270,7 +341,10 @@ def test_settings_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     change(source, "mp_rank_00_001", lambda content: _groups(content)[1].update(lr=7.0))
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
-    assert "setting lr of the optimizer's param group 1 is 7.0 here, 5e-05 in mp_rank_00_000" in err.message
+    assert (
+        "setting lr of the optimizer's param group 1 is 7.0 here, 5e-05 in mp_rank_00_000"
+        in err.message
+    )
     assert err.rank == "mp_rank_00_001"
 
 
@@ -306,7 +380,9 @@ def test_masters_of_weights_that_are_cast_to_fp32_are_refused(tmp_path: Path) ->
     assert "--no-optim" in (err.hint or "")
 
 
-def test_a_distributed_optimizer_whose_files_were_not_copied_is_named(golden: Path, tmp_path: Path) -> None:
+def test_a_distributed_optimizer_whose_files_were_not_copied_is_named(
+    golden: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "a"
     shutil.copytree(golden / "mcore_legacy" / "dense_gqa" / "tp2_pp1_dp2_distopt", source)
     for path in rank_dirs(source).values():
@@ -323,20 +399,31 @@ def test_a_parameter_without_states_is_named(tmp_path: Path) -> None:
     err = refusal(source, tmp_path)
     assert isinstance(err, MissingShardError)
     assert err.key is not None
-    assert "has the optimizer states none, but embedding.word_embeddings.weight of mp_rank_00 has" in err.message
+    assert (
+        "has the optimizer states none, but embedding.word_embeddings.weight of mp_rank_00 has"
+        in err.message
+    )
 
 
 @pytest.mark.parametrize("step", [torch.tensor(6.0), 6, None])
 def test_steps_that_differ_between_ranks_are_an_error(tmp_path: Path, step: object) -> None:
     source = save(DENSE, Topology(tp=2), tmp_path / "a", Style(steps=True))
-    change(source, "mp_rank_01", lambda content: content["optimizer"]["optimizer"]["state"][2].update(step=step))
+    change(
+        source,
+        "mp_rank_01",
+        lambda content: content["optimizer"]["optimizer"]["state"][2].update(step=step),
+    )
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
 
 
 def test_masters_that_do_not_round_to_the_weights_are_refused(tmp_path: Path) -> None:
     source = save(DENSE, Topology(), tmp_path / "a")
-    change(source, "mp_rank_00", lambda content: content["optimizer"]["fp32_from_fp16_params"][0][1].add_(1000.0))
+    change(
+        source,
+        "mp_rank_00",
+        lambda content: content["optimizer"]["fp32_from_fp16_params"][0][1].add_(1000.0),
+    )
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
     assert err.key == "decoder.layers.0.self_attention.linear_proj.weight"
@@ -397,7 +484,11 @@ def test_an_optimizer_that_differs_in_a_tied_copy_is_found_out(tmp_path: Path) -
 
 def test_an_entry_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
     source = save(DENSE, Topology(tp=2), tmp_path / "a", Style(has_scaler=True))
-    change(source, "mp_rank_01", lambda content: content["optimizer"]["grad_scaler"].update(growth_tracker=4))
+    change(
+        source,
+        "mp_rank_01",
+        lambda content: content["optimizer"]["grad_scaler"].update(growth_tracker=4),
+    )
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
     assert "grad_scaler" in err.message
@@ -418,7 +509,9 @@ def test_settings_of_experts_that_differ_cannot_come_to_one_group(tmp_path: Path
 
 def test_other_chained_optimizers_are_refused(tmp_path: Path) -> None:
     source = save(DENSE, Topology(), tmp_path / "a")
-    change(source, "mp_rank_00", lambda content: content.update(optimizer=[content["optimizer"]] * 2))
+    change(
+        source, "mp_rank_00", lambda content: content.update(optimizer=[content["optimizer"]] * 2)
+    )
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
     assert "chained" in err.message

@@ -21,7 +21,13 @@ from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.sharded.buckets import BucketStates, has_buckets, read_buckets
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import Global, TensorLeaf, as_mapping, make_namespace
-from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states, assert_true_states
+from tests.megatron.optimizer.flat.test_read import (
+    DENSE,
+    EXPERTS,
+    TIED,
+    assert_states,
+    assert_true_states,
+)
 from tests.megatron.support.flat_files import GROUP, STATES, Run, members
 from tests.megatron.support.megatron_gold import RULES, dist_files
 from tests.megatron.support.synthetic import Model
@@ -43,12 +49,18 @@ def joined(model: Catalog, found: BucketStates) -> Catalog:
 
 
 @pytest.mark.parametrize(("family", "case"), GOLD)
-def test_states_out_of_megatrons_buckets_are_the_true_ones(golden: Path, family: str, case: str) -> None:
+def test_states_out_of_megatrons_buckets_are_the_true_ones(
+    golden: Path, family: str, case: str
+) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert has_buckets(catalog)
     model = unshard(catalog, rules=RULES, optim="drop")
     found = read_buckets(catalog, model, facts_of(catalog.args), RULES, store=store)
-    assert (found.optimizer.kind, found.optimizer.states, found.notes) == ("distributed", ("exp_avg", "exp_avg_sq"), [])
+    assert (found.optimizer.kind, found.optimizer.states, found.notes) == (
+        "distributed",
+        ("exp_avg", "exp_avg_sq"),
+        [],
+    )
     assert [group.settings["wd_mult"] for group in found.optimizer.groups] == [1.0, 0.0]
     assert_true_states(joined(model, found), store, golden, "dense_gqa")
 
@@ -56,7 +68,11 @@ def test_states_out_of_megatrons_buckets_are_the_true_ones(golden: Path, family:
 def _rank(topology: Topology, number: int, *, is_expert: bool) -> Rank:
     """The first rank of a group, by what its number counts."""
     size = topology.expert_tp * topology.ep if is_expert else topology.tp
-    wanted = (number % topology.expert_tp, number // topology.expert_tp % topology.ep) if is_expert else number % size
+    wanted = (
+        (number % topology.expert_tp, number // topology.expert_tp % topology.ep)
+        if is_expert
+        else number % size
+    )
     return next(
         rank
         for rank in topology.ranks()
@@ -64,7 +80,9 @@ def _rank(topology: Topology, number: int, *, is_expert: bool) -> Rank:
     )
 
 
-def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) -> tuple[MemoryStore, Catalog, Catalog]:
+def bucketed(
+    model: Model, topology: Topology, run: Run, *, pads: bool = False
+) -> tuple[MemoryStore, Catalog, Catalog]:
     """A checkpoint whose weights are global and whose optimizer is in buckets: store, catalog, the model alone.
 
     Args:
@@ -95,15 +113,24 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
                 for n_bucket, bucket in enumerate(buckets):
                     if pads:
                         step = lcm(run.dp, 128)
-                        bucket = np.concatenate([bucket, np.full(-bucket.size % step, np.nan, np.float32)])
+                        bucket = np.concatenate(
+                            [bucket, np.full(-bucket.size % step, np.nan, np.float32)]
+                        )
                     for state, factor in STATES.items():
                         key = (
                             f"{start}gbuf_idx_{n_buffer}.dtype_(torch.float32, torch.float32)."
                             f"bucket_idx_{n_bucket}.{state}"
                         )
-                        cuts = sorted({0, bucket.size, *np.random.default_rng(number).integers(0, bucket.size, 9)})
+                        cuts = sorted(
+                            {
+                                0,
+                                bucket.size,
+                                *np.random.default_rng(number).integers(0, bucket.size, 9),
+                            }
+                        )
                         chunks[key] = [
-                            (int(a), stored(f"{key}@{a}", bucket[a:b] * np.float32(factor))) for a, b in pairwise(cuts)
+                            (int(a), stored(f"{key}@{a}", bucket[a:b] * np.float32(factor)))
+                            for a, b in pairwise(cuts)
                         ]
             key = f"{start}grad_scaler/shard_0_1:0.scale"
             scales[key] = stored(key, np.array([1024], np.float32))
@@ -112,8 +139,12 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
                 ("per_bucket_numel_unpadded", sizes),
                 ("optimizer", {"param_groups": [{**GROUP, "is_expert_parallel": is_expert}]}),
             ):
-                objects[f"{start}{name}/shard_0_1"] = StoredObject(f"{start}{name}/shard_0_1", value=[value])
-    args = make_namespace(model.args(topology) | {"data_parallel_size": run.dp, "use_distributed_optimizer": True})
+                objects[f"{start}{name}/shard_0_1"] = StoredObject(
+                    f"{start}{name}/shard_0_1", value=[value]
+                )
+    args = make_namespace(
+        model.args(topology) | {"data_parallel_size": run.dp, "use_distributed_optimizer": True}
+    )
     plain = replace(
         catalog_of_arrays(format="torch_dist", arrays=weights),
         args=args,
@@ -123,12 +154,17 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key not in chunks:
             return plain.fragments(key)
-        return [Fragment(key, Box((a,), array.shape), array, (0,)) for a, array in reversed(chunks[key])]
+        return [
+            Fragment(key, Box((a,), array.shape), array, (0,)) for a, array in reversed(chunks[key])
+        ]
 
     tensors = {
-        key: TensorMeta(key, "float32", (sum(array.shape[0] for _, array in found),)) for key, found in chunks.items()
+        key: TensorMeta(key, "float32", (sum(array.shape[0] for _, array in found),))
+        for key, found in chunks.items()
     }
-    catalog = replace(plain, tensors={**plain.tensors, **tensors}, objects=objects, fragments_of=fragments_of)
+    catalog = replace(
+        plain, tensors={**plain.tensors, **tensors}, objects=objects, fragments_of=fragments_of
+    )
     catalog = catalog.with_hidden(scales)
     return MemoryStore(contents), catalog, unshard(plain, rules=RULES)
 
@@ -158,7 +194,9 @@ SIZES = [
 @pytest.mark.parametrize(("model", "topology"), SIZES)
 @pytest.mark.parametrize("run", [Run(), Run(bucket_size=500), Run(bucket_size=1, dp=6)])
 @pytest.mark.parametrize("pads", [False, True])
-def test_buckets_of_every_layout_are_read(model: Model, topology: Topology, run: Run, pads: bool) -> None:
+def test_buckets_of_every_layout_are_read(
+    model: Model, topology: Topology, run: Run, pads: bool
+) -> None:
     store, found = read(model, topology, run, pads=pads)
     assert_states(model, store, found)
 
@@ -186,7 +224,10 @@ def test_what_is_missing_is_named() -> None:
 def test_elements_that_no_chunk_holds_are_missing() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(1, 1), Run())
     before = catalog.fragments_of
-    hollow = replace(catalog, fragments_of=lambda key: before(key)[1:] if key.endswith(".exp_avg") else before(key))
+    hollow = replace(
+        catalog,
+        fragments_of=lambda key: before(key)[1:] if key.endswith(".exp_avg") else before(key),
+    )
     with pytest.raises(CorruptError, match="are in no file"):
         read_buckets(hollow, plain, facts_of(catalog.args), RULES, store=store)
 
@@ -195,7 +236,10 @@ def test_weights_of_another_step_are_refused_with_the_place() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(1, 1), Run())
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     store.contents[name] = bytearray(len(store.contents[name]))
-    with pytest.raises(UnsupportedError, match=r"masters of decoder.layers.1.mlp.linear_fc2.weight should be elements"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"masters of decoder.layers.1.mlp.linear_fc2.weight should be elements",
+    ):
         read_buckets(catalog, plain, facts_of(catalog.args), RULES, store=store)
 
 

@@ -15,7 +15,14 @@ from core.megatron.optimizer.sharded.held import Holdings
 from core.megatron.placement.chunk import chunk_of
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping
-from tests.megatron.support.kinds import KINDS, built, dist_catalog, dist_tensors, files, topology_of
+from tests.megatron.support.kinds import (
+    KINDS,
+    built,
+    dist_catalog,
+    dist_tensors,
+    files,
+    topology_of,
+)
 from tests.megatron.support.megatron_gold import RULES, dist_files, rank_files
 from tests.support.facets import ranks_of
 
@@ -35,7 +42,9 @@ def _held(model: Catalog, args: object) -> tuple[Topology, Holdings]:
 
 
 @pytest.mark.parametrize(("family", "model", "case"), GOLD)
-def test_order_and_shards_are_those_of_megatrons_files(golden: Path, family: str, model: str, case: str) -> None:
+def test_order_and_shards_are_those_of_megatrons_files(
+    golden: Path, family: str, model: str, case: str
+) -> None:
     _, dist = dist_files(golden, family, model, case)
     topology, holdings = _held(unshard(dist, rules=RULES, optim="drop"), dist.args)
     _, catalog = rank_files(golden, model, case)
@@ -54,7 +63,10 @@ def test_order_and_shards_are_those_of_megatrons_files(golden: Path, family: str
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if (
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None
+    ):
         pytest.skip("megatron-core is not installed")
     found = tmp_path_factory.mktemp("kinds")
     built(found)

@@ -68,7 +68,9 @@ def true_states(golden: Path) -> dict[str, Bytes]:
         for key in file.keys():  # noqa: SIM118
             state, _, param = key.partition(".")
             tensor = file.get_tensor(key).contiguous()
-            found[state_key(state, param)] = tensor.view(torch.uint8).numpy().reshape(*tensor.shape, 4)
+            found[state_key(state, param)] = (
+                tensor.view(torch.uint8).numpy().reshape(*tensor.shape, 4)
+            )
     return found
 
 
@@ -101,7 +103,9 @@ def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None
     assert optimizer.kind == ("distributed" if "distopt" in name else "float16")
     assert optimizer.states == ("exp_avg", "exp_avg_sq")
     assert [group.settings["wd_mult"] for group in optimizer.groups] == [1.0, 0.0]
-    assert all(group.params is None and "params" not in group.settings for group in optimizer.groups)
+    assert all(
+        group.params is None and "params" not in group.settings for group in optimizer.groups
+    )
     assert optimizer.step == (None if "distopt" in name else TensorLeaf(STEP))
     if optimizer.step is not None:
         assert tensor_bytes(found, store, STEP).tobytes() == b"\0\0\x80?"
@@ -118,7 +122,9 @@ def test_written_at_its_own_sizes_it_is_what_megatron_wrote(golden: Path, name: 
         whole = tensor_bytes(catalog, store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
-            region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+            region = tuple(
+                slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
+            )
             assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
 
 
@@ -162,7 +168,9 @@ def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
         whole = tensor_bytes(wanted, wanted_store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
-            region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+            region = tuple(
+                slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
+            )
             assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
     facts = stacked.target.facet(TorchDistFacts) or TorchDistFacts()
     assert facts.dialect == ("common_pt" if "torch_dist" in name else None)
@@ -180,7 +188,9 @@ def test_states_are_cut_as_their_parameters_are(golden: Path, sizes: Topology) -
     store, catalog = source(golden, RESHARDABLE)
     stacked = stack(unshard(catalog, rules=RULES), sizes, rules=RULES)
     filled(stacked.target, stacked.source, store)
-    params = [key for key in stacked.target.tensors if state_of(key) is None and "expert_bias" not in key]
+    params = [
+        key for key in stacked.target.tensors if state_of(key) is None and "expert_bias" not in key
+    ]
     for param in params:
         boxes = {fragment.box for fragment in stacked.target.fragments(param)}
         for state in ("param", "exp_avg", "exp_avg_sq"):
@@ -192,7 +202,9 @@ def test_states_are_cut_as_their_parameters_are(golden: Path, sizes: Topology) -
     ("name", "keys", "sharding"),
     [(PLAIN[0], "fp32_param", None), (RESHARDABLE, "fp32_param", "fully_sharded_model_space")],
 )
-def test_zarr_gets_the_form_that_its_readers_know(golden: Path, name: str, keys: str, sharding: str | None) -> None:
+def test_zarr_gets_the_form_that_its_readers_know(
+    golden: Path, name: str, keys: str, sharding: str | None
+) -> None:
     _, catalog = source(golden, name)
     stacked = stack(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES, format="zarr")
     _, wanted = source(golden, MODEL_SPACE[1])
@@ -253,7 +265,9 @@ def converted(src: Path, dst: Path, to: str, **options: Any) -> tuple[Report, Lo
 @pytest.mark.parametrize("name", BUCKETS)
 def test_buckets_become_fully_reshardable(golden: Path, tmp_path: Path, name: str) -> None:
     sizes = TopologyChange(tp=2, pp=1)
-    report, store, catalog = converted(golden / name, tmp_path / "out", "torch_dist", topology=sizes)
+    report, store, catalog = converted(
+        golden / name, tmp_path / "out", "torch_dist", topology=sizes
+    )
     check_like(catalog, source(golden, RESHARDABLE)[1], has_settings="mcore_torch_dist" in name)
     check_values(unshard(catalog, rules=RULES), store, golden)
     assert any("fully_reshardable" in note for note in report.notes)
@@ -262,7 +276,9 @@ def test_buckets_become_fully_reshardable(golden: Path, tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", (*BUCKETS, MODEL_SPACE[0]))
-def test_without_a_new_layout_the_form_stays_with_a_note(golden: Path, tmp_path: Path, name: str) -> None:
+def test_without_a_new_layout_the_form_stays_with_a_note(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
     report, _, catalog = converted(golden / name, tmp_path / "out", "torch_dist")
     assert set(catalog.tensors) == set(source(golden, name)[1].tensors)
     assert any("--tp-new" in note and "fully_reshardable" in note for note in report.notes)
@@ -271,17 +287,25 @@ def test_without_a_new_layout_the_form_stays_with_a_note(golden: Path, tmp_path:
 @pytest.mark.parametrize("name", (*PLAIN[:2], RESHARDABLE, *BUCKETS, MODEL_SPACE[0]))
 def test_zarr_and_back(golden: Path, tmp_path: Path, name: str) -> None:
     _, store, catalog = converted(golden / name, tmp_path / "zarr", "zarr")
-    assert set(catalog.tensors) == set(source(golden, MODEL_SPACE[1] if "distopt" in name else PLAIN[3])[1].tensors)
+    assert set(catalog.tensors) == set(
+        source(golden, MODEL_SPACE[1] if "distopt" in name else PLAIN[3])[1].tensors
+    )
     check_values(unshard(catalog, rules=RULES), store, golden)
     _, store, catalog = converted(tmp_path / "zarr", tmp_path / "back", "torch_dist")
     has_settings = name.startswith("mcore_torch_dist") or "0161" in name
-    check_like(catalog, source(golden, RESHARDABLE if "distopt" in name else name)[1], has_settings=has_settings)
+    check_like(
+        catalog,
+        source(golden, RESHARDABLE if "distopt" in name else name)[1],
+        has_settings=has_settings,
+    )
     check_values(unshard(catalog, rules=RULES), store, golden)
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
 @pytest.mark.parametrize("name", [PLAIN[0], MODEL_SPACE[0]])
-def test_formats_without_a_layout_and_back(golden: Path, tmp_path: Path, name: str, to: str) -> None:
+def test_formats_without_a_layout_and_back(
+    golden: Path, tmp_path: Path, name: str, to: str
+) -> None:
     report, _, catalog = converted(golden / name, tmp_path / "out", to, names="megatron")
     assert "optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight" in catalog.tensors
     assert not any("optim" in text for text in report.dropped)
@@ -298,7 +322,15 @@ def test_one_file_of_tensors_alone_says_what_it_leaves_out(golden: Path, tmp_pat
     assert "optimizer.state.exp_avg.output_layer.weight" in catalog.tensors
     assert any(text.startswith("optimizer:") for text in report.dropped)
     with pytest.raises(UnsupportedError):
-        run(Job(src=dst, dst=tmp_path / "back", to="torch_dist", topology=TopologyChange(tp=1), fsync=False))
+        run(
+            Job(
+                src=dst,
+                dst=tmp_path / "back",
+                to="torch_dist",
+                topology=TopologyChange(tp=1),
+                fsync=False,
+            )
+        )
 
 
 RANKS = {
@@ -310,7 +342,9 @@ RANKS = {
 
 
 @pytest.mark.parametrize("case", RANKS)
-def test_rank_files_become_what_megatron_saves_as_torch_dist(golden: Path, tmp_path: Path, case: str) -> None:
+def test_rank_files_become_what_megatron_saves_as_torch_dist(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
     wanted_store, wanted = source(golden, RANKS[case])
     sizes = sizes_of(RANKS[case])
     src = golden / "mcore_legacy/dense_gqa" / case
@@ -318,19 +352,25 @@ def test_rank_files_become_what_megatron_saves_as_torch_dist(golden: Path, tmp_p
     report, store, catalog = converted(src, tmp_path / "out", "torch_dist", topology=change)
     check_like(catalog, wanted)
     for key in catalog.tensors:
-        assert (tensor_bytes(catalog, store, key) == tensor_bytes(wanted, wanted_store, key)).all(), key
+        assert (
+            tensor_bytes(catalog, store, key) == tensor_bytes(wanted, wanted_store, key)
+        ).all(), key
     assert not any("optim" in text for text in report.dropped)
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
 @pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp2_pp1_dp2_distopt"])
-def test_rank_files_by_way_of_a_format_without_a_layout(golden: Path, tmp_path: Path, case: str, to: str) -> None:
+def test_rank_files_by_way_of_a_format_without_a_layout(
+    golden: Path, tmp_path: Path, case: str, to: str
+) -> None:
     src = golden / "mcore_legacy/dense_gqa" / case
     _, _, catalog = converted(src, tmp_path / "out", to)
     assert "optimizer.state.fp32_param.output_layer.weight" in catalog.tensors
     sizes = TopologyChange(tp=2, pp=2)
     _, store, back = converted(tmp_path / "out", tmp_path / "back", "torch_dist", topology=sizes)
-    direct_store, direct = source_of(converted(src, tmp_path / "direct", "torch_dist", topology=sizes))
+    direct_store, direct = source_of(
+        converted(src, tmp_path / "direct", "torch_dist", topology=sizes)
+    )
     check_like(back, direct)
     check_values(unshard(back, rules=RULES), store, golden)
     check_values(unshard(direct, rules=RULES), direct_store, golden)
@@ -350,12 +390,16 @@ def test_groups_keep_the_names_of_their_parameters(golden: Path, tmp_path: Path,
         _, _, catalog = converted(src, tmp_path / to, to)
         found = optimizer_of(unshard(catalog, rules=RULES))
         assert [group.params for group in found.groups] == [group.params for group in wanted.groups]
-        assert [group.settings for group in found.groups] == [group.settings for group in wanted.groups]
+        assert [group.settings for group in found.groups] == [
+            group.settings for group in wanted.groups
+        ]
         assert (found.kind, found.states, found.step) == (wanted.kind, wanted.states, wanted.step)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
-def test_ranks_with_random_states_of_their_own_become_trees(golden: Path, tmp_path: Path, to: str) -> None:
+def test_ranks_with_random_states_of_their_own_become_trees(
+    golden: Path, tmp_path: Path, to: str
+) -> None:
     _, _, catalog = converted(golden / "mcore_legacy/moe_seq/tp2_pp1_ep2", tmp_path / "out", to)
     assert any("local_experts.3.linear_fc2.weight" in key for key in catalog.tensors)
 
@@ -368,12 +412,16 @@ def test_commutes_with_resharding_of_rank_files(golden: Path, tmp_path: Path, to
         sizes = TopologyChange(tp=1, pp=2)
         _, direct_store, direct = converted(src, tmp_path / f"{case}-a", "megatron", topology=sizes)
         converted(src, tmp_path / f"{case}-b", to)
-        _, store, found = converted(tmp_path / f"{case}-b", tmp_path / f"{case}-c", "megatron", topology=sizes)
+        _, store, found = converted(
+            tmp_path / f"{case}-b", tmp_path / f"{case}-c", "megatron", topology=sizes
+        )
         assert {key: (meta.dtype, meta.shape) for key, meta in found.tensors.items()} == {
             key: (meta.dtype, meta.shape) for key, meta in direct.tensors.items()
         }
         for key in direct.tensors:
-            assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), key
+            assert (
+                tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)
+            ).all(), key
 
 
 def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
@@ -384,25 +432,42 @@ def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
     """
     own = catalog.fragments_of
     params = [key for key in catalog.tensors if RULES.is_param(key)]
-    param_of_state = {state_key(state, key): key for state in ("fp32_param", "exp_avg") for key in params}
+    param_of_state = {
+        state_key(state, key): key for state in ("fp32_param", "exp_avg") for key in params
+    }
     kinds = [(1.0, False), (1.0, True), (0.0, False)] if is_split else [(1.0, False), (0.0, False)]
     settings = [
-        {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False, "step": 5}
+        {
+            "wd_mult": decay,
+            "lr_mult": 1.0,
+            "is_expert_parallel": is_expert,
+            "is_decoupled_lr": False,
+            "step": 5,
+        }
         for decay, is_expert in kinds
     ]
     return replace(
         catalog,
         tensors={
             **catalog.tensors,
-            **{key: replace(catalog.tensors[param], key=key) for key, param in param_of_state.items()},
+            **{
+                key: replace(catalog.tensors[param], key=key)
+                for key, param in param_of_state.items()
+            },
         },
-        fragments_of=lambda key: [replace(piece, key=key) for piece in own(param_of_state.get(key, key))],
+        fragments_of=lambda key: [
+            replace(piece, key=key) for piece in own(param_of_state.get(key, key))
+        ],
         optimizer=Optimizer("distributed", tuple(map(ParamGroup, settings)), ("exp_avg",)),
     )
 
 
-@pytest.mark.parametrize(("origin", "sizes"), [("tp1_pp1", Topology(ep=2)), ("tp1_pp1_ep2", Topology())])
-def test_experts_get_groups_of_their_own_with_expert_parallelism(golden: Path, origin: str, sizes: Topology) -> None:
+@pytest.mark.parametrize(
+    ("origin", "sizes"), [("tp1_pp1", Topology(ep=2)), ("tp1_pp1_ep2", Topology())]
+)
+def test_experts_get_groups_of_their_own_with_expert_parallelism(
+    golden: Path, origin: str, sizes: Topology
+) -> None:
     store, model = global_form(golden, "moe_seq", origin)
     stacked = stack(with_optimizer(model, is_split="ep2" in origin), sizes, rules=RULES)
     filled(stacked.target, stacked.source, store)
@@ -415,16 +480,23 @@ def test_experts_get_groups_of_their_own_with_expert_parallelism(golden: Path, o
     assert entry is not None
     members = [entry[number] for number in (0, 1)] if sizes.ep > 1 else [entry]
     assert set(entry) == ({0, 1} if sizes.ep > 1 else {"optimizer", "param_state_sharding_type"})
-    groups = [[group["is_expert_parallel"] for group in member["optimizer"]["param_groups"]] for member in members]  # type: ignore[index]
+    groups = [
+        [group["is_expert_parallel"] for group in member["optimizer"]["param_groups"]]
+        for member in members
+    ]  # type: ignore[index]
     assert groups == ([[False, False], [True]] if sizes.ep > 1 else [[False, False]])
     again = unshard(as_stored(stacked), rules=RULES)
-    assert [group.is_expert for group in optimizer_of(again).groups] == [flag for member in groups for flag in member]
+    assert [group.is_expert for group in optimizer_of(again).groups] == [
+        flag for member in groups for flag in member
+    ]
     assert {key for key in again.tensors if state_of(key)} == stacked_states(model)
 
 
 def as_stored(stacked: Stacked) -> Catalog:
     """A target catalog read again, without its bytes."""
-    return replace(with_facts_of(stacked.source, stacked.target), format="torch_dist", skeleton=None)
+    return replace(
+        with_facts_of(stacked.source, stacked.target), format="torch_dist", skeleton=None
+    )
 
 
 def stacked_states(model: Catalog) -> set[str]:
@@ -439,7 +511,9 @@ def test_prefixes_of_chained_optimizers_are_taken_off(golden: Path, prefix: str)
     renamed = replace(
         catalog,
         tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()},
-        fragments_of=lambda key: [replace(f, key=key) for f in catalog.fragments(old_of.get(key, key))],
+        fragments_of=lambda key: [
+            replace(f, key=key) for f in catalog.fragments(old_of.get(key, key))
+        ],
     )
     check_values(unshard(renamed, rules=RULES), store, golden)
 
@@ -447,7 +521,11 @@ def test_prefixes_of_chained_optimizers_are_taken_off(golden: Path, prefix: str)
 def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path) -> None:
     _, model = global_form(golden, "dense_gqa", "tp1_pp1")
     trained = with_optimizer(model, is_split=False)
-    left = {key: meta for key, meta in trained.tensors.items() if ".exp_avg.decoder.layers.2." not in key}
+    left = {
+        key: meta
+        for key, meta in trained.tensors.items()
+        if ".exp_avg.decoder.layers.2." not in key
+    }
     with pytest.raises(UnsupportedError, match="3 of the 4 tensors that are stacked here"):
         stack(replace(trained, tensors=left), Topology(), rules=RULES)
 
@@ -471,16 +549,25 @@ def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
 
 def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
     _, catalog = source(golden, RESHARDABLE)
-    new_of = {key: f"optimizer.state.{found[1]}.{found[0]}" for key in catalog.tensors if (found := state_of(key))}
+    new_of = {
+        key: f"optimizer.state.{found[1]}.{found[0]}"
+        for key in catalog.tensors
+        if (found := state_of(key))
+    }
     old_of = {new_of.get(key, key): key for key in catalog.tensors}
-    renamed = replace(catalog, tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()})
+    renamed = replace(
+        catalog,
+        tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()},
+    )
     with pytest.raises(UnsupportedError, match=r"in the form torch_by_name .*--no-optim"):
         unshard(renamed, rules=RULES)
 
 
 @pytest.mark.parametrize("name", [BUCKETS[0], RESHARDABLE, MODEL_SPACE[1], PLAIN[0]])
 def test_global_tensors_become_rank_files(golden: Path, tmp_path: Path, name: str) -> None:
-    report, store, catalog = converted(golden / name, tmp_path / "out", "megatron", topology=TopologyChange(tp=1, pp=2))
+    report, store, catalog = converted(
+        golden / name, tmp_path / "out", "megatron", topology=TopologyChange(tp=1, pp=2)
+    )
     check_values(unshard(catalog, rules=RULES, store=store), store, golden)
     assert not any("optim" in text for text in report.dropped)
 
@@ -501,5 +588,9 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
     with (copy / "iter_0000010" / place.file).open("r+b") as file:
         file.seek(place.offset)
         file.write(b"\x12\x34")
-    report = run(Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False))
-    assert any("masters of decoder.final_layernorm.weight do not round" in note for note in report.notes)
+    report = run(
+        Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False)
+    )
+    assert any(
+        "masters of decoder.final_layernorm.weight do not round" in note for note in report.notes
+    )
