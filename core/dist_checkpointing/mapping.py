@@ -41,6 +41,9 @@ ShardedStateDict = dict[str, Any]
 ReplicaId = int | tuple[int, ...]
 """The number of a copy of a shard; zero, or all zeros, is the main copy, which is written."""
 
+_logged_deprecations: dict[str, bool] = {}
+"""Unused; scripts that were written for Megatron-Core may import it."""
+
 
 class ShardedBase(ABC):
     """A leaf that stands for a part of a global tensor or object.

@@ -537,7 +537,7 @@ def test_numbers_in_another_order_than_rows_are_refused() -> None:
     tensors["model.layers.0.mlp.up.weight_format"] = torch.tensor(2, dtype=U8)
     catalog, store = stored(tensors)
     made = dequantize(catalog).catalog
-    with pytest.raises(UnsupportedError, match="another order than rows"):
+    with pytest.raises(UnsupportedError, match="an order other than by rows"):
         content(made, store, "model.layers.0.mlp.up.weight")
 
 

@@ -215,6 +215,5 @@ def test_inspect_warns_of_files_beside_the_weights(
 def test_inspect_says_what_it_does_not_look_into(weights: Path) -> None:
     (weights / "model.joblib").write_bytes(b"\x04\x22\x4d\x18" + bytes(20))
     assert any(
-        "not looked into: model.joblib" in note
-        for note in summarize(open_checkpoint(weights)).notes
+        "not examined: model.joblib" in note for note in summarize(open_checkpoint(weights)).notes
     )
