@@ -247,7 +247,7 @@ class Ledger:
                 del self._checked[record.file, record.array]
             if crc != record.crc:
                 raise CorruptError(
-                    f"checksum mismatch: the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",
+                    f"checksum mismatch: the bytes have CRC-32 {crc:08x}, the file records {record.crc:08x}",
                     file=record.file,
                     key=record.array,
                     span=(record.start, record.start + record.n_bytes),

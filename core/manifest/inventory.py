@@ -251,7 +251,7 @@ def _check_intact(scanned: ScanResult) -> None:
     for mismatch in scanned.mismatches:
         stated = mismatch.stated
         raise CorruptError(
-            f"checksum mismatch: {stated.name} has CRC-32 {mismatch.actual_crc:08x}, the file states {stated.crc:08x}",
+            f"checksum mismatch: {stated.name} has CRC-32 {mismatch.actual_crc:08x}, the file records {stated.crc:08x}",
             file=mismatch.file,
             span=(stated.start, stated.stop),
             hint="the checkpoint is damaged; ckpt validate --deep lists all damage",

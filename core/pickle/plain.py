@@ -222,7 +222,7 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
         (argument,) = content.values()
         return _FROM_TAG[tag](argument, guard)
     except (KeyError, ValueError, TypeError, AttributeError) as err:
-        raise CorruptError(f"a plain value is malformed at {tag[:40]!r}") from err
+        raise CorruptError(f"malformed value under tag {tag[:40]!r}") from err
 
 
 def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:

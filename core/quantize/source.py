@@ -196,7 +196,7 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
     hole = first_hole(full_box(meta.shape), [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
-            f"no shard holds the box at {hole.offset} of shape {hole.shape}",
+            f"no shard covers the region at offset {hole.offset} with shape {hole.shape}",
             key=key,
             hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
         )

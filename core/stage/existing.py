@@ -38,7 +38,7 @@ def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
         raise UsageError(
             f"the destination holds other iterations ({', '.join(lost[:4])}), which would be lost",
             file=str(dst),
-            hint="choose another destination, or move them away",
+            hint="choose another destination, or move them elsewhere first",
         )
 
 

@@ -323,7 +323,7 @@ def test_stated_crcs_of_the_source_are_checked(source_cut: Cut, target_cut: Cut)
     source = model.source()
     target, images = Model({"w": SHAPE}, {"w": target_cut}).target()
     moved(with_crcs(source, model.store), model.store, target, images)
-    with pytest.raises(CorruptError, match="the file states") as caught:
+    with pytest.raises(CorruptError, match="the file records") as caught:
         moved(with_crcs(source, model.store, damage=1), model.store, target, images)
     assert caught.value.file is not None and caught.value.file.startswith("source")
 

@@ -188,7 +188,9 @@ def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
         with translate_os_errors(str(path), doing="check"):
             n_found = path.stat().st_size
         if n_found != n_bytes:
-            raise CorruptError(f"a rank has written {n_found} bytes, expected {n_bytes}", file=name)
+            raise CorruptError(
+                f"the file has {n_found} bytes after the save, expected {n_bytes}", file=name
+            )
 
 
 def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -110,7 +110,7 @@ def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
         file = rank_optim.state.file
         if rank_optim.n_ranks != len(optim):
             raise CorruptError(
-                f"the file states {rank_optim.n_ranks} ranks, but there are files of {len(optim)}",
+                f"the file records {rank_optim.n_ranks} ranks, but there are files from {len(optim)}",
                 file=file,
                 rank=str(rank),
                 hint="remove files that an older run with more ranks left behind",

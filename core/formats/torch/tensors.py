@@ -245,7 +245,7 @@ def located(
         raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
     for value in (offset, *size, *stride):
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise CorruptError(f"a tensor has the offset, extent or stride {value!r:.80}")
+            raise CorruptError(f"a tensor has an invalid offset, size or stride: {value!r:.80}")
     assert isinstance(offset, int)
     if len(size) > MAX_RANK:
         raise CorruptError(f"a tensor has {len(size)} axes")

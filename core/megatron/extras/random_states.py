@@ -51,9 +51,9 @@ class RandomStates:
         """Return why some rank at other sizes has no state of its own; None if each has one."""
         own = self.topology
         if (own.tp, own.pp) != (topology.tp, topology.pp):
-            return f"of {own}, not {topology}"
+            return f"saved with {own}, not {topology}"
         if not self.is_known:
-            return "of a class or an arrangement that is not known"
+            return "their class or layout is not recognized"
         missing = next((rank for rank in topology.ranks() if rank not in self.by_rank), None)
         if missing is None:
             return None
@@ -63,7 +63,7 @@ class RandomStates:
             if topology.ep > 1 or own.ep > 1
             else ""
         )
-        return f"of {own}, which has none for {place}"
+        return f"saved with {own}, without any for {place}"
 
 
 def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
@@ -133,7 +133,7 @@ def kept_states(
     if reason is None:
         return KeptStates(states.by_rank)
     if rng == "keep":
-        raise UnsupportedError(f"the random states cannot be kept: they are {reason}", hint=_HINT)
+        raise UnsupportedError(f"the random states cannot be kept: {reason}", hint=_HINT)
     return KeptStates({}, (f"{RNG} ({reason}; {WITHOUT})",))
 
 

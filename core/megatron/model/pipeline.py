@@ -241,7 +241,7 @@ def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
 
     # The stages between must get layers, and equally many.
     if min(first or 1, last or 1) < 1 or n_middle_stages < 0 or n_middle < 0:
-        raise UsageError(f"{given} do not fit {n_layers} layers in {pp} pipeline stages")
+        raise UsageError(f"cannot split {n_layers} layers over {pp} pipeline stages with {given}")
     if (n_middle == 0) != (n_middle_stages == 0):
         raise UsageError(
             f"{given} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline stages",

@@ -68,7 +68,7 @@ class Homes:
             place = rules.stage_of(key)
             if place is None:
                 raise UnsupportedError(
-                    "no row says in which pipeline stage this tensor lives",
+                    "no rule assigns this tensor to a pipeline stage",
                     key=key,
                     hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
                 )

@@ -494,7 +494,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
     "stage is text": (2, edit_optim(1, setting(zero_stage="two")), CorruptError, "zero_stage is a str"),
     "no count": (2, edit_optim(1, removing("partition_count")), CorruptError, "partition_count is missing"),
     "counts are empty": (2, edit_optim(1, setting(partition_count=[])), CorruptError, "partition_count is an empty"),
-    "another count": (2, edit_optim(0, setting(partition_count=[1, 1])), CorruptError, "states 1 ranks.*files of 2"),
+    "another count": (2, edit_optim(0, setting(partition_count=[1, 1])), CorruptError, "records 1 ranks.*files from 2"),
     "a count too high": (2, edit_optim(0, setting(partition_count=[3, 3])), MissingShardError, "rank 2 is missing"),
     "counts differ": (2, edit_optim(0, setting(partition_count=[2, 1])), UnsupportedError, "as with experts"),
     "no flat groups": (

@@ -69,27 +69,27 @@ def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology
 @pytest.mark.parametrize(
     ("a", "b", "why"),
     [
-        (Topology(tp=2, pp=2), Topology(tp=4, pp=1), "of TP2 PP2, not TP4 PP1"),
-        (Topology(tp=2, pp=2), Topology(tp=2, pp=1), "of TP2 PP2, not TP2 PP1"),
+        (Topology(tp=2, pp=2), Topology(tp=4, pp=1), "saved with TP2 PP2, not TP4 PP1"),
+        (Topology(tp=2, pp=2), Topology(tp=2, pp=1), "saved with TP2 PP2, not TP2 PP1"),
         (
             Topology(tp=2, ep=2),
             Topology(tp=2, ep=4),
-            "none for TP rank 0, PP rank 0, EP rank 2, ETP rank 0",
+            "without any for TP rank 0, PP rank 0, EP rank 2, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=1),
             Topology(tp=2, ep=2),
-            "none for TP rank 0, PP rank 0, EP rank 1, ETP rank 0",
+            "without any for TP rank 0, PP rank 0, EP rank 1, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=2),
             Topology(tp=2, ep=2, etp=1),
-            "none for TP rank 1, PP rank 0, EP rank 1, ETP rank 0",
+            "without any for TP rank 1, PP rank 0, EP rank 1, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=4, etp=1),
             Topology(tp=2, ep=4),
-            "none for TP rank 1, PP rank 0, EP rank 0, ETP rank 1",
+            "without any for TP rank 1, PP rank 0, EP rank 0, ETP rank 1",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_rng_on_the_command_line(
 ) -> None:
     source = golden / DENSE / "tp2_pp2"
     assert reshard(source, tmp_path / "a", "--tp-new", 1, "--rng", "keep") == 4
-    assert "of TP2 PP2, not TP1 PP2" in " ".join(capsys.readouterr().err.split())
+    assert "saved with TP2 PP2, not TP1 PP2" in " ".join(capsys.readouterr().err.split())
     assert reshard(source, tmp_path / "b", "--tp-new", 2, "--rng", "drop") == 0
     assert "--no-load-rng" in capsys.readouterr().err
     assert all(

@@ -221,7 +221,7 @@ def test_random_states_are_left_out_with_a_note_if_the_grid_changes(golden: Path
     _, source = global_form(golden, "dense_gqa", "tp2_pp2")
     target = shard(source, Topology(tp=4), rules=RULES)
     assert target.dropped == (
-        "rng_state (of TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)",
+        "rng_state (saved with TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)",
     )
     assert not target.hidden
 

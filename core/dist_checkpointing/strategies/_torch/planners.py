@@ -86,7 +86,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
         """
         self._check_is_flat()
         if local_plan.planner_data:
-            raise UsageError("a decentralized plan has no planner data")
+            raise UsageError("a decentralized plan must not carry planner data")
         return local_plan
 
     @override
