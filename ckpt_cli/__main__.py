@@ -1,7 +1,7 @@
 """The program ``ckpt``, also run by ``python -m ckpt_cli``.
 
-Until the command line is parsed there is nothing to clean up, so Ctrl-C ends the process at once and
-without a traceback.
+Until the command line is parsed there is nothing to clean up, so Ctrl-C ends the process at once
+and without a traceback.
 """
 
 from __future__ import annotations

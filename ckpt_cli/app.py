@@ -108,7 +108,9 @@ def _inspect(options: InspectOptions) -> Work:
 )
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
-    """Write a checkpoint in another format (--to). Tensors are streamed, so memory use stays small."""
+    """Write a checkpoint in another format (--to). Tensors are streamed, so memory use stays
+    small.
+    """
     from ckpt_cli.commands.convert import convert
 
     return partial(convert, options)
@@ -150,7 +152,9 @@ def _manifest(options: ManifestOptions) -> Work:
 )
 @accepts(ValidateOptions)
 def _validate(options: ValidateOptions) -> Work:
-    """Check checkpoints for missing, damaged or inconsistent data; exit with 1 if there are errors."""
+    """Check checkpoints for missing, damaged or inconsistent data; exit with 1 if there are
+    errors.
+    """
     from ckpt_cli.commands.validate import validate
 
     return partial(validate, options)
@@ -287,7 +291,8 @@ def _report(
 def _option_words(arguments: list[str]) -> list[str]:
     """Return the arguments before ``--``, which may be options.
 
-    ``launch -- COMMAND ARGS`` has the options of COMMAND after the first ``--``; a second one ends them.
+    ``launch -- COMMAND ARGS`` has the options of COMMAND after the first ``--``; a second one ends
+    them.
     """
     start = arguments.index("--") + 1 if arguments[:1] == ["launch"] and "--" in arguments else 0
     end = arguments.index("--", start) if "--" in arguments[start:] else len(arguments)

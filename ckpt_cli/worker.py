@@ -1,13 +1,13 @@
 """One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options]
 VERB ARGS``.
 
-Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or an
-MPI launcher. It finds its rank (``host.rank_env``), meets the others (``workers.rendezvous``), and
-runs the command as ``ckpt`` does; only rank 0 prints.
+Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or
+an MPI launcher. It finds its rank (``host.rank_env``), meets the others (``workers.rendezvous``),
+and runs the command as ``ckpt`` does; only rank 0 prints.
 
-The exit code is the command's. An elastic agent restarts workers that exit with another code than 0;
-below ``ckpt launch``, which names a directory for results, a worker therefore exits with 0 after a
-verdict (``host.results``).
+The exit code is the command's. An elastic agent restarts workers that exit with another code than
+0; below ``ckpt launch``, which names a directory for results, a worker therefore exits with 0 after
+a verdict (``host.results``).
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _pin_to_cores(identity: WorkerIdentity, options: WorkerOptions) -> int | Non
     """Pin the process to its cores, before torch starts its threads.
 
     Returns:
-        The number of threads to start; None if the launcher does not tell how many workers share the host.
+        The number of threads to start; None if the launcher does not tell how many workers share
+        the host.
     """
     if identity.local_rank is None or identity.local_size is None:
         return None
@@ -270,7 +271,9 @@ def _portable(err: BaseException, line: str) -> Exception:
 
 
 def _write_error_file(failure: Failure, text: str | None) -> None:
-    """Write the file from which torchrun reports a failed worker, as torch's ``ErrorHandler`` does."""
+    """Write the file from which torchrun reports a failed worker, as torch's ``ErrorHandler``
+    does.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not failure.message:
         return

@@ -32,7 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets programs that the tests start die of signals, also where this run was started with them ignored (nohup)."""
+    """Lets programs that the tests start die of signals, also where this run was started with them
+    ignored (nohup).
+    """
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -46,7 +48,8 @@ GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the checkpoints that other software wrote; see tests/golden/README.md. To be read only.
+    """Directory of the checkpoints that other software wrote; see tests/golden/README.md. To be
+    read only.
 
     Unpacked once per run; under pytest-xdist all workers share one.
     """

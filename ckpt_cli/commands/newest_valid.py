@@ -1,9 +1,10 @@
 """``ckpt validate --newest-valid ROOT``: print the path of the newest valid iteration, and nothing
 else, to stdout.
 
-The reasons for skipping newer ones go to stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
-"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and ``launch``
-(``ckpt_cli.workers.current_team``) if several workers did it. The exit code is 1 if no iteration is valid.
+The reasons for skipping newer ones go to stderr. ``--json`` prints ``{"schema": "ckpt.newest/1",
+"path": str | null, "iteration": int | null, "level": str, "skipped": [{"path": str, "why":
+str}]}``, and ``launch`` (``ckpt_cli.workers.current_team``) if several workers did it. The exit
+code is 1 if no iteration is valid.
 """
 
 from __future__ import annotations

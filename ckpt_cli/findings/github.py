@@ -6,8 +6,9 @@
 
 Similar findings share one annotation, since GitHub shows only ten of a kind per step.
 
-Source: GitHub, "Workflow commands for GitHub Actions"; the runner splits a command at ``::``, its properties at ``,``
-and ``:``, and decodes ``%25``, ``%0D``, ``%0A``, in properties also ``%3A`` and ``%2C``.
+Source: GitHub, "Workflow commands for GitHub Actions"; the runner splits a command at ``::``, its
+properties at ``,`` and ``:``, and decodes ``%25``, ``%0D``, ``%0A``, in properties also ``%3A`` and
+``%2C``.
 """
 
 from __future__ import annotations

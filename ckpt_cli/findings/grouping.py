@@ -81,7 +81,8 @@ def group_similar(findings: Iterable[Finding], *, path: str) -> list[FindingGrou
     """Group the findings that differ only in numbers, in the order of first appearance.
 
     Args:
-        path: path of the checkpoint; a finding whose file is this path concerns no file in particular.
+        path: path of the checkpoint; a finding whose file is this path concerns no file in
+            particular.
     """
     groups: dict[tuple[object, ...], list[tuple[list[str], Finding]]] = {}
     without_numbers = cache(partial(_NUMBER.sub, "#"))  # 10⁵ findings have a few messages

@@ -1,19 +1,22 @@
 """The report as JSON, one object on one line (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
-     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
+    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid":
+    bool,
+     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int,
+     "tensors": int,
                       "checks": int, "seconds": float, "notes": [str], "unchecked": [str],
                       "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
-                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch":
+                      {…}}
 
-where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
-"key": str, "keys": [str], "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do
-not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the
-first. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` tells what
-could not be compared. ``ignored`` are the findings of ``--ignore``, ``known`` those of
-``--baseline``; neither counts for ``valid``. ``launch`` (``ckpt_cli.workers.current_team``) is
-present if several workers validated.
+where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str,
+"message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int], "expected":
+str, "found": str, "hint": str}``; parts that do not apply are left out. ``keys`` are all tensors
+concerned, if they are several; ``key`` is the first. ``file`` is relative to ``path``; ``span`` is
+a range of its bytes. ``unchecked`` tells what could not be compared. ``ignored`` are the findings
+of ``--ignore``, ``known`` those of ``--baseline``; neither counts for ``valid``. ``launch``
+(``ckpt_cli.workers.current_team``) is present if several workers validated.
 """
 
 from __future__ import annotations

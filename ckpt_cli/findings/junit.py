@@ -14,8 +14,8 @@ case that passes. A code of which all findings are ignored or known is skipped.
         │   └── system-out, text
         └── system-out, text: notes about the checkpoint
 
-Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have in
-common. Time stamps and host names are left out.
+Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have
+in common. Time stamps and host names are left out.
 """
 
 from __future__ import annotations

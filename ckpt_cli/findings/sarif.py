@@ -5,8 +5,8 @@ of the checkpoint (``artifactLocation``), at a tensor (``logicalLocations``), or
 (``region``). Findings that ``--ignore`` and ``--baseline`` accept are included with a suppression,
 and with ``baselineState`` if a baseline was given.
 
-Source: OASIS, Static Analysis Results Interchange Format 2.1.0, §3.14 (runs), §3.20 (invocations), §3.27 (results),
-§3.11 (messages), §3.30 (regions); URIs are RFC 3986.
+Source: OASIS, Static Analysis Results Interchange Format 2.1.0, §3.14 (runs), §3.20 (invocations),
+§3.27 (results), §3.11 (messages), §3.30 (regions); URIs are RFC 3986.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The value that reports are made of: the validation of one checkpoint, and which findings count."""
+"""The value that reports are made of: the validation of one checkpoint, and which findings
+count.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ tells how they are shared:
            node's workers. Its memory then comes from that node too, as Linux allocates a page where
            it is first touched.
 ``auto``   ``numa`` if the cores are on several nodes and each node gets a worker, else ``none``. Only
-           below an elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by themselves.
+           below an elastic agent (``ckpt launch``, torchrun): srun and MPI launchers bind by
+           themselves.
 
 Linux lists the nodes in ``/sys/devices/system/node``; without that directory there is one node.
 """
@@ -185,9 +186,9 @@ def node_of_gpu(
     """Return the index (in ``nodes_of``) of the NUMA node that the GPU of worker ``local_rank`` is
     attached to.
 
-    Returns None without such a GPU, or if the system does not tell. GPUs are taken in the order of their bus
-    addresses, which is CUDA's for GPUs of one kind; torch cannot be asked, as it is imported only
-    after the process is pinned.
+    Returns None without such a GPU, or if the system does not tell. GPUs are taken in the order of
+    their bus addresses, which is CUDA's for GPUs of one kind; torch cannot be asked, as it is
+    imported only after the process is pinned.
     """
     # The bus addresses of the GPUs that this process sees.
     addresses = sorted(path.name for path in driver_dir.glob("*")) if driver_dir.is_dir() else []

@@ -1,9 +1,11 @@
 """Finds out which worker this process is, and where the workers meet, from the environment that
 launchers set.
 
-===============  ==========================================  =============================================
+===============  ==========================================
+=============================================
  launcher         rank, size, local rank, local size          address and port of the store
-===============  ==========================================  =============================================
+===============  ==========================================
+=============================================
  torchrun         ``RANK WORLD_SIZE LOCAL_RANK                ``MASTER_ADDR MASTER_PORT``; the agent keeps
                   LOCAL_WORLD_SIZE``                          the store (``TORCHELASTIC_USE_AGENT_STORE``)
  by hand          the same                                    the same; rank 0 keeps the store
@@ -13,13 +15,15 @@ launchers set.
                   …_LOCAL_RANK …_LOCAL_SIZE``                 derived from the job's name or the parent's pid
  MPICH, Intel     ``PMI_RANK PMI_SIZE MPI_LOCALRANKID         the same
                   MPI_LOCALNRANKS``
-===============  ==========================================  =============================================
+===============  ==========================================
+=============================================
 
 ``MASTER_ADDR`` and ``MASTER_PORT`` are used whenever they are set. The first launcher of the table
 whose variables are set counts: torchrun inside srun is torchrun.
 
-Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
-5.0 ``docs/tuning-apps/environment-var.html``; MPICH 4.2 hydra, Intel MPI 2021 developer reference.
+Source: torch 2.13 ``elastic/agent/server/local_elastic_agent.py``; srun(1), "OUTPUT ENVIRONMENT
+VARIABLES"; Open MPI 5.0 ``docs/tuning-apps/environment-var.html``; MPICH 4.2 hydra, Intel MPI 2021
+developer reference.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ class WorkerIdentity:
     Args:
         launcher: name of the launcher, for messages.
         rank, size: the worker's rank, and the number of all workers.
-        local_rank, local_size: the same among the workers of this host; None if the launcher does not tell.
+        local_rank, local_size: the same among the workers of this host; None if the launcher does
+            not tell.
         address, port: the store's.
         has_store: torchrun's agent runs the store; otherwise rank 0 does.
         restarts: how often the launcher has restarted the workers.

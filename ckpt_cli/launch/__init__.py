@@ -1,5 +1,6 @@
 """``ckpt launch``: runs the workers of one or many hosts with PyTorch's elastic agent.
 
-Start at ``run``; ``agent`` calls torch, ``failure`` chooses one error of many, ``guard`` bounds every wait.
+Start at ``run``; ``agent`` calls torch, ``failure`` chooses one error of many, ``guard`` bounds
+every wait.
 Imports: core, host, options, screen, workers.
 """

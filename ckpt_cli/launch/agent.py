@@ -1,13 +1,13 @@
 """Runs the workers of this host with PyTorch's elastic agent: ``torch.distributed.launcher.api``.
 
-The agent meets the agents of other hosts, numbers the workers, starts and monitors them, and restarts
-all of them when one has failed, until the restarts are used up. This module builds its settings and
-translates its output: the agent's log goes to a file, the workers of each attempt get a directory for
-their results, and its errors become errors of ckpt.
+The agent meets the agents of other hosts, numbers the workers, starts and monitors them, and
+restarts all of them when one has failed, until the restarts are used up. This module builds its
+settings and translates its output: the agent's log goes to a file, the workers of each attempt get
+a directory for their results, and its errors become errors of ckpt.
 
-Workers are in sessions of their own, so a terminal's Ctrl-C reaches only the agent, which ends them.
-The handlers of ``ckpt_cli.screen.failure.end_on_signals`` stay installed: those of the agent raise
-again at every further signal, and react to SIGHUP even under nohup.
+Workers are in sessions of their own, so a terminal's Ctrl-C reaches only the agent, which ends
+them. The handlers of ``ckpt_cli.screen.failure.end_on_signals`` stay installed: those of the agent
+raise again at every further signal, and react to SIGHUP even under nohup.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def run_agent(job: AgentJob, history: LaunchHistory, hooks: FailureHooks) -> Non
 
 
 def _config(job: AgentJob, logs: _AttemptLogs) -> Any:
-    """Return torch's settings for the job, without those that this version of torch does not have."""
+    """Return torch's settings for the job, without those that this version of torch does not
+    have.
+    """
     from torch.distributed.launcher.api import LaunchConfig
 
     names = {field.name for field in fields(LaunchConfig)}
@@ -212,8 +214,8 @@ class _AttemptLogs:
     """An implementation of torch's ``LogsSpecs``, which the agent asks for log files before it
     starts the workers.
 
-    So an attempt begins in ``reify``: the workers get their directory for results, and the history a
-    new attempt.
+    So an attempt begins in ``reify``: the workers get their directory for results, and the history
+    a new attempt.
 
     Args:
         job: the agent's job.

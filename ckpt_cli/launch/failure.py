@@ -1,8 +1,8 @@
 """Chooses the one error to report when workers have ended: which failed first, why, and where its
 log is.
 
-When one worker fails the others fail too, because it is gone or because they are stopped; the one to
-report is the one that did not fail because of another.
+When one worker fails the others fail too, because it is gone or because they are stopped; the one
+to report is the one that did not fail because of another.
 """
 
 from __future__ import annotations

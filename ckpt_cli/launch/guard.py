@@ -1,10 +1,10 @@
 """Ends a launcher whose agent hangs, so that no wait of torch is longer than the limits of this
 module.
 
-After a failure the agent ends its workers and meets the other agents again. It waits for a host that
-has vanished as for one that has not come yet, ten minutes; and if that host ran the rendezvous, every
-request to it takes its own time limit, in native code that handles no signals. So a thread watches the
-results of the workers. It reports the error and ends the process
+After a failure the agent ends its workers and meets the other agents again. It waits for a host
+that has vanished as for one that has not come yet, ten minutes; and if that host ran the
+rendezvous, every request to it takes its own time limit, in native code that handles no signals. So
+a thread watches the results of the workers. It reports the error and ends the process
 
 - when workers have failed and none were started again within a limit,
 - when all workers have done their work and the agent still waits for the other agents,

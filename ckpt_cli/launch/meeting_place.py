@@ -318,8 +318,8 @@ def _reason_text(err: OSError | UnicodeError) -> str:
 def _is_rendezvous(rendezvous: Rendezvous) -> bool:
     """Return whether the program that listens at the rendezvous is torch's store.
 
-    torch waits without a limit for an answer once the connection is accepted, so the probe runs in a
-    thread, which is abandoned if it hangs.
+    torch waits without a limit for an answer once the connection is accepted, so the probe runs in
+    a thread, which is abandoned if it hangs.
     """
     from datetime import timedelta
 

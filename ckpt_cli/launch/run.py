@@ -5,9 +5,10 @@
     ckpt launch ─ agent (torch) ─┬─ python -m ckpt_cli.worker COMMAND ARGS   rank 0: plans, prints
                                  └─ python -m ckpt_cli.worker COMMAND ARGS   rank 1 …
 
-A verdict (exit codes 0 to 5 and 7) is printed by rank 0; every worker writes it to its result file, and
-the launcher of every host exits with it. If a worker fails otherwise, all workers are restarted, up to
-``--max-restarts`` times; then the launcher reports which one failed and exits with 8.
+A verdict (exit codes 0 to 5 and 7) is printed by rank 0; every worker writes it to its result file,
+and the launcher of every host exits with it. If a worker fails otherwise, all workers are
+restarted, up to ``--max-restarts`` times; then the launcher reports which one failed and exits with
+8.
 """
 
 from __future__ import annotations

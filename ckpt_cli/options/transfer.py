@@ -57,7 +57,9 @@ out."""
 def accepts(
     options: type[Options],
 ) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
-    """Return a decorator that makes a typer command of a function taking one ``options`` dataclass."""
+    """Return a decorator that makes a typer command of a function taking one ``options``
+    dataclass.
+    """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
         inspect.Parameter(

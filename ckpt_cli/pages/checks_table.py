@@ -1,7 +1,7 @@
 """``ckpt validate --list-checks``: every code, as a table or as JSON.
 
-``--json`` prints ``{"schema": "ckpt.checks/1", "checks": [{"code": str, "severity": "error" | "warning" | "note",
-"level": "metadata" | "headers" | "deep", "title": str, "hint": str}]}``.
+``--json`` prints ``{"schema": "ckpt.checks/1", "checks": [{"code": str, "severity": "error" |
+"warning" | "note", "level": "metadata" | "headers" | "deep", "title": str, "hint": str}]}``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page of ``ckpt diff``: the verdict first, then the most important differences.
 
-Tensors whose keys differ only in numbers (layers, experts) and that have the same shape share a row,
-which shows the figures of the worst of them.
+Tensors whose keys differ only in numbers (layers, experts) and that have the same shape share a
+row, which shows the figures of the worst of them.
 """
 
 from __future__ import annotations
@@ -325,7 +325,9 @@ class _ListPrinter:
 
 
 def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
-    """Return the groups (roles) of which all tensors are missing on one side, apart from the model."""
+    """Return the groups (roles) of which all tensors are missing on one side, apart from the
+    model.
+    """
     n_all, n_missing = (
         Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing)
     )

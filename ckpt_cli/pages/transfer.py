@@ -70,7 +70,8 @@ def plan_lines(
 def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     """Yield each tensor with its shape, the effect of its rule, and where the rule is.
 
-    Each tensor takes one line if all fit, and in files and pipes; else the rule is wrapped below it.
+    Each tensor takes one line if all fit, and in files and pipes; else the rule is wrapped below
+    it.
     """
     rows = []
     for line in lines:

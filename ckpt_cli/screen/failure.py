@@ -106,9 +106,9 @@ class Terminated(KeyboardInterrupt):
 def end_on_signals() -> Callable[[], None]:
     """Make SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
-    Later signals are ignored, so that nothing interrupts the clean-up (a closing terminal sends SIGHUP
-    twice, people press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``) stays
-    ignored. In any other thread this function does nothing.
+    Later signals are ignored, so that nothing interrupts the clean-up (a closing terminal sends
+    SIGHUP twice, people press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``)
+    stays ignored. In any other thread this function does nothing.
 
     Returns:
         A function that restores the earlier handlers.

@@ -29,11 +29,12 @@ def check_report_path(path: Path) -> None:
 
     Called before the work to be reported begins.
 
-    An older report may be replaced. Any other file may not, so that a slip of the shell's completion
-    costs no checkpoint.
+    An older report may be replaced. Any other file may not, so that a slip of the shell's
+    completion costs no checkpoint.
 
     Raises:
-        UsageError: the path is a directory, its directory does not exist, or it is a file but not a report.
+        UsageError: the path is a directory, its directory does not exist, or it is a file but not a
+            report.
     """
     if path.is_dir():
         raise UsageError(

@@ -66,7 +66,8 @@ def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen
 
     Args:
         stream: stdout or stderr.
-        environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` on, ``COLUMNS`` sets the width.
+        environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` on, ``COLUMNS``
+            sets the width.
     """
     is_terminal = stream.isatty()
     wants_color = is_terminal and environ.get("TERM") != "dumb"

@@ -27,7 +27,8 @@ def facts_of(
         arguments: the command with its arguments.
         backend: backend that it will use.
         device: its device, as torch names it.
-        problem: the reason why it cannot work at all; the others would wait for it if it did not tell them.
+        problem: the reason why it cannot work at all; the others would wait for it if it did not
+            tell them.
     """
     import torch
 

@@ -1,17 +1,21 @@
 """The team that this process belongs to: this process alone, unless ``ckpt_cli.worker`` has joined
 others.
 
-Commands pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints.
+Commands pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead
+prints.
 The figures of all workers are ``launch`` in the JSON of a command (fields may be added)::
 
-    {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str, "read_bytes": int,
-     "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str, "restarts": int,
-     "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work": [{"work": str, "is_on_device": bool,
-     "reason": str, "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
+    {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str,
+    "read_bytes": int,
+     "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str,
+     "restarts": int, "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work":
+     [{"work": str, "is_on_device": bool, "reason": str, "cpu_bytes_per_s": int | null,
+     "device_bytes_per_s": int | null}]}
 
-``collective_bytes`` counts what all workers together sent each other at meetings, ``store_bytes`` what
-they exchanged with the store (presence and progress); neither includes tensor data. ``device_work``
-is present with ``--device``: where the lead did each kind of per-byte work, and why.
+``collective_bytes`` counts what all workers together sent each other at meetings, ``store_bytes``
+what they exchanged with the store (presence and progress); neither includes tensor data.
+``device_work`` is present with ``--device``: where the lead did each kind of per-byte work, and
+why.
 """
 
 from __future__ import annotations
@@ -75,7 +79,8 @@ def join(
     """Make this process a member of a team, before its command runs.
 
     Args:
-        device: device for its per-byte work, from ``core.device.device.device_named``; None for the CPU.
+        device: device for its per-byte work, from ``core.device.device.device_named``; None for the
+            CPU.
         facts: returns the fields that ``launch_of`` adds to the workers' figures.
         n_cores: this worker's share of its host's cores; None if it is unknown.
     """

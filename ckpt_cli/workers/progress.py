@@ -31,8 +31,9 @@ def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
 
     The callback is None if no bar is wanted, or a team draws its own display.
 
-    The line is erased at the end, also when the work fails or is interrupted. The threads that report
-    draw the bar, one at a time. rich is imported at the first report, when the work has begun.
+    The line is erased at the end, also when the work fails or is interrupted. The threads that
+    report draw the bar, one at a time. rich is imported at the first report, when the work has
+    begun.
     """
     screen = screen_of(sys.stderr)
     team = teamwork.team()

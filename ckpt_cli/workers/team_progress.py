@@ -6,8 +6,8 @@ furthest behind.
     ━━━━━━━━━━━━━━━╸━━━━━━   68%  92.1 GiB of 135 GiB  3.10 GiB/s  0:16  rank 5 is last, 57%
 
 Only the lead draws, on its stderr, and only if that is a terminal. The others' figures come with
-their beats, so they lag by a beat. The remaining time is that of the worker that needs the longest at
-its own rate.
+their beats, so they lag by a beat. The remaining time is that of the worker that needs the longest
+at its own rate.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def clock(seconds: float) -> str:
 def team_display(progress: Callable[[], Amounts], screen: Screen) -> Iterator[None]:
     """Draw the progress of a team on stderr until the block ends; then erase the line.
 
-    The drawing thread starts to draw (and imports rich) with the first bytes, when the plan is made.
+    The drawing thread starts to draw (and imports rich) with the first bytes, when the plan is
+    made.
 
     Args:
         progress: returns the current figures; called from a thread.

@@ -8,8 +8,8 @@ The lead reads all.
     alarm     b"" or b"1"                                                    a rank has failed: stop at the next advance
     left      b"" or (rank, error)                                           a rank has failed and joins no meeting
 
-A rank whose beat does not change for the time limit counts as lost: the lead notices it and tells the
-others by ``left``; every worker notices the loss of the lead.
+A rank whose beat does not change for the time limit counts as lost: the lead notices it and tells
+the others by ``left``; every worker notices the loss of the lead.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class TeamWatch:
         """Subtract the time in which this worker did not read the beats from the silence of the
         others.
 
-        Either this worker was stopped, or the store stood still, as torch's does while it looks up the
-        name of a client in a DNS that does not answer; then nobody's beat could change.
+        Either this worker was stopped, or the store stood still, as torch's does while it looks up
+        the name of a client in a DNS that does not answer; then nobody's beat could change.
         """
         missed_s = now - self._read_at
         self._read_at = now

@@ -1,17 +1,17 @@
 """A team (``core.team.protocol.Team``) over torch.distributed.
 
-Workers announce themselves for each meeting in the store, so that a wait for a worker that will never
-come can end; when all have come, the data go through collectives of a process group. Whatever blocks
-in native code runs in a thread of its own while the caller waits in Python, where it handles signals
-and notices that another worker has gone.
+Workers announce themselves for each meeting in the store, so that a wait for a worker that will
+never come can end; when all have come, the data go through collectives of a process group. Whatever
+blocks in native code runs in a thread of its own while the caller waits in Python, where it handles
+signals and notices that another worker has gone.
 
 ::
 
     meet/N/R    bytes that rank R brings to meeting N
     meet/N      the largest of them, set by the lead when all have come
 
-A gather moves at most ``_PART_BYTES`` over all ranks at a time, so that one long answer costs the lead
-no more memory than that. A broadcast goes along gloo's tree, or nccl's ring.
+A gather moves at most ``_PART_BYTES`` over all ranks at a time, so that one long answer costs the
+lead no more memory than that. A broadcast goes along gloo's tree, or nccl's ring.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class TorchTeam:
         timeout_s: time without a heartbeat after which a worker counts as lost.
 
     Attributes:
-        collective_bytes: bytes that all ranks together have sent through collectives, counted by the lead.
+        collective_bytes: bytes that all ranks together have sent through collectives, counted by
+            the lead.
     """
 
     def __init__(
@@ -311,8 +312,8 @@ class TorchTeam:
     def _explain(self, err: Exception) -> None:
         """Raise the error for a collective that broke.
 
-        The worker that broke it may have left its error in the store. If it was killed, the lead soon
-        misses its beats and tells the others, which wait for that a little longer.
+        The worker that broke it may have left its error in the store. If it was killed, the lead
+        soon misses its beats and tells the others, which wait for that a little longer.
 
         Raises:
             GoneError: with the worker that is gone, if it is known; or the error that it left.

@@ -6,12 +6,13 @@
       └── fragments: boxes that tile it ── at ──▶ stored array (a dense array that exists in a file)
                                                     └── extent: file, byte address, strides
 
-Several fragments with one box are replicas. A fragment and its array are aligned at their *last* axis; where one has
-more axes than the other, the extra leading ones have extent 1. So a layer of a stacked ``(L, rows, cols)`` array is a
-fragment of a ``(rows, cols)`` tensor with ``at == (layer, 0, 0)``, and the other way round.
+Several fragments with one box are replicas. A fragment and its array are aligned at their *last*
+axis; where one has more axes than the other, the extra leading ones have extent 1. So a layer of a
+stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)`` tensor with ``at == (layer, 0,
+0)``, and the other way round.
 
-Late-bound extents: a DCP item is a whole torch zip, and where its data begins (and in which strides) stands inside the
-item. ``Catalog.bind`` finds it with one small read, at copy time.
+Late-bound extents: a DCP item is a whole torch zip, and where its data begins (and in which
+strides) stands inside the item. ``Catalog.bind`` finds it with one small read, at copy time.
 """
 
 from __future__ import annotations
@@ -182,28 +183,33 @@ class Catalog(Generic[ArrayT_co]):
     """All metadata of a checkpoint, no data.
 
     Args:
-        format: name of the format it was read from or is meant for (``torch``, ``megatron``, ``dcp`` …).
+        format: name of the format it was read from or is meant for (``torch``, ``megatron``,
+            ``dcp`` …).
         version: the format's own version text, where it has one.
-        tensors: every global tensor by key, in a stable order. In a *rank catalog* (``is_rank_local``) the keys are
-            ``<rank directory>:<name>`` and the shapes those of one rank; ``core.megatron.reshard.reshard.unshard``
-            makes them global.
-        fragments_of: the fragments of one key, made on demand so that 10⁵ chunks need no 10⁵ objects.
+        tensors: every global tensor by key, in a stable order. In a *rank catalog*
+            (``is_rank_local``) the keys are ``<rank directory>:<name>`` and the shapes those of one
+            rank; ``core.megatron.reshard.reshard.unshard`` makes them global.
+        fragments_of: the fragments of one key, made on demand so that 10⁵ chunks need no 10⁵
+            objects.
         objects: non-tensor entries by key.
-        hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` answers for them too.
-        skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where the format keeps
-            nesting; None means flat.
+        hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` answers
+            for them too.
+        skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where
+            the format keeps nesting; None means flat.
         bind: finds the byte address and strides of a late-bound array.
         iteration: the training step at which it was saved, or None if nothing records it.
         args: the training arguments as an inert namespace (``core.pickle.inert``), or None.
-        common: entries beside tensors and objects that all ranks share, by name, where the format keeps them apart
-            (torch_dist's ``common.pt``; the global form of Megatron rank files); None where it does not.
+        common: entries beside tensors and objects that all ranks share, by name, where the format
+            keeps them apart (torch_dist's ``common.pt``; the global form of Megatron rank files);
+            None where it does not.
         optimizer: Megatron's optimizer, apart from its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
         unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
-        carried: path → key of the hidden uint8 tensor that is the file: configurations and tokenizers beside the
-            weights.
+        carried: path → key of the hidden uint8 tensor that is the file: configurations and
+            tokenizers beside the weights.
         documents: path → bytes of small files that a layout made, to be written beside the weights.
-        zeros: key → boxes of a target's tensor that no source holds and that are zero (vocabulary padding).
+        zeros: key → boxes of a target's tensor that no source holds and that are zero (vocabulary
+            padding).
         notes: what the user should know, a sentence each.
         dropped: ``entry (reason)`` of what is left out.
         write: how the files of a target are to be written.

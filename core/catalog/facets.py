@@ -23,12 +23,14 @@ class WriteOptions:
     """How the files of a target are to be written; a format honours those that its docstring names.
 
     Args:
-        max_file_bytes: size above which a format begins another file; None takes the format's default.
+        max_file_bytes: size above which a format begins another file; None takes the format's
+            default.
         is_file: the destination is one file, not a directory.
         is_release: Megatron's tracker says ``release`` in place of an iteration.
-        weights_only: pickles hold nothing that ``torch.load(weights_only=True)`` refuses; objects of other classes are
-            set aside.
-        separation_hint: DCP and torch_dist put items whose keys begin with this prefix into files of their own.
+        weights_only: pickles hold nothing that ``torch.load(weights_only=True)`` refuses; objects
+            of other classes are set aside.
+        separation_hint: DCP and torch_dist put items whose keys begin with this prefix into files
+            of their own.
         shard_bytes: size of zarr 3's shards; None takes the format's default.
     """
 
@@ -47,13 +49,18 @@ class RankFacts:
     Args:
         ranks: coordinates → (rank directory, skeleton of the rank's ``model_optim_rng.pt``).
         arrays: the arrays in a source's files by name; None where only the fragments know them.
-        planned: the arrays that a target's files are to hold, by name; None where only the fragments know them.
+        planned: the arrays that a target's files are to hold, by name; None where only the
+            fragments know them.
         optim_files: coordinates → ``distrib_optim.pt``: its skeleton in a source,
-            ``core.megatron.optimizer.flat.content.OptimFile`` in a target. Ranks without one are absent.
-        optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``, ``layer-wise``), or None.
-        is_single_rank: one rank's directory or file was opened, not the checkpoint; for looking at, not for converting.
+            ``core.megatron.optimizer.flat.content.OptimFile`` in a target. Ranks without one are
+            absent.
+        optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``,
+            ``layer-wise``), or None.
+        is_single_rank: one rank's directory or file was opened, not the checkpoint; for looking at,
+            not for converting.
         n_unopened: ranks whose files were not opened because they look like others'.
-        transposed: keys of tensors whose axes are in the other order in files, and in this catalog (a target).
+        transposed: keys of tensors whose axes are in the other order in files, and in this catalog
+            (a target).
     """
 
     ranks: Mapping[Coords, tuple[str, object]] = field(default_factory=dict)
@@ -72,12 +79,17 @@ class MegatronModel:
 
     Args:
         vocab_size: rows of the true vocabulary, None where nothing records them.
-        expert_names: how rank files name experts: ``sequential`` (``experts.local_experts.3.linear_fc1.weight``),
-            ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, of older Megatron).
+        expert_names: how rank files name experts: ``sequential``
+            (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped``
+            (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, of older
+            Megatron).
             None: without experts, or as the arguments determine.
-        is_down_proj_cut: multi-latent attention's down projections are cut over TP, as by the local implementation.
-        rng_states: ``core.megatron.model.topology.Rank`` → its random states, where the source is rank files.
-        order: names of tensors and extra states in the order of the files; None: as Megatron makes them.
+        is_down_proj_cut: multi-latent attention's down projections are cut over TP, as by the local
+            implementation.
+        rng_states: ``core.megatron.model.topology.Rank`` → its random states, where the source is
+            rank files.
+        order: names of tensors and extra states in the order of the files; None: as Megatron makes
+            them.
         module_versions: module → what torch notes about it (``_metadata`` of state dicts).
         is_ordered: state dicts are OrderedDicts.
         nesting: name → whether its container is a dict (``core.megatron.extras.nested_dicts``).
@@ -124,8 +136,10 @@ class WeightFileFacts:
     """The facet of weight files (safetensors, Hugging Face's ``pytorch_model.bin``).
 
     Args:
-        metadata: ``__metadata__`` of all safetensors files, without what the format itself explains.
-        stem: beginning of the files' names when safetensors are written (``model``); None takes the usual one.
+        metadata: ``__metadata__`` of all safetensors files, without what the format itself
+            explains.
+        stem: beginning of the files' names when safetensors are written (``model``); None takes the
+            usual one.
     """
 
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +151,8 @@ class TorchFileFacts:
     """The facet of a ``torch.save`` file.
 
     Args:
-        is_set_aside: its objects of other classes were set aside when it was written (``weights_only``).
+        is_set_aside: its objects of other classes were set aside when it was written
+            (``weights_only``).
         shared: path of a container → earlier path of the same container.
     """
 

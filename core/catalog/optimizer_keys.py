@@ -96,9 +96,10 @@ class ParamGroup:
     """A group of parameters that are trained alike.
 
     Args:
-        settings: the group's entries as the checkpoint has them (``lr``, ``betas``, ``wd_mult``, ``step`` …), without
-            ``params``.
-        params: global names of its parameters, in order; None where the checkpoint does not record them (torch_dist).
+        settings: the group's entries as the checkpoint has them (``lr``, ``betas``, ``wd_mult``,
+            ``step`` …), without ``params``.
+        params: global names of its parameters, in order; None where the checkpoint does not record
+            them (torch_dist).
     """
 
     settings: Mapping[str, object]
@@ -118,11 +119,11 @@ class Optimizer:
         kind: one of ``KINDS``.
         groups: in the checkpoint's order; those of chained optimizers one after the other.
         states: names of the states that parameters have, in the order of the files (``exp_avg`` …).
-        step: the number of steps of all parameters: a number, a ``TensorLeaf`` with the key ``STEP``, or None where
-            at most the groups record it.
+        step: the number of steps of all parameters: a number, a ``TensorLeaf`` with the key
+            ``STEP``, or None where at most the groups record it.
         entries: other entries of the optimizer, such as ``grad_scaler``.
-        omits_empty: rank files leave out the groups of which a rank has no parameter, as before megatron-core 0.14;
-            None where the checkpoint does not show it.
+        omits_empty: rank files leave out the groups of which a rank has no parameter, as before
+            megatron-core 0.14; None where the checkpoint does not show it.
     """
 
     kind: str

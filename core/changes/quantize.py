@@ -307,13 +307,15 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     """Quantize the float matrices that the rules choose to float8_e4m3fn with scales.
 
     Args:
-        rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that DeepSeek-V3 has in
-            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of tensors with more
-            than two axes only stacked layers and experts. A glob chooses among all tensors of at least two axes and
-            16 bits.
+        rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that
+            DeepSeek-V3 has in
+            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of
+            tensors with more than two axes only stacked layers and experts. A glob chooses among
+            all tensors of at least two axes and 16 bits.
 
     Raises:
-        UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or scales exist already.
+        UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or
+            scales exist already.
     """
     matrices = [
         key

@@ -250,12 +250,12 @@ def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renam
 def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
     """Return the catalog whose parameter groups list the new names of parameters.
 
-    A group names its parameters as the optimizer's entries do, which need not be as the model's keys do
-    (``optimizer.state.w.exp_avg`` beside ``model.w``).
+    A group names its parameters as the optimizer's entries do, which need not be as the model's
+    keys do (``optimizer.state.w.exp_avg`` beside ``model.w``).
 
     Args:
-        new_of: old key → new keys, of the keys that change: several where a tensor is taken apart, none where it is
-            left out.
+        new_of: old key → new keys, of the keys that change: several where a tensor is taken apart,
+            none where it is left out.
     """
     # Find the names by which the optimizer's entries call the parameters.
     names = dict(new_of)

@@ -63,9 +63,9 @@ class RestackedCatalog:
 def stack_layers(catalog: Catalog) -> RestackedCatalog:
     """Stack the tensors that every layer has, in one dtype and shape.
 
-    The highest number behind the same first names (``model.layers``) determines how many layers there are. Tensors
-    that some layers lack, or have in another shape (the first layers of many mixture-of-experts models), stay one per
-    layer.
+    The highest number behind the same first names (``model.layers``) determines how many layers
+    there are. Tensors that some layers lack, or have in another shape (the first layers of many
+    mixture-of-experts models), stay one per layer.
 
     Raises:
         UsageError: no tensor's key has a layer's number, or a stacked key exists already.
@@ -161,12 +161,12 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> RestackedC
     """Take stacked tensors apart, into one tensor per layer.
 
     Args:
-        patterns: globs of ``core.catalog.key_patterns`` over the keys of stacked tensors. Without any: every tensor
-            with ``layers`` in its key, and no number behind it.
+        patterns: globs of ``core.catalog.key_patterns`` over the keys of stacked tensors. Without
+            any: every tensor with ``layers`` in its key, and no number behind it.
 
     Raises:
-        UsageError: a pattern matches nothing, a key has no position for a number, the first axes of tensors behind
-            the same names differ, or a layer's key exists already.
+        UsageError: a pattern matches nothing, a key has no position for a number, the first axes of
+            tensors behind the same names differ, or a layer's key exists already.
     """
     # Find where in each key the layer's number goes.
     heads: dict[str, list[TensorMeta]] = {}

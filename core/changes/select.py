@@ -53,7 +53,8 @@ def select(
     Where ``exclude`` takes out a parameter, the optimizer's entries for it go too.
 
     Args:
-        include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and objects alike.
+        include, exclude: patterns of ``core.catalog.key_patterns`` over whole keys, of tensors and
+            objects alike.
 
     Raises:
         UsageError: a glob matches nothing, or no tensor remains.

@@ -99,8 +99,8 @@ def apply_changes(
 
     Args:
         catalog: global tensors, all objects loaded.
-        config: the parsed ``config.json`` that comes with the weights, or None. A changed one is put into
-            ``Catalog.documents``; one that is already there is used instead of this.
+        config: the parsed ``config.json`` that comes with the weights, or None. A changed one is
+            put into ``Catalog.documents``; one that is already there is used instead of this.
 
     Raises:
         UsageError, UnsupportedError, CorruptError: as the steps raise them.
@@ -255,7 +255,8 @@ def _cast(
 
     Args:
         config: the configuration, or None.
-        scheme_config: the configuration if it still describes the scheme of quantized weights, or None.
+        scheme_config: the configuration if it still describes the scheme of quantized weights, or
+            None.
 
     Raises:
         UnsupportedError: the weights have a quantization scheme that is not known.

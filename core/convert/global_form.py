@@ -137,8 +137,8 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         format: the format of the destination.
 
     Raises:
-        CheckpointingException: the source is damaged or incomplete, or an option contradicts the source or the
-            destination.
+        CheckpointingException: the source is damaged or incomplete, or an option contradicts the
+            source or the destination.
     """
     from core.hf import is_hf
 
@@ -260,7 +260,8 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
     """Apply the user's changes to a source that keeps its family of names, and check the result.
 
     Raises:
-        UsageError: the changes leave an incomplete model, or an optimizer that does not fit its parameters.
+        UsageError: the changes leave an incomplete model, or an optimizer that does not fit its
+            parameters.
     """
     from core.hf import check_model
 
@@ -288,10 +289,12 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
 def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     """Bring tensors with Hugging Face's names into Megatron's global form.
 
-    The user's changes go by Hugging Face's names; only stacking and quantizing come after the new names.
+    The user's changes go by Hugging Face's names; only stacking and quantizing come after the new
+    names.
 
     Raises:
-        UsageError: the changes leave an incomplete model, or an option has no effect on such weights.
+        UsageError: the changes leave an incomplete model, or an option has no effect on such
+            weights.
     """
     from core.hf import check_model, model_types, to_megatron
 
@@ -330,7 +333,8 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
 def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
     """Bring Megatron's global form under Hugging Face's names.
 
-    The user's changes go by Megatron's names; only the scales of quantized weights follow the new names.
+    The user's changes go by Megatron's names; only the scales of quantized weights follow the new
+    names.
 
     Raises:
         UsageError: the changes leave an incomplete model.

@@ -28,8 +28,8 @@ class TopologyChange:
 
     Args:
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
-        pipeline: how the destination distributes layers over its pipeline stages; None keeps the source's way where
-            that still means something, and distributes evenly otherwise
+        pipeline: how the destination distributes layers over its pipeline stages; None keeps the
+            source's way where that still means something, and distributes evenly otherwise
             (``core.megatron.model.facts.Facts.pipeline_at``).
         source: asserted sizes of the source by name; a mismatch is an error.
     """
@@ -63,45 +63,57 @@ class Job:
         to: target format; None keeps the source's.
         iteration: which iteration of a training root.
         topology: parallel sizes to change and to check; None for none.
-        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
+        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become
+            1.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
-        config: the ``config.json`` of a model with Hugging Face's names, where the source has none of its own.
-        vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are multiples of it times
-            TP; None for Megatron's default.
+        config: the ``config.json`` of a model with Hugging Face's names, where the source has none
+            of its own.
+        vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
+            multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
         rng: random states: ``keep`` or ``drop``; None keeps them where they can be
             (``core.megatron.extras.random_states``).
-        names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the
-            target format says otherwise.
-        transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters get; None keeps them
-            (``core.megatron.placement.implementation``).
-        megatron_version: the megatron-core that is to load the rank files; None writes the optimizer's groups as the
-            source has them.
-        moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None keeps their kind.
-        dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
-            quantize: changes that ``core.convert.apply_changes`` applies in this order. Each goes by the names
-            that the changes before it made; the first go by those that the source has once it is global, as
-            ``ckpt inspect`` shows them. ``dequantize`` is a dtype or None; ``add_prefix`` a text or None;
-            ``unstack_layers`` are globs, () for the usual names, None for no unstacking.
-        max_file_bytes: maximum size of an output file with tensors, where the format can split; None for its default.
-        metadata_only: write new metadata only; data files are hard links to the source's (``core.convert.hard_links``).
-        weights_only: set aside what ``torch.load(weights_only=True)`` refuses, even where it could stay as it was.
+        names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps
+            them, unless the target format says otherwise.
+        transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters
+            get; None keeps them (``core.megatron.placement.implementation``).
+        megatron_version: the megatron-core that is to load the rank files; None writes the
+            optimizer's groups as the source has them.
+        moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None
+        keeps their kind. dequantize, include, exclude, strip_prefix, add_prefix, rename, untie,
+        tie, stack_layers, unstack_layers, dtype,
+            quantize: changes that ``core.convert.apply_changes`` applies in this order. Each goes
+            by the names that the changes before it made; the first go by those that the source has
+            once it is global, as ``ckpt inspect`` shows them. ``dequantize`` is a dtype or None;
+            ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the usual names,
+            None for no unstacking.
+        max_file_bytes: maximum size of an output file with tensors, where the format can split;
+            None for its default.
+        metadata_only: write new metadata only; data files are hard links to the source's
+            (``core.convert.hard_links``).
+        weights_only: set aside what ``torch.load(weights_only=True)`` refuses, even where it could
+            stay as it was.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
-        missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them (``core.opening.open``).
-        replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
-            the others are not read.
+        missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them
+            (``core.opening.open``).
+        replicas: what happens where ranks hold different copies of one tensor: ``error``, or the
+            ``first`` is taken and the others are not read.
         memory_bytes: memory limit of the process, imports included.
-        beside_bytes: how much of it is taken by what the engine does not count, such as the runtime of a team.
+        beside_bytes: how much of it is taken by what the engine does not count, such as the runtime
+            of a team.
         threads: copying threads.
         resume: keep an unfinished stage on failure, and continue one.
         force: replace an existing destination, once the new one is complete.
         crc, digest: compute CRC-32 and content digests in the same pass.
         fsync: wait until the bytes are on the disk.
-        fingerprint: make fingerprints of the canonical tensors in the same pass (``core.manifest.fingerprint_copy``).
-        verify: read the result back before it becomes visible, and compare every byte with the source.
+        fingerprint: make fingerprints of the canonical tensors in the same pass
+            (``core.manifest.fingerprint_copy``).
+        verify: read the result back before it becomes visible, and compare every byte with the
+            source.
         rules: a TOML file with additional layout rules.
-        unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
+        unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all
+            ranks hold the same.
         device: the device for per-byte work; None for the CPU. The bytes are the same.
     """
 
@@ -170,7 +182,8 @@ class Report:
         bytes_read: bytes of tensors read.
         bytes_written: bytes of all output files.
         bytes_resumed: those of ``bytes_written`` that an earlier, interrupted run had written.
-        bytes_verified: bytes of tensors that were read back and compared; 0 if that was not asked for.
+        bytes_verified: bytes of tensors that were read back and compared; 0 if that was not asked
+            for.
         n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).

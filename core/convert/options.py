@@ -199,7 +199,8 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
         before, after: the global per-layer form without and with the user's changes.
 
     Raises:
-        UsageError: a state of a parameter that stays was left out, or a weight with a master copy was cast.
+        UsageError: a state of a parameter that stays was left out, or a weight with a master copy
+            was cast.
     """
     if after.tensors is before.tensors:
         return

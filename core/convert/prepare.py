@@ -102,8 +102,8 @@ class Prepared:
         """Return the source files that one rank of the destination needs.
 
         Args:
-            rank: index of the rank among the destination's rank directories in their order; in a format without
-                them, index of a file among those with tensors.
+            rank: index of the rank among the destination's rank directories in their order; in a
+                format without them, index of a file among those with tensors.
 
         Raises:
             UsageError: the destination has no such rank.

@@ -2,7 +2,7 @@
 
 Start at ``run``; ``sides`` brings both to one form, ``tensor_pass`` compares tensors, ``entries``
 everything else, ``result`` holds the outcome.
-Imports: arrays, catalog, changes, convert, errors, files, fingerprint, formats.huggingface, formats.torch, hf, inspect,
-manifest, megatron.extras, megatron.model, megatron.optimizer, megatron.placement, megatron.reshard, numbers, opening,
-pickle, plan, scan, team.
+Imports: arrays, catalog, changes, convert, errors, files, fingerprint, formats.huggingface,
+formats.torch, hf, inspect, manifest, megatron.extras, megatron.model, megatron.optimizer,
+megatron.placement, megatron.reshard, numbers, opening, pickle, plan, scan, team.
 """

@@ -67,7 +67,8 @@ class SharedComparison:
         """Compare with all ranks.
 
         Returns:
-            On the lead the tensors in the order of the share, and what the workers did; nothing on other ranks.
+            On the lead the tensors in the order of the share, and what the workers did; nothing on
+            other ranks.
 
         Raises:
             CheckpointingException: the first error of a rank.

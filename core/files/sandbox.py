@@ -4,8 +4,9 @@ For fast code that is not hardened against what a file may hold, such as the C u
 it does, the caller gets the result or None, and then does the work the slow way. Linux only,
 because only there address space can be limited relative to what the process has already mapped.
 
-The child is an interpreter of its own, not a fork: a fork of a process that runs threads may wait for ever for a lock
-that one of them held. A call costs some 25 ms, and what the function's imports take: 60 to 100 ms for metadata of DCP.
+The child is an interpreter of its own, not a fork: a fork of a process that runs threads may wait
+for ever for a lock that one of them held. A call costs some 25 ms, and what the function's imports
+take: 60 to 100 ms for metadata of DCP.
 """
 
 from __future__ import annotations

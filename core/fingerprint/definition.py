@@ -58,7 +58,9 @@ PRIME = (1 << 31) - 1
 TABLE = 4096
 """Factors of a table, a power of two; also the maximum bytes of a block."""
 LEAST_BYTES = 512
-"""Minimum bytes of a row, if there are axes to join, and of a block, if a row has such a divisor."""
+"""Minimum bytes of a row, if there are axes to join, and of a block, if a row has such a
+divisor.
+"""
 _TEXT_DIGITS = 8
 
 

@@ -27,9 +27,10 @@ class Format:
             format gains nothing from that.
         lay_out: returns the file images of a target catalog; pure. None if the format is read-only.
         aliases: other names that ``--to`` takes.
-        partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a tensor), ``as_stored``
-            (the source's pieces), ``grid`` (the source's pieces where they are equal boxes of a regular grid, else one
-            array) or ``ranks`` (by a layout and a topology).
+        partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a
+            tensor), ``as_stored`` (the source's pieces), ``grid`` (the source's pieces where they
+            are equal boxes of a regular grid, else one array) or ``ranks`` (by a layout and a
+            topology).
         is_single_file: whether the destination may be one file.
         suffixes: allowed suffixes of a destination that is one file; () allows any.
         is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors

@@ -1,13 +1,16 @@
 """Convert between the rotary position embeddings of ``config.json`` and Megatron's arguments.
 
-=============  ==========================================================================================
+=============
+==========================================================================================
  rope_type      arguments
-=============  ==========================================================================================
+=============
+==========================================================================================
  (none)         ``rotary_base``
  ``linear``     and ``rotary_seq_len_interpolation_factor``
  ``llama3``     and ``use_rope_scaling``, ``rope_scaling_factor``; the other three numbers are fixed in Megatron
  ``yarn``       latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
-=============  ==========================================================================================
+=============
+==========================================================================================
 
 Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
 all three are written, so that both versions can read them.

@@ -3,9 +3,11 @@
 All are read from Megatron's training arguments in both directions (``core.hf.config`` first
 converts a ``config.json`` to arguments), so that the two directions agree.
 
-==================  ======================================================================================
+==================
+======================================================================================
  size                meaning
-==================  ======================================================================================
+==================
+======================================================================================
  vocab, hidden       rows of the embedding without padding; channels of the residual stream
  q, kv, head         channels of all query heads; of all key heads; of one head
  o                   channels of all value heads where attention is latent
@@ -16,7 +18,8 @@ converts a ``config.json`` to arguments), so that the two directions agree.
  kv_lora, kv_a       channels that keys and values are compressed to; the same and the rotated key's
  kv_b                channels of all keys, without the rotated ones, and all values
  hidden2             twice ``hidden``
-==================  ======================================================================================
+==================
+======================================================================================
 """
 
 from __future__ import annotations

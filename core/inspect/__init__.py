@@ -1,6 +1,6 @@
 """``ckpt inspect``: the summary, the folded tree, a look at one tensor, what can be done.
 
 Start at ``summary``; ``capabilities`` plans each conversion to find out whether it would succeed.
-Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf, megatron.model,
-megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
+Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf,
+megatron.model, megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
 """

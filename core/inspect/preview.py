@@ -31,14 +31,16 @@ class BoxLocation:
 
     Args:
         box: region of the tensor, in elements.
-        file: path relative to the checkpoint; None if the region is zero by rule and no file stores it.
+        file: path relative to the checkpoint; None if the region is zero by rule and no file stores
+            it.
         rank: rank coordinates, in formats that have one file per rank.
         array: name of the stored array that holds the region; None as for ``file``.
         at: index of the region's first element in that array.
         array_shape: shape of that array, in elements.
         offset: byte address of the array's element 0, or of the container item that holds it.
         item_bytes: length of that container item, or None where ``offset`` is exact.
-        strides: strides of the array, in elements; None for C order or where only the item records them.
+        strides: strides of the array, in elements; None for C order or where only the item records
+            them.
         n_bytes: bytes of the region.
         encoding: the codec, where the array's bytes must be decoded; None for plain ones.
         stored_bytes: length of the encoded array in its file, where the metadata record it.

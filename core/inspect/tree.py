@@ -32,10 +32,12 @@ class Node:
     Args:
         label: name, or dot-joined names, relative to the parent; folded numbers are in brackets.
         n_alike: how many equal subtrees the node stands for, below one instance of its parent.
-        n_tensors, n_elements, n_bytes: totals of all ``n_alike`` subtrees, below one instance of the parent.
+        n_tensors, n_elements, n_bytes: totals of all ``n_alike`` subtrees, below one instance of
+            the parent.
         dtype, shape: dtype and shape of the tensor, where the node is one; else None.
         children: the nodes below one instance of the node.
-        same_as: label of an earlier sibling with equal content; None if there is none or it is small.
+        same_as: label of an earlier sibling with equal content; None if there is none or it is
+            small.
     """
 
     label: str

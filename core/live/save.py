@@ -5,12 +5,13 @@
     chunks of all processes ─▶ target catalog ─ lay_out ─▶ file images ─ share_of ─▶ plan of this process
 
 Every process knows the chunks of all, so each computes the same images; no positions are exchanged.
-A *whole file* is written by the process that fills it, its container's checksums included. What is left (metadata,
-headers of shared files, files without data) is written by one process after all others are done.
+A *whole file* is written by the process that fills it, its container's checksums included. What is
+left (metadata, headers of shared files, files without data) is written by one process after all
+others are done.
 
-``Format.partition`` says how tensors are cut into arrays. ``as_stored``: every box of a process is an array, in a
-file of that process; ``grid``: every chunk is an array, also where several processes have parts of it; ``whole``: every
-tensor is an array.
+``Format.partition`` says how tensors are cut into arrays. ``as_stored``: every box of a process is
+an array, in a file of that process; ``grid``: every chunk is an array, also where several processes
+have parts of it; ``whole``: every tensor is an array.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One process's share of a target that several processes write together.
 
-All processes have the same file images; each fills its regions. A file whose arrays all name one process in their
-coords is written by that process, literals included; one process finishes the other files when all are done.
+All processes have the same file images; each fills its regions. A file whose arrays all name one
+process in their coords is written by that process, literals included; one process finishes the
+other files when all are done.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from core.catalog.catalog import Fragment, TargetCatalog, TargetFragment
 from core.catalog.file_image import FileImage, no_literals
 
 HOLDER = "file"
-"""The coordinate of an array that names the one process that fills it; formats take it as the number of a file."""
+"""The coordinate of an array that names the one process that fills it; formats take it as the
+number of a file.
+"""
 
 
 @dataclass(frozen=True, slots=True)

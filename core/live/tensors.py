@@ -1,4 +1,5 @@
-"""Tensors in memory as a format: a process's parts of global tensors, as a catalog over a MemoryStore.
+"""Tensors in memory as a format: a process's parts of global tensors, as a catalog over a
+MemoryStore.
 
 ::
 
@@ -6,8 +7,9 @@
                        └── flat: elements [start, stop) of the flattened chunk, where it has only a part of it
                               └── memory, the bytes of the elements; strides where they do not lie in C order
 
-Read (``live_source``) and written (``live_target``) through the engine as files are: every live tensor is one file of
-the store, and an array of it where it is dense. No torch here: memory is a memoryview.
+Read (``live_source``) and written (``live_target``) through the engine as files are: every live
+tensor is one file of the store, and an array of it where it is dense. No torch here: memory is a
+memoryview.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from core.files.store import MemoryStore
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A region of a global tensor that a process holds, without data, so that processes can exchange it.
+    """A region of a global tensor that a process holds, without data, so that processes can
+    exchange it.
 
     Args:
         key: the tensor.
         dtype: canonical dtype name.
         shape: global shape, in elements.
         box: the region, in elements.
-        flat: the elements [start, stop) of the flattened region, in C order, that are held; None for all of them.
-        flexible: the tensor's shape may differ from the one that a checkpoint has (``allow_shape_mismatch``).
+        flat: the elements [start, stop) of the flattened region, in C order, that are held; None
+            for all of them.
+        flexible: the tensor's shape may differ from the one that a checkpoint has
+            (``allow_shape_mismatch``).
     """
 
     key: str
@@ -55,7 +60,9 @@ class Chunk:
         return self.n_elements * itemsize(self.dtype)
 
     def runs(self) -> list[tuple[int, Box]]:
-        """Return the elements as (number of elements before, box of the tensor) pairs, in C order."""
+        """Return the elements as (number of elements before, box of the tensor) pairs, in C
+        order.
+        """
         if self.flat is None:
             return [(0, self.box)]
         runs = []
@@ -73,7 +80,8 @@ class LiveTensor:
     Args:
         chunk: which elements.
         memory: bytes, from the first element to the end of the last one.
-        strides: in elements per axis of the chunk's box; None for C order. A flat range is always dense.
+        strides: in elements per axis of the chunk's box; None for C order. A flat range is always
+            dense.
     """
 
     chunk: Chunk
@@ -130,7 +138,8 @@ def live_source(
 def live_target(
     tensors: Sequence[LiveTensor],
 ) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
-    """Return a target catalog over memory, the images that place its arrays, and the store to write to.
+    """Return a target catalog over memory, the images that place its arrays, and the store to write
+    to.
 
     Args:
         tensors: dense tensors to be filled.

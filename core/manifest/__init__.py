@@ -2,6 +2,6 @@
 
 Start at ``file``, the format of a manifest. ``inventory`` is ``ckpt manifest``; ``of_copy`` and
 ``fingerprint_copy`` spare a conversion a second read; ``lookup`` finds a manifest again.
-Imports: arrays, calibration, catalog, copy, core, device, errors, files, fingerprint, formats, formats.dcp,
-formats.torch, formats.torch.zip, megatron.reshard, opening, plan, scan, team.
+Imports: arrays, calibration, catalog, copy, core, device, errors, files, fingerprint, formats,
+formats.dcp, formats.torch, formats.torch.zip, megatron.reshard, opening, plan, scan, team.
 """

@@ -3,6 +3,7 @@
 Start at ``open.open_checkpoint``. ``unrecognised`` explains why a path is not a checkpoint;
 ``source_files`` accounts for every file beside the tensors; ``canonical`` is the form that does not
 depend on format and layout; ``target`` cuts a catalog for a destination.
-Imports: arrays, catalog, errors, files, formats, formats.dcp, formats.deepspeed, formats.huggingface,
-formats.safetensors, formats.torch, formats.zarr, megatron.extras, megatron.optimizer, megatron.reshard, pickle, plan.
+Imports: arrays, catalog, errors, files, formats, formats.dcp, formats.deepspeed,
+formats.huggingface, formats.safetensors, formats.torch, formats.zarr, megatron.extras,
+megatron.optimizer, megatron.reshard, pickle, plan.
 """

@@ -73,8 +73,9 @@ def refuse_hidden(
 ) -> None:
     """Raise if a pickle does something dangerous that none of the objects holds.
 
-    Such a name is an attribute of a tensor, the key of a mapping or the state of a container, or the pickle itself
-    drops it again: what is written may not have it, but other readers would run it.
+    Such a name is an attribute of a tensor, the key of a mapping or the state of a container, or
+    the pickle itself drops it again: what is written may not have it, but other readers would run
+    it.
 
     Args:
         uses: what the pickles do with names (``core.pickle.reader.noting_uses``).
@@ -83,7 +84,8 @@ def refuse_hidden(
         exclude: patterns of entries that are left out, and with them what belongs to these entries.
 
     Raises:
-        UnsafeError: a pickle does; the error gives the name, the file and the entry, and how to leave the entry out.
+        UnsafeError: a pickle does; the error gives the name, the file and the entry, and how to
+            leave the entry out.
     """
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:

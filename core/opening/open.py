@@ -42,8 +42,9 @@ from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Content of a tracker and name of its directory instead of an iteration; Megatron then starts at iteration 0 and
-loads no optimizer."""
+"""Content of a tracker and name of its directory instead of an iteration; Megatron then starts at
+iteration 0 and loads no optimizer.
+"""
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's trackers, which hold the directory's name."""
 ITERATION_DIR = re.compile(

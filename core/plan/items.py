@@ -3,7 +3,8 @@
 The matched boxes of a tensor become
 
 * **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
-* **interleaves**: sources and destinations that meet in boxes which are not consecutive on both sides
+* **interleaves**: sources and destinations that meet in boxes which are not consecutive on both
+  sides
 (splits and merges
   along an inner axis). All connected sources and destinations are walked in common row bands, so
   that every
@@ -81,8 +82,8 @@ class Interleave:
         key: key of the tensor.
         links: the pairs of a source and a destination that meet; the boxes are disjoint.
         bands: boxes to walk, in C order.
-        is_regular: every link spans each band on the axes up to the cut one, so that bands of one shape differ
-            only by their addresses.
+        is_regular: every link spans each band on the axes up to the cut one, so that bands of one
+            shape differ only by their addresses.
         dtypes: dtypes of the source and of the target.
     """
 
@@ -126,8 +127,8 @@ class Portion:
     Args:
         number: number of the tensor in the plan.
         match: the work of the whole tensor.
-        start, stop: the worker does the items that begin in these bytes, as ``weight_of`` counts them; None for the
-            end.
+        start, stop: the worker does the items that begin in these bytes, as ``weight_of`` counts
+            them; None for the end.
     """
 
     number: int

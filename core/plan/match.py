@@ -29,7 +29,8 @@ class Match:
         meta: the target tensor.
         dtype: dtype of the source.
         pieces: primary sources: disjoint boxes, each a part of its fragment's box, none empty.
-        copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in that box.
+        copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in
+            that box.
         targets: the target fragments that are not empty.
         pairs: (number of the piece, number of the target, common box).
     """

@@ -39,15 +39,18 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT_THREADS = 2
 DEFAULT_BUFFER_BYTES = 24 * MIB
-"""Buffer size per thread. Runs that are consecutive on both sides touch one MiB of it, splits and merges along an inner
-axis one to four; transposed sources profit from all."""
+"""Buffer size per thread. Runs that are consecutive on both sides touch one MiB of it, splits and
+merges along an inner axis one to four; transposed sources profit from all.
+"""
 MIN_BUFFER_BYTES = MIB
 RUNTIME_BYTES = 48 * MIB
 """Memory of the interpreter, its modules and numpy."""
 DECODER_BYTES = 192 * MIB
 """Memory of tensorstore and other codecs besides the pieces that they decode."""
 TENSOR_BYTES = 4 << 10
-"""Metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in the manifest."""
+"""Metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in
+the manifest.
+"""
 PIECE_BYTES = 3 << 9
 """Metadata per source fragment and per placed array."""
 MATCH_BYTES = 1 << 10
@@ -255,7 +258,8 @@ class _Memory:
     """The division of the process's memory.
 
     Args:
-        threads: number of copying threads; fewer than were asked for where decoding would take too much.
+        threads: number of copying threads; fewer than were asked for where decoding would take too
+            much.
         buffer_bytes: buffers per thread.
         cache_bytes: cache for decoded pieces.
         n_bytes: memory that the process needs.

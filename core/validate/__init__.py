@@ -1,6 +1,6 @@
 """``ckpt validate``: runs the checks of a level and collects what they find.
 
 Start at ``run``; ``accepted`` is for ``--ignore`` and baselines, ``newest`` for ``--newest-valid``.
-Imports: checks, checks.content, checks.metadata, convert, device, errors, files, formats.dcp, megatron.reshard,
-opening, pickle, team.
+Imports: checks, checks.content, checks.metadata, convert, device, errors, files, formats.dcp,
+megatron.reshard, opening, pickle, team.
 """

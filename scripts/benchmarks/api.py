@@ -1,13 +1,16 @@
-"""scripts/bench api: save and load of a sharded state dict by several ranks, as ratios to torch's and megatron-core's.
+"""scripts/bench api: save and load of a sharded state dict by several ranks, as ratios to torch's
+and megatron-core's.
 
-Every rank holds an equal part of every tensor. All tools run in the same processes, in turn, and write the same format
-(torch_dist, which is DCP with files beside it); files are synced, and what was written before has reached the disk
-when a measurement begins. A load reads what the same tool saved, from a warm page cache, into tensors that exist. The
-slowest rank counts. Peak memory is the resident set's high-water mark above what the process had before the load.
+Every rank holds an equal part of every tensor. All tools run in the same processes, in turn, and
+write the same format (torch_dist, which is DCP with files beside it); files are synced, and what
+was written before has reached the disk when a measurement begins. A load reads what the same tool
+saved, from a warm page cache, into tensors that exist. The slowest rank counts. Peak memory is the
+resident set's high-water mark above what the process had before the load.
 
-With --async: how long an asynchronous save blocks, in memory that a save has used before (the first is listed apart),
-beside a synchronous one by the same tool. On a CPU megatron-core copies nothing: its fork shares the tensors by
-copy-on-write, and training pays for that later, when it changes them.
+With --async: how long an asynchronous save blocks, in memory that a save has used before (the first
+is listed apart), beside a synchronous one by the same tool. On a CPU megatron-core copies nothing:
+its fork shares the tensors by copy-on-write, and training pays for that later, when it changes
+them.
 """
 
 from __future__ import annotations
@@ -97,7 +100,9 @@ def _table(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
 
 
 def _table_async(found: dict[str, dict[str, list[float]]]) -> str:
-    """Of each way to save asynchronously how long it blocks, beside a synchronous save by the same tool and by ckpt."""
+    """Of each way to save asynchronously how long it blocks, beside a synchronous save by the same
+    tool and by ckpt.
+    """
     ours = found["ckpt"]
     lines = [
         f"{'':22}{'blocks':>9}{'first':>9}{'written':>9}{'sync':>9}{'× own sync':>12}{'× ckpt':>9}{'step':>8}"

@@ -48,7 +48,9 @@ def install_megatron() -> None:
 
 
 def sharded(package: str) -> tuple[Any, Any, Callable[[State], dict[str, Any]]]:
-    """A package like ``core.dist_checkpointing``, its async_utils, and what makes its sharded state dicts."""
+    """A package like ``core.dist_checkpointing``, its async_utils, and what makes its sharded state
+    dicts.
+    """
     library = import_module(package)
     sharded_tensor = import_module(f"{package}.mapping").ShardedTensor
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,6 @@
-"""What one rank of scripts/bench api --async does: saves a state dict asynchronously, by several tools in turn."""
+"""What one rank of scripts/bench api --async does: saves a state dict asynchronously, by several
+tools in turn.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from scripts.benchmarks.api_worker import State, begun, install_megatron, sharded, torch_state
 
 STEP_SIZE = 256
-"""A step of the training that goes on beside: a product of square matrices of that many rows, and Python around it."""
+"""A step of the training that goes on beside: a product of square matrices of that many rows, and
+Python around it.
+"""
 
 Begin = Callable[[State, Path], Callable[[], object]]
 """Begins an asynchronous save; what it returns waits for its end."""

@@ -1,9 +1,10 @@
 """scripts/bench: the speed and the memory of whole commands, as ratios measured in one run.
 
-"Copy" is ``cp -r`` plus fsync of the copied files. A ratio is the wall time of the whole command, start-up and commit
-included, by the time of a copy of its source; both run on a warm page cache, in turn, and the median of the ratios
-counts. Checksums and digests are on. Sources are made by torch, safetensors and tensorstore (sources.py);
-torch_dist and zarr by our own writers, since megatron-core needs a model to write them.
+"Copy" is ``cp -r`` plus fsync of the copied files. A ratio is the wall time of the whole command,
+start-up and commit included, by the time of a copy of its source; both run on a warm page cache, in
+turn, and the median of the ratios counts. Checksums and digests are on. Sources are made by torch,
+safetensors and tensorstore (sources.py); torch_dist and zarr by our own writers, since
+megatron-core needs a model to write them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ SOURCES = {
 }
 """Kind of source → the format that it is in."""
 MEGATRON = ("torch", "dcp-1", "dcp-4", "megatron-tp8", "torch_dist", "zarr")
-"""Kinds that have what ``megatron``, ``torch_dist`` and ``zarr`` need: training arguments and Megatron's names."""
+"""Kinds that have what ``megatron``, ``torch_dist`` and ``zarr`` need: training arguments and
+Megatron's names.
+"""
 MADE_BY_US = {"torch_dist": "torch_dist", "zarr": "zarr"}
 """Kinds that only a model in Megatron could write: made of rank files by our own writer."""
 COMPRESSED = ("zarr3-zstd",)
-"""Kinds that go through tensorstore; the copy that they are compared with is of the compressed files."""
+"""Kinds that go through tensorstore; the copy that they are compared with is of the compressed
+files.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,9 @@ class Bench(Page):
     # ---- the rows of the table
 
     def convert(self) -> None:
-        """Between any two raw formats; once more without fsync on both sides; torch's own converters beside ours."""
+        """Between any two raw formats; once more without fsync on both sides; torch's own
+        converters beside ours.
+        """
         for kind, format in SOURCES.items():
             names = {
                 to: f"convert {kind} → {to}"
@@ -264,7 +271,9 @@ class Bench(Page):
                         )
 
     def inspect(self) -> None:
-        """Start-up, and 100 000 chunks against ``pickle.loads`` on their metadata, start-up apart."""
+        """Start-up, and 100 000 chunks against ``pickle.loads`` on their metadata, start-up
+        apart.
+        """
         names = ("start-up of ckpt --help", "start-up of ckpt inspect", "inspect of 100 000 chunks")
         if any(map(self.wants, names)):
             with (

@@ -1,9 +1,10 @@
 """Speed of per-byte work on a device, as Markdown tables, in one run.
 
-First the limits: how fast bytes go to the device and back, alone and at once, from pinned and from other memory, and
-within the device. Then every kind of work: the processor's way, the kernel on bytes that lie on the device, and the
-whole way there and back, which is what ``--device auto`` compares; all in GB of source bytes a second. Without a GPU
-the same code runs on torch's CPU: the tables then show what it costs there, and nothing about a GPU.
+First the limits: how fast bytes go to the device and back, alone and at once, from pinned and from
+other memory, and within the device. Then every kind of work: the processor's way, the kernel on
+bytes that lie on the device, and the whole way there and back, which is what ``--device auto``
+compares; all in GB of source bytes a second. Without a GPU the same code runs on torch's CPU: the
+tables then show what it costs there, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
-    """GB a second of the kernel alone, on a piece that lies on the device; None for work of several steps."""
+    """GB a second of the kernel alone, on a piece that lies on the device; None for work of several
+    steps.
+    """
     dtype = work.split(" ")[1] if work.startswith("cast ") else "bfloat16"
     data = as_tensor(typical_numbers(dtype, PIECE_BYTES)).to(lane.torch_device)
     if work.startswith("cast "):

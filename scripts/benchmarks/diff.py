@@ -1,8 +1,10 @@
-"""scripts/bench diff: `ckpt diff` against reading both checkpoints with ``cat``, and against torch with all in memory.
+"""scripts/bench diff: `ckpt diff` against reading both checkpoints with ``cat``, and against torch
+with all in memory.
 
-Every ratio is the wall time of the whole command, start-up included, by that of the other, in turn on a warm page
-cache; the median of the ratios counts. "torch" loads both safetensors directories, compares every pair of tensors, and
-takes the greatest difference and the cosine of those that differ. Sources are of scripts.benchmarks.sources.
+Every ratio is the wall time of the whole command, start-up included, by that of the other, in turn
+on a warm page cache; the median of the ratios counts. "torch" loads both safetensors directories,
+compares every pair of tensors, and takes the greatest difference and the cosine of those that
+differ. Sources are of scripts.benchmarks.sources.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def differing(*command: str | Path) -> Run:
 
 
 def measured(case: Case, a: Path, b: Path, other: Callable[[], Run], *, n_runs: int) -> list[Run]:
-    """Fills a case with runs of ``ckpt diff`` and of something else, in turn; returns the latter."""
+    """Fills a case with runs of ``ckpt diff`` and of something else, in turn; returns the
+    latter.
+    """
     others: list[Run] = []
     warm(a)
     warm(b)

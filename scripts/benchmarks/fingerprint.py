@@ -1,9 +1,11 @@
-"""Speed of fingerprints: bytes a second of one core's time, and their cost in the copy pass, as Markdown tables.
+"""Speed of fingerprints: bytes a second of one core's time, and their cost in the copy pass, as
+Markdown tables.
 
-The arithmetic is fed as a copy feeds it, in pieces of 1 MiB that have just been written or read. Times are processor
-time of the thread, so that other work on the machine counts less; CRC-32, XXH3-128 and a plain copy of the same pieces
-are measured in the same run. Beside it, a conversion with and without ``--fingerprint`` in one run each after the
-other, by processor time of the process and by the clock.
+The arithmetic is fed as a copy feeds it, in pieces of 1 MiB that have just been written or read.
+Times are processor time of the thread, so that other work on the machine counts less; CRC-32,
+XXH3-128 and a plain copy of the same pieces are measured in the same run. Beside it, a conversion
+with and without ``--fingerprint`` in one run each after the other, by processor time of the process
+and by the clock.
 """
 
 from __future__ import annotations

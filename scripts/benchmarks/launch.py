@@ -1,14 +1,16 @@
-"""scripts/bench launch: `ckpt launch` against one process, and how plans of real models' sizes are divided.
+"""scripts/bench launch: `ckpt launch` against one process, and how plans of real models' sizes are
+divided.
 
-* Start-up: a checkpoint of a few bytes, by launched workers and by one process; what is more is the launcher's
-  (torchrun imports torch in every process).
-* Speed: the same jobs by workers with one thread each, by the best single process (its threads are the cores) and by a
-  single process with one thread, warm and in turn. A ratio above 1 says that the workers are faster. The launcher's
-  start-up is left out of one row and counted in the other.
+* Start-up: a checkpoint of a few bytes, by launched workers and by one process; what is more is the
+  launcher's (torchrun imports torch in every process).
+* Speed: the same jobs by workers with one thread each, by the best single process (its threads are
+  the cores) and by a single process with one thread, warm and in turn. A ratio above 1 says that
+  the workers are faster. The launcher's start-up is left out of one row and counted in the other.
   Seconds of the processor say how much more is done in all, whatever else the machine does.
 * Meetings: the bytes that workers sent each other, as ``--json`` says.
-* Balance: Llama-3.1-405B and DeepSeek-V3 with their distributed optimizers as sparse files (``bench_scale_sources``),
-  planned, written as a plan file and divided over 8, 64 and 512 workers, item by item; no tensor is read or written.
+* Balance: Llama-3.1-405B and DeepSeek-V3 with their distributed optimizers as sparse files
+  (``bench_scale_sources``), planned, written as a plan file and divided over 8, 64 and 512 workers,
+  item by item; no tensor is read or written.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from scripts.benchmarks.measure import (
 
 GIB = 1 << 30
 SINGLE, ALONE = 0.9, 1.6
-"""Of the best single process, and of one with a single thread: what as many workers as cores must reach."""
+"""Of the best single process, and of one with a single thread: what as many workers as cores must
+reach.
+"""
 PLAN_S, BALANCE = 10.0, 1.05
 JOBS = {
     "digest-heavy: reshard TP8 → TP4 with fingerprints": (

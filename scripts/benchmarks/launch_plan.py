@@ -1,10 +1,11 @@
-"""Plans a reshard, writes its plan file and divides it, as the lead of a team does; prints what that took as JSON.
+"""Plans a reshard, writes its plan file and divides it, as the lead of a team does; prints what
+that took as JSON.
 
     python -m scripts.benchmarks.launch_plan SRC SIZE N WORKERS...
 
-``SIZE`` is the parallel size that changes (``tp``, ``ep`` …), ``N`` what it becomes. ``balance`` is the largest
-worker's bytes by the mean, counted item by item as a worker does its share: an item belongs to the part in which it
-begins.
+``SIZE`` is the parallel size that changes (``tp``, ``ep`` …), ``N`` what it becomes. ``balance`` is
+the largest worker's bytes by the mean, counted item by item as a worker does its share: an item
+belongs to the part in which it begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measuring: whole commands against `cp -r` plus fsync, warm and in turn.
 
-This module imports nothing large: the peak RSS that the kernel reports for a child counts what it held before its exec,
-which is what this process holds.
+This module imports nothing large: the peak RSS that the kernel reports for a child counts what it
+held before its exec, which is what this process holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One command that ran: seconds of wall and of CPU, peak RSS of the largest of its processes in bytes."""
+    """One command that ran: seconds of wall and of CPU, peak RSS of the largest of its processes in
+    bytes.
+    """
 
     wall_s: float
     cpu_s: float
@@ -171,8 +173,9 @@ def in_turn(
     n_runs: int,
     fsync: bool,
 ) -> Case:
-    """Fills ``case`` with ``n_runs`` copies and as many runs of ``command(destination)``, in turn; which goes first
-    alternates."""
+    """Fills ``case`` with ``n_runs`` copies and as many runs of ``command(destination)``, in turn;
+    which goes first alternates.
+    """
     copied, written = scratch_dir / "copied", scratch_dir / "written"
     for i in range(n_runs):
         for is_ours in (i % 2 == 1, i % 2 == 0):
@@ -211,7 +214,9 @@ class Page:
 
     @contextmanager
     def tolerant(self, name: str) -> Iterator[None]:
-        """Around the work for some rows: a command that fails is reported at the end and ends nothing else."""
+        """Around the work for some rows: a command that fails is reported at the end and ends
+        nothing else.
+        """
         try:
             yield
         except CommandError as err:

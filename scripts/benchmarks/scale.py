@@ -1,8 +1,8 @@
 """scripts/bench scale: time and memory of plans and inspections at the size of real models.
 
-Makes Llama-3.1-405B, DeepSeek-V3 and Kimi-K2 as sparse files (``bench_scale_sources``), weights alone and with an
-optimizer, and measures whole commands: ``ckpt inspect``, ``ckpt inspect --all`` and ``ckpt reshard --dry-run``. No data
-is read or written; 2 GB of headers land on the disk.
+Makes Llama-3.1-405B, DeepSeek-V3 and Kimi-K2 as sparse files (``bench_scale_sources``), weights
+alone and with an optimizer, and measures whole commands: ``ckpt inspect``, ``ckpt inspect --all``
+and ``ckpt reshard --dry-run``. No data is read or written; 2 GB of headers land on the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from scripts.benchmarks.measure import Case, Page, ckpt, page_parser, remove, ru
 GIB = 1 << 30
 PLAN_S, INSPECT_S, PLAN_BYTES = 10.0, 2.0, GIB
 MEMORY = "4GiB"
-"""More than is needed: what a plan says it needs is above the peak RSS, which is what the rows judge."""
+"""More than is needed: what a plan says it needs is above the peak RSS, which is what the rows
+judge.
+"""
 OPTIMIZERS = ("none", "float16", "distributed")
 
 
@@ -78,7 +80,9 @@ class Bench:
             )
 
     def rank_files(self, reshards: Sequence[Reshard]) -> None:
-        """Inspections and plans of rank files, model by model; each model's files are removed when it is done."""
+        """Inspections and plans of rank files, model by model; each model's files are removed when
+        it is done.
+        """
         for reshard in reshards:
             for optimizer in OPTIMIZERS:
                 what = "weights" if optimizer == "none" else f"{optimizer} optimizer"

@@ -1,13 +1,17 @@
-"""Makes checkpoints of the size of real models as sparse files: true names, shapes, pickles and zip headers, no data.
+"""Makes checkpoints of the size of real models as sparse files: true names, shapes, pickles and zip
+headers, no data.
 
-    python -m scripts.benchmarks.scale_sources MODEL DIR [--optimizer float16 | distributed] [--layers N] [--torch-dist]
+    python -m scripts.benchmarks.scale_sources MODEL DIR [--optimizer float16 | distributed]
+    [--layers N] [--torch-dist]
 
-Models: ``llama-405b`` (TP8 PP16, 128 rank files), ``deepseek-v3`` (PP16 EP64, 1024) and ``kimi-k2`` (PP16 EP16, 256),
-as Megatron-LM saves them with Transformer Engine's names. Arguments, random states and settings of the optimizer are
-those of a checkpoint in tests/golden, with the model's sizes. Ranks of a stage differ by their numbers in the
-arguments, as in real checkpoints. CRCs are 0, "not computed".
+Models: ``llama-405b`` (TP8 PP16, 128 rank files), ``deepseek-v3`` (PP16 EP64, 1024) and ``kimi-k2``
+(PP16 EP16, 256), as Megatron-LM saves them with Transformer Engine's names. Arguments, random
+states and settings of the optimizer are those of a checkpoint in tests/golden, with the model's
+sizes. Ranks of a stage differ by their numbers in the arguments, as in real checkpoints. CRCs are
+0, "not computed".
 
-``--torch-dist`` writes the weights in one directory of torch_dist instead, by this project's own layout.
+``--torch-dist`` writes the weights in one directory of torch_dist instead, by this project's own
+layout.
 """
 
 from __future__ import annotations
@@ -371,7 +375,9 @@ def optimizer_of(tree: Tree, model: Model, held: Held, found: Golden, *, kind: s
 
 
 def buffers_of(tree: Tree, model: Model, held: Held, *, ep_rank: int) -> object:
-    """The content of distrib_optim.pt: one bucket a buffer, parameters from last to first, each at a multiple of 64."""
+    """The content of distrib_optim.pt: one bucket a buffer, parameters from last to first, each at
+    a multiple of 64.
+    """
     made: list[object] = []
     for groups in groups_of(model, held):
         if ep_rank and not groups[0][1]:
@@ -433,7 +439,9 @@ class Stage:
             write_sparse(folder / OPTIM_FILE, plan.size, plan.literals(_no_crc))
 
     def _plan(self, number: int) -> TreePlan:
-        """The plan of a rank's file: that of another one whose number takes as many bytes, with the numbers changed."""
+        """The plan of a rank's file: that of another one whose number takes as many bytes, with the
+        numbers changed.
+        """
         width, base, other = (1, 200, 209) if number < 256 else (2, 512, 521)
         if width not in self._patterns:
             plan = self._planned(base)

@@ -1,10 +1,12 @@
-"""Makes the checkpoints that scripts/bench measures; run as a program, so that the measuring process stays small.
+"""Makes the checkpoints that scripts/bench measures; run as a program, so that the measuring
+process stays small.
 
     python -m scripts.benchmarks.sources KIND DIR --bytes N
 
-A dense Llama-like model in bf16 with Megatron's names: 18 layers of hidden 4096 for 4 GiB. The feed-forward size is
-chosen so that row-parallel weights (attention output, second feed-forward matrix) are 36 % of the bytes of a layer:
-those are the ones whose resharding cuts rows. KIND is one of
+A dense Llama-like model in bf16 with Megatron's names: 18 layers of hidden 4096 for 4 GiB. The
+feed-forward size is chosen so that row-parallel weights (attention output, second feed-forward
+matrix) are 36 % of the bytes of a layer: those are the ones whose resharding cuts rows. KIND is one
+of
 
 - ``megatron-tpN``: N rank files as Megatron-LM lays them out, by torch.save
 - ``megatron-tpN-optim``: the same with a Float16 optimizer, fp32 masters and moments
@@ -12,9 +14,11 @@ those are the ones whose resharding cuts rows. KIND is one of
 - ``dcp-1``: DCP by dcp.save in one process, one file
 - ``dcp-4``: DCP by dcp.save in four processes, DTensors sharded as tensor parallelism shards them
 - ``safetensors``: two shards and their index, by safetensors
-- ``zarr3``, ``zarr3-zstd``: one array a tensor in row chunks of about 16 MiB, by tensorstore; plain or compressed
+- ``zarr3``, ``zarr3-zstd``: one array a tensor in row chunks of about 16 MiB, by tensorstore; plain
+  or compressed
 - ``orbax``: zarr arrays without compression in an OCDBT database, by tensorstore
-- ``chunks``: a DCP directory of ``--bytes`` chunks (64 to a tensor), its metadata torch's own, its data a hole
+- ``chunks``: a DCP directory of ``--bytes`` chunks (64 to a tensor), its metadata torch's own, its
+  data a hole
 - ``tiny``: a DCP directory of one tensor
 - ``shards``: ``--bytes`` safetensors files of one small tensor each, and their index
 """
@@ -52,7 +56,9 @@ ITERATION = 100
 
 @dataclass(frozen=True)
 class Weight:
-    """A global tensor: its axis to split (None: on every rank) and in how many consecutive parts."""
+    """A global tensor: its axis to split (None: on every rank) and in how many consecutive
+    parts.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -181,11 +187,15 @@ def rank_dict(n_layers: int, tp: int, rank: int) -> dict[str, Any]:
 
 
 STATE_BYTES = 7
-"""How many times the bytes of bf16 weights a checkpoint with its optimizer has: weight, master and two moments."""
+"""How many times the bytes of bf16 weights a checkpoint with its optimizer has: weight, master and
+two moments.
+"""
 
 
 def optimizer_dict(model: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's Float16 optimizer keeps for a rank: two groups, numbered parameters, fp32 masters."""
+    """What Megatron's Float16 optimizer keeps for a rank: two groups, numbered parameters, fp32
+    masters.
+    """
     params = [value for value in model.values() if isinstance(value, torch.Tensor)]
     groups: list[dict[str, Any]] = []
     masters, state = [], {}
@@ -348,7 +358,9 @@ def make_orbax(folder: Path, n_bytes: int) -> None:
 
 
 def make_chunks(folder: Path, n_chunks: int) -> None:
-    """Metadata as torch writes it, for tensors of 64 row blocks in 16 files; the files are holes of the right size."""
+    """Metadata as torch writes it, for tensors of 64 row blocks in 16 files; the files are holes of
+    the right size.
+    """
     folder.mkdir(parents=True)
     properties = metadata.TensorProperties(dtype=torch.bfloat16)
     n_files, item_bytes = 16, 1 << 17

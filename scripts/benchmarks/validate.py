@@ -1,9 +1,10 @@
 """scripts/bench validate: time and memory of ``ckpt validate``, as ratios measured in one run.
 
-``--deep`` is compared, warm and in turn, with plain reads of the same files (as many threads, 1 MiB at a time, bytes
-thrown away) and with reads that also make one XXH3-128 of each file. Wall time on a machine that does other things says
-little; the ratios of CPU seconds are shown as well. Then the scan by itself, with what it hands out to: GB a second of
-one core's time. Last the metadata level, with a thousand files.
+``--deep`` is compared, warm and in turn, with plain reads of the same files (as many threads, 1 MiB
+at a time, bytes thrown away) and with reads that also make one XXH3-128 of each file. Wall time on
+a machine that does other things says little; the ratios of CPU seconds are shown as well. Then the
+scan by itself, with what it hands out to: GB a second of one core's time. Last the metadata level,
+with a thousand files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The documented names are there: modules, functions, classes, bases, parameters, their order, kinds and defaults.
+"""The documented names are there: modules, functions, classes, bases, parameters, their order,
+kinds and defaults.
 
-``surface.json`` says what is documented, one signature a line, in Python's syntax; ``sources`` there says where each
-module's list comes from. Annotations are compared where the source states them.
+``surface.json`` says what is documented, one signature a line, in Python's syntax; ``sources``
+there says where each module's list comes from. Annotations are compared where the source states
+them.
 """
 
 from __future__ import annotations
@@ -128,7 +130,9 @@ def normal(annotation: Any, module: str) -> Any:
 
 
 def optional(annotation: Any) -> Any:
-    """With None among the types: what a default of None says, whether or not the annotation does."""
+    """With None among the types: what a default of None says, whether or not the annotation
+    does.
+    """
     return (annotation if isinstance(annotation, frozenset) else frozenset([annotation])) | {
         type(None)
     }
@@ -247,7 +251,9 @@ def test_a_class_has_the_documented_bases_fields_and_properties(module: str, nam
 
 
 def check_fields(cls: Any, texts: list[str], module: str) -> None:
-    """A dataclass or named tuple has these fields in this order, with these defaults and annotations."""
+    """A dataclass or named tuple has these fields in this order, with these defaults and
+    annotations.
+    """
     expected, _ = stated(f"fields({', '.join(texts)})", module)
     if dataclasses.is_dataclass(cls):
         assert [(f.name, f.init) for f in dataclasses.fields(cls)] == [

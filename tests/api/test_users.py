@@ -1,7 +1,8 @@
 """What other programs import from dist_checkpointing is there, documented or not.
 
-Looked up in November 2026 in public repositories; names that only copies of the package itself use are left out, and so
-are those that came after megatron-core 0.16 (``async_strategy``, ``verify_checkpoint``, ``save_common``, …).
+Looked up in November 2026 in public repositories; names that only copies of the package itself use
+are left out, and so are those that came after megatron-core 0.16 (``async_strategy``,
+``verify_checkpoint``, ``save_common``, …).
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ FLOATS = (
 
 
 def patterns(dtype: str) -> np.ndarray:
-    """Bit patterns of a float type: all of them up to 16 bits, else dense samples around every 16-bit neighbour."""
+    """Bit patterns of a float type: all of them up to 16 bits, else dense samples around every
+    16-bit neighbour.
+    """
     rng = np.random.default_rng(7)
     size = itemsize(dtype)
     if size <= 2:

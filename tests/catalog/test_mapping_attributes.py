@@ -1,4 +1,6 @@
-"""Attributes of OrderedDicts and of dicts of the user's own classes: kept by torch files, told where left out."""
+"""Attributes of OrderedDicts and of dicts of the user's own classes: kept by torch files, told
+where left out.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def reference_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return out.to(E4M3), scale
 
 
-# --- dequantize -------------------------------------------------------------------------------------------------------
+# --- dequantize
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -268,7 +269,8 @@ def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
     assert made.aliases == {"b": "a"}
 
 
-# --- quantize ---------------------------------------------------------------------------------------------------------
+# --- quantize
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -467,7 +469,8 @@ def test_scales_stand_beside_their_tensors_in_the_skeleton() -> None:
     }
 
 
-# --- where the source lies --------------------------------------------------------------------------------------------
+# --- where the source lies
+# --------------------------------------------------------------------------------------------
 
 
 def cut(
@@ -630,7 +633,9 @@ def test_memory_stays_bounded_for_large_tensors(shape: tuple[int, ...]) -> None:
 
 
 def test_torch_float8_rounding_agrees_with_ours_on_every_tie() -> None:
-    """The definition leans on ml_dtypes for one step; here it is torch's for every float8 tie and its neighbours."""
+    """The definition leans on ml_dtypes for one step; here it is torch's for every float8 tie and
+    its neighbours.
+    """
     values = torch.arange(0x00, 0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = (values[:-1] + values[1:]) / 2
     both = torch.cat(

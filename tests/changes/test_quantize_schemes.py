@@ -1,4 +1,6 @@
-"""Quantized weights of other software: known by their names, never cast, made wide or refused by the scheme's name."""
+"""Quantized weights of other software: known by their names, never cast, made wide or refused by
+the scheme's name.
+"""
 
 from __future__ import annotations
 
@@ -319,7 +321,9 @@ EXAMPLES: dict[str, tuple[str, str | None, Spec]] = {
         {"_proj": (torch.float8_e4m3fn, (2, 16, 8)), "_proj_scale": (F32, (2, 1, 8))},
     ),
 }
-"""What libraries save for one module: (the scheme, quant_method of the config or None, suffix → dtype and shape)."""
+"""What libraries save for one module: (the scheme, quant_method of the config or None, suffix →
+dtype and shape).
+"""
 
 
 def model(spec: Spec, module: str = "model.layers.0.mlp.up") -> dict[str, torch.Tensor]:
@@ -463,7 +467,8 @@ def test_what_cannot_be_dequantized_is_refused_by_its_scheme(example: str) -> No
     assert f"{scheme} weights cannot be dequantized" in caught.value.message
 
 
-# --- int8 → wide ------------------------------------------------------------------------------------------------------
+# --- int8 → wide
+# ------------------------------------------------------------------------------------------------------
 
 
 def by_bitsandbytes(weight: torch.Tensor, scb: torch.Tensor) -> torch.Tensor:
@@ -548,7 +553,8 @@ def test_scales_that_do_not_fit_int8_weights_are_corrupt(scb: torch.Tensor) -> N
         dequantize(stored(tensors)[0])
 
 
-# --- Megatron ---------------------------------------------------------------------------------------------------------
+# --- Megatron
+# ---------------------------------------------------------------------------------------------------------
 
 LLAMA = {
     "model_type": "llama",
@@ -567,7 +573,9 @@ LLAMA = {
 
 
 def llama() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model whose linear layers are bitsandbytes' int8, and the same made wide by its own arithmetic."""
+    """A model whose linear layers are bitsandbytes' int8, and the same made wide by its own
+    arithmetic.
+    """
     shapes = {
         "model.embed_tokens.weight": (64, 32),
         "model.norm.weight": (32,),

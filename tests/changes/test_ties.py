@@ -1,4 +1,6 @@
-"""Tensors that share their bytes, in formats whose files hold bytes once: what is there, what is said, what loads."""
+"""Tensors that share their bytes, in formats whose files hold bytes once: what is there, what is
+said, what loads.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_the_count_is_that_of_the_destination(tmp_path: Path) -> None:
 
 
 def qwen2(folder: Path, *, is_tied: bool) -> Any:
-    """A tiny model as pytorch_model.bin, whose output layer comes first and shares the bytes of its input."""
+    """A tiny model as pytorch_model.bin, whose output layer comes first and shares the bytes of its
+    input.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)

@@ -1,6 +1,8 @@
-"""Every rule about files, containers, trackers and indexes, shown by a real checkpoint in which one thing is broken.
+"""Every rule about files, containers, trackers and indexes, shown by a real checkpoint in which one
+thing is broken.
 
-What is found is compared with the table in full, so a damage is neither overlooked nor reported twice under two names.
+What is found is compared with the table in full, so a damage is neither overlooked nor reported
+twice under two names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""``--deep`` on damaged copies of checkpoints that other software wrote: every flipped bit that a checksum covers."""
+"""``--deep`` on damaged copies of checkpoints that other software wrote: every flipped bit that a
+checksum covers.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ CHECKED = (
     "deepspeed/zero2_dp2_bf16",
     "deepspeed_universal/zero1_dp2_bf16",
 )
-"""Checkpoints with torch zips; of the zarr one, ``common.pt`` and what else lies beside the arrays."""
+"""Checkpoints with torch zips; of the zarr one, ``common.pt`` and what else lies beside the
+arrays.
+"""
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -124,7 +128,9 @@ def validated_files(opened: Checkpoint) -> list[str]:
 
 
 def test_every_byte_of_a_torch_file_is_covered_or_means_nothing(tmp_path: Path) -> None:
-    """What is not found leaves all that torch loads as it was: padding, times, attributes of the entries."""
+    """What is not found leaves all that torch loads as it was: padding, times, attributes of the
+    entries.
+    """
     file = tmp_path / "model.pt"
     state = {"w": torch.arange(12.0).reshape(3, 4), "step": 3}
     torch.save(state, file)

@@ -1,4 +1,6 @@
-"""Validation of many entries takes work in proportion to their number: calls are counted, and no clock is read."""
+"""Validation of many entries takes work in proportion to their number: calls are counted, and no
+clock is read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MOST_CALLS = 1000
 
 
 def without_items(path: Path, n: int) -> Path:
-    """A checkpoint whose metadata lists tensors of which no file holds a byte, which is an error each."""
+    """A checkpoint whose metadata lists tensors of which no file holds a byte, which is an error
+    each.
+    """
     rows = [
         TensorRow(f"layers.{i}.w", "float32", (4,), [ChunkRow((0,), (4,), "x", 0, 0)])
         for i in range(n)

@@ -1,7 +1,8 @@
-"""Pickles that ask for much work are read in proportion to their length, or refused: no clock is read.
+"""Pickles that ask for much work are read in proportion to their length, or refused: no clock is
+read.
 
-Each is a small file of opcodes. Where the work may grow, functions are counted as in ``test_effort``; where it may not,
-the refusal names the limit.
+Each is a small file of opcodes. Where the work may grow, functions are counted as in
+``test_effort``; where it may not, the refusal names the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Whichever file of a checkpoint is lost, emptied or cut, it is noticed at the lowest level already."""
+"""Whichever file of a checkpoint is lost, emptied or cut, it is noticed at the lowest level
+already.
+"""
 
 from __future__ import annotations
 

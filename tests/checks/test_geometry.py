@@ -1,4 +1,6 @@
-"""Damage to the metadata of real checkpoints: every tensor that is concerned is named, not only the first."""
+"""Damage to the metadata of real checkpoints: every tensor that is concerned is named, not only the
+first.
+"""
 
 from __future__ import annotations
 

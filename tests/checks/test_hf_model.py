@@ -1,4 +1,6 @@
-"""A model of transformers against its configuration: what validate finds, and what a conversion refuses."""
+"""A model of transformers against its configuration: what validate finds, and what a conversion
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.hf.models import loaded_model
 from tests.support.damages import MODELS, ONE, TIED, Row, config_changed, prefixed, tensors_changed
 
 APP = "torch_dcp/fsdp2_dp2"
-"""Written by FSDP2 with the layout of torchtitan's top level: the model's keys begin with ``app.model.``; 2 layers."""
+"""Written by FSDP2 with the layout of torchtitan's top level: the model's keys begin with
+``app.model.``; 2 layers.
+"""
 
 
 def copied(source: Path, tmp_path: Path) -> Path:
@@ -221,7 +225,9 @@ def test_configurations_of_other_software_are_not_held_against_weights(
 
 
 def test_weights_that_mlx_wrote_are_not_judged(golden: Path, tmp_path: Path) -> None:
-    """MLX keeps experts of a layer in one tensor and packs quantized weights, under names of its own."""
+    """MLX keeps experts of a layer in one tensor and packs quantized weights, under names of its
+    own.
+    """
     path = copied(golden / ONE, tmp_path)
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.scales"] = tensors.pop("model.layers.0.mlp.up_proj.weight")

@@ -1,4 +1,6 @@
-"""Checkpoints that other software wrote have no findings, of any family and at any level: no false alarm."""
+"""Checkpoints that other software wrote have no findings, of any family and at any level: no false
+alarm.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ FAMILIES = (
 
 
 def checkpoints(family: Path) -> list[Path]:
-    """What a user would point at: roots with a tracker, directories, and files that are a checkpoint alone."""
+    """What a user would point at: roots with a tracker, directories, and files that are a
+    checkpoint alone.
+    """
     if family.name in TRAINERS:
         return [*sorted(family.glob("*")), *sorted(family.glob("*/checkpoint*"))]
     roots = sorted({path.parent for path in family.rglob("latest*") if path.name in TRACKERS})

@@ -1,4 +1,6 @@
-"""Rank files and global tensors that do not make the model of their arguments: every contradiction is named."""
+"""Rank files and global tensors that do not make the model of their arguments: every contradiction
+is named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files beside the weights that Python would unpickle: NumPy's, joblib's and compressed ones, looked into by --deep."""
+"""Files beside the weights that Python would unpickle: NumPy's, joblib's and compressed ones,
+looked into by --deep.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ ARRAYS = {
 
 
 def joblib_dump(tree: object, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What ``joblib.dump`` of joblib 1.6 writes, byte for byte: arrays lie behind the BUILD of their wrappers."""
+    """What ``joblib.dump`` of joblib 1.6 writes, byte for byte: arrays lie behind the BUILD of
+    their wrappers.
+    """
     module = types.ModuleType("joblib.numpy_pickle")
     wrapper = type("NumpyArrayWrapper", (), {"__module__": module.__name__})
     module.NumpyArrayWrapper = wrapper  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Pickles in tensors of bytes, as Transformer Engine's extra states are: looked into by ``--deep``."""
+"""Pickles in tensors of bytes, as Transformer Engine's extra states are: looked into by
+``--deep``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over the whole table of damages: what ``convert`` refuses, ``validate`` finds, and the other way round.
+"""Over the whole table of damages: what ``convert`` refuses, ``validate`` finds, and the other way
+round.
 
 The hostile corpus is held to the same in ``tests/hostile``.
 """
@@ -24,7 +25,9 @@ __all__ = ["sharded"]
 
 
 def is_refused(path: Path, dst: Path) -> bool:
-    """Return whether a conversion to torch, the format that holds everything, ends with an error."""
+    """Return whether a conversion to torch, the format that holds everything, ends with an
+    error.
+    """
     try:
         run(Job(src=path, dst=dst, to="torch", fsync=False))
     except CheckpointingException:
@@ -51,7 +54,9 @@ def test_what_is_damaged_was_sound(
 
 
 def reads(path: Path, row: Row) -> bool:
-    """Return whether torch or safetensors can read a damaged checkpoint, each in a fashion of its own."""
+    """Return whether torch or safetensors can read a damaged checkpoint, each in a fashion of its
+    own.
+    """
     try:
         if row.source in (TORCH, LEGACY):
             read_torch(path)

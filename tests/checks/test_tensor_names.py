@@ -1,4 +1,6 @@
-"""A finding about bytes names the tensors that lie there: weights and optimizer states, not records and buffers."""
+"""A finding about bytes names the tensors that lie there: weights and optimizer states, not records
+and buffers.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_the_weight_of_a_numbered_optimizer_state_is_named(
 def test_the_weight_at_a_place_of_a_flat_buffer_is_named(
     golden: Path, tmp_path: Path, code: str
 ) -> None:
-    """Although the masters no longer fit the weights, for which the layout of the buffer is doubted elsewhere."""
+    """Although the masters no longer fit the weights, for which the layout of the buffer is doubted
+    elsewhere.
+    """
     path = copied(golden / DISTOPT, tmp_path)
     damaged(path / "iter_0000010/mp_rank_01/distrib_optim.pt", "data/0", lambda old: NAN)
     damage = found(path, code)

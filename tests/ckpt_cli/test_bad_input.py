@@ -1,4 +1,6 @@
-"""Whatever is wrong with the input: one line, the documented exit code, no traceback, nothing left behind."""
+"""Whatever is wrong with the input: one line, the documented exit code, no traceback, nothing left
+behind.
+"""
 
 from __future__ import annotations
 

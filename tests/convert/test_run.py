@@ -1,4 +1,6 @@
-"""core.convert.run end to end: every pair of formats, on checkpoints of other software, read by the real readers."""
+"""core.convert.run end to end: every pair of formats, on checkpoints of other software, read by the
+real readers.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a DCP directory (or of a root's one iteration), through torch's own loader."""
+    """Every tensor of a DCP directory (or of a root's one iteration), through torch's own
+    loader.
+    """
     path = next(path.glob("iter_*"), path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     state = {

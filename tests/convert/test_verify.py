@@ -1,4 +1,6 @@
-"""Reading the destination again: what was written is what the source holds, as the destination's own readers see it."""
+"""Reading the destination again: what was written is what the source holds, as the destination's
+own readers see it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Per-byte work on a device: the code of the accelerator, run on torch's CPU, gives the bits of the CPU path.
+"""Per-byte work on a device: the code of the accelerator, run on torch's CPU, gives the bits of the
+CPU path.
 
 The same tests run on a GPU where there is one (marker ``gpu``).
 """
@@ -185,7 +186,9 @@ def test_fingerprint_products_of_odd_and_cut_rows(place: str) -> None:
 def planned(
     tensors: dict[str, tuple[str, str, tuple[int, ...]]], *, copies: Iterable[str] = ()
 ) -> tuple[Catalog, MemoryStore, TargetCatalog, list[FileImage]]:
-    """(source, its files, target, images) of tensors given as (dtype, target dtype, shape); some are stored twice."""
+    """(source, its files, target, images) of tensors given as (dtype, target dtype, shape); some
+    are stored twice.
+    """
     files: dict[str, bytes] = {}
     found: dict[str, list[Fragment]] = {}
     for key, (dtype, _, shape) in tensors.items():

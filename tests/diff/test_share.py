@@ -76,7 +76,9 @@ def test_golden_checkpoints(golden: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints with tensors of several MiB, some of which differ in a few bands, or in type."""
+    """Two checkpoints with tensors of several MiB, some of which differ in a few bands, or in
+    type.
+    """
     folder = tmp_path_factory.mktemp("pair")
     make = torch.Generator().manual_seed(5)
     one = {

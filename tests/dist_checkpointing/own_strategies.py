@@ -1,4 +1,5 @@
-"""Strategies of somebody else, as users register them: the smallest that implement the documented base classes.
+"""Strategies of somebody else, as users register them: the smallest that implement the documented
+base classes.
 
 A rank's tensors are one file, whole; loading puts the global tensors together in memory.
 """
@@ -35,7 +36,9 @@ def _nothing(rank: int) -> None:
 
 
 class OwnSave(SaveShardedStrategy):
-    """``rank_<n>.pt``; ``before`` is called with the rank before anything is written, ``amid`` half-way."""
+    """``rank_<n>.pt``; ``before`` is called with the rank before anything is written, ``amid``
+    half-way.
+    """
 
     def __init__(
         self, before: Callable[[int], None] = _nothing, amid: Callable[[int], None] = _nothing

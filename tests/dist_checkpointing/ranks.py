@@ -1,6 +1,7 @@
 """Runs a function on several ranks: processes that talk through torch.distributed with gloo.
 
-Importing takes seconds, so the processes are forked from a server that has imported already what tests use.
+Importing takes seconds, so the processes are forked from a server that has imported already what
+tests use.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def run_ranks(
         n: number of processes.
         function: at the top level of a module.
         args: picklable.
-        allow_failure: return what a failed rank raised, as ``(type name, text)``, in place of failing.
+        allow_failure: return what a failed rank raised, as ``(type name, text)``, in place of
+            failing.
 
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not end.

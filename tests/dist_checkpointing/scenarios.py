@@ -1,7 +1,7 @@
 """What training scripts do with dist_checkpointing, written against its documented names only.
 
-A scenario is run with either package: this project's or megatron-core, which are then compared, and read each other's
-checkpoints. Tensors have values that follow from key and global index.
+A scenario is run with either package: this project's or megatron-core, which are then compared, and
+read each other's checkpoints. Tensors have values that follow from key and global index.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def shard(
     is_filled: bool,
     **more: Any,
 ) -> Any:
-    """The ShardedTensor of a global tensor's shard; ``cuts`` as of ``from_rank_offsets``; zeros if not filled."""
+    """The ShardedTensor of a global tensor's shard; ``cuts`` as of ``from_rank_offsets``; zeros if
+    not filled.
+    """
     dtype = more.pop("dtype", torch.float32)
     n_prepended = more.get("prepend_axis_num", 0)
     whole = values(key, shape, dtype)
@@ -139,7 +141,9 @@ def plain(tree: Any) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """A value that can be compared and sent between processes: tensors and arrays as dtype, shape and bytes."""
+    """A value that can be compared and sent between processes: tensors and arrays as dtype, shape
+    and bytes.
+    """
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         return (
@@ -160,7 +164,9 @@ def shown(value: Any) -> Any:
 
 
 def attempted(api: Any, function: Callable[[], Any]) -> Any:
-    """What it returns, shown, or that it was refused: by the documented error, in megatron-core by any."""
+    """What it returns, shown, or that it was refused: by the documented error, in megatron-core by
+    any.
+    """
     try:
         return shown(function())
     except api.CheckpointingException:
@@ -171,7 +177,8 @@ def attempted(api: Any, function: Callable[[], Any]) -> Any:
         return "refused"
 
 
-# ---- a model --------------------------------------------------------------------------------------------------------
+# ---- a model
+# --------------------------------------------------------------------------------------------------------
 
 N_LAYERS, HIDDEN, FFN, VOCAB = 4, 8, 8, 16
 
@@ -179,8 +186,9 @@ N_LAYERS, HIDDEN, FFN, VOCAB = 4, 8, 8, 16
 def model_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
     """A decoder's sharded state dict and what goes with it.
 
-    Column- and row-parallel weights of layers that are stacked along a prepended axis; norms replicated over TP; a
-    gated MLP through a factory; an object per layer; embeddings tied between the first and the last stage.
+    Column- and row-parallel weights of layers that are stacked along a prepended axis; norms
+    replicated over TP; a gated MLP through a factory; an object per layer; embeddings tied between
+    the first and the last stage.
     """
     layout = place.layout
     per_stage = N_LAYERS // layout.pp
@@ -246,7 +254,9 @@ def layer_state(api: Any, place: Place, number: int, *, is_filled: bool) -> dict
 
 
 def gated(api: Any, place: Place, layer: tuple[int, int, int], *, is_filled: bool) -> Any:
-    """The first matrix of a gated MLP: each rank has its part of the gate and of the values in one tensor."""
+    """The first matrix of a gated MLP: each rank has its part of the gate and of the values in one
+    tensor.
+    """
     tp, tp_rank = place.layout.tp, place.tp_rank
     whole = values("decoder.fc1.weight", (N_LAYERS, 2 * FFN, HIDDEN))[layer[1]]
     rows = FFN // tp
@@ -347,7 +357,8 @@ def look_at_model(api: Any, place: Place, folder: str) -> Any:
     }
 
 
-# ---- ways to save and to load ---------------------------------------------------------------------------------------
+# ---- ways to save and to load
+# ---------------------------------------------------------------------------------------
 
 
 def save_fully_parallel(api: Any, place: Place, folder: str) -> Any:
@@ -400,11 +411,14 @@ def save_async_at_once(api: Any, place: Place, folder: str) -> Any:
     ).execute_sync()
 
 
-# ---- an optimizer ---------------------------------------------------------------------------------------------------
+# ---- an optimizer
+# ---------------------------------------------------------------------------------------------------
 
 
 def optimizer_state(api: Any, place: Place, *, is_filled: bool) -> dict[str, Any]:
-    """A model's parameters and their moments, sharded by the optimizer helpers; one parameter through a factory."""
+    """A model's parameters and their moments, sharded by the optimizer helpers; one parameter
+    through a factory.
+    """
     model = {"w": model_state(api, place, is_filled=is_filled)["model"]["layers"]}
     leaves = [layer[name] for layer in model["w"] for name in ("qkv", "proj", "fc1")]
     for layer in model["w"]:
@@ -459,7 +473,8 @@ def expected_remains(api: Any, place: Place) -> Any:
     return keys, shown(plain(optimizer_state(api, place, is_filled=True)["model"]))
 
 
-# ---- shapes and dtypes ----------------------------------------------------------------------------------------------
+# ---- shapes and dtypes
+# ----------------------------------------------------------------------------------------------
 
 DTYPES = (
     torch.float64,
@@ -572,7 +587,8 @@ def expected_padded(api: Any, place: Place) -> Any:
     return shown({"vocab": whole[place.tp_rank * rows : (place.tp_rank + 1) * rows]})
 
 
-# ---- strictness -----------------------------------------------------------------------------------------------------
+# ---- strictness
+# -----------------------------------------------------------------------------------------------------
 
 
 def strict_state(api: Any, place: Place, names: str) -> dict[str, Any]:
@@ -618,11 +634,14 @@ def load_absent(api: Any, place: Place, folder: str) -> Any:
     ]
 
 
-# ---- violations -----------------------------------------------------------------------------------------------------
+# ---- violations
+# -----------------------------------------------------------------------------------------------------
 
 
 def violations(api: Any) -> dict[str, list[Any]]:
-    """Sharded leaves of one process of which no valid checkpoint can be made, and a few of which one can."""
+    """Sharded leaves of one process of which no valid checkpoint can be made, and a few of which
+    one can.
+    """
     tensor = api.ShardedTensor.from_rank_offsets
     flat = torch.zeros(2)
 

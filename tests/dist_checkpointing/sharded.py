@@ -1,4 +1,6 @@
-"""ShardedTensors for tests: parts of global tensors whose every element tells its key and its place."""
+"""ShardedTensors for tests: parts of global tensors whose every element tells its key and its
+place.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from core.dist_checkpointing.mapping import ShardedTensor
 def global_tensor(
     key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A tensor with different values for different keys and places, as far as the type has so many."""
+    """A tensor with different values for different keys and places, as far as the type has so
+    many.
+    """
     n = prod(shape)
     start = zlib.crc32(key.encode()) % 97
     if dtype == torch.bool:

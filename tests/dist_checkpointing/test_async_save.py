@@ -1,4 +1,6 @@
-"""Asynchronous saves: the same files as synchronous ones, and nothing visible of those that did not end well."""
+"""Asynchronous saves: the same files as synchronous ones, and nothing visible of those that did not
+end well.
+"""
 
 from __future__ import annotations
 

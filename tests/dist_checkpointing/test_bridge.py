@@ -190,7 +190,9 @@ def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_sha
 
 
 def test_a_part_that_is_loaded_twice_does_not_pass_for_the_whole_record(tmp_path):
-    """Its bytes read twice are as many as the record has, and their CRC-32 is not that of the record."""
+    """Its bytes read twice are as many as the record has, and their CRC-32 is not that of the
+    record.
+    """
     _write([ShardedTensor.from_rank_offsets("w", VALUES)], str(tmp_path), format="torch_dist")
     _complete(tmp_path, "torch_dist")
     half = [ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, 0, 2)) for _ in range(2)]

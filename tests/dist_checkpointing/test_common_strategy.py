@@ -1,4 +1,6 @@
-"""common.pt and the files of ShardedObjects: what Megatron's own strategy writes and reads, and failures."""
+"""common.pt and the files of ShardedObjects: what Megatron's own strategy writes and reads, and
+failures.
+"""
 
 from __future__ import annotations
 

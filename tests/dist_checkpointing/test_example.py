@@ -1,4 +1,6 @@
-"""The example under docs/examples: training that was killed goes on in another layout, with the same losses."""
+"""The example under docs/examples: training that was killed goes on in another layout, with the
+same losses.
+"""
 
 from __future__ import annotations
 

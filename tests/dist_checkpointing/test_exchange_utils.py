@@ -1,4 +1,6 @@
-"""Shards are distributed evenly and alike on all ranks, and what one rank loaded reaches the others bit for bit."""
+"""Shards are distributed evenly and alike on all ranks, and what one rank loaded reaches the others
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,9 @@ DTYPES = [
 
 
 def _shards(rank: int, world: int) -> dict[str, ShardedTensor]:
-    """What a rank holds: tensors of all ranks, of some, of itself only; all dtypes, empty, 0-d, flat, strided."""
+    """What a rank holds: tensors of all ranks, of some, of itself only; all dtypes, empty, 0-d,
+    flat, strided.
+    """
     found = {
         f"all.{dtype}": _tensor(f"all.{dtype}", 3 + index, dtype)
         for index, dtype in enumerate(DTYPES)

@@ -1,4 +1,6 @@
-"""Ranks that hold the same shards share the work on them, whatever the strategy, and end up with all of it."""
+"""Ranks that hold the same shards share the work on them, whatever the strategy, and end up with
+all of it.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def file_of(leaf: Any) -> str:
 def state(
     rank: int, world: int, *, tp: int = 1, data: bool = True, n_tensors: int = 12
 ) -> dict[str, Any]:
-    """Tensors cut over ``tp`` and replicated over the rest, nested in lists, beside objects; all elements differ."""
+    """Tensors cut over ``tp`` and replicated over the rest, nested in lists, beside objects; all
+    elements differ.
+    """
     tp_rank, dp_rank = rank % tp, rank // tp
     tensors = []
     for index in range(n_tensors):
@@ -225,7 +229,9 @@ def _replicas(held: Any) -> list[Any]:
 
 
 def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: str) -> Any:
-    """Whether what was loaded is right and in the memory that was given, and which keys were read."""
+    """Whether what was loaded is right and in the memory that was given, and which keys were
+    read.
+    """
     base = PieceLoad()
     wanted = state(rank, world, tp=tp, data=False)
     tensors = [leaf for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)]
@@ -431,7 +437,9 @@ def test_shards_without_a_main_replica_are_an_error_of_the_first_save(tmp_path):
 
 
 def _large(rank: int, world: int, tp: int, kinds: Any, *, data: bool = True) -> dict[str, Any]:
-    """As ``state``, of tensors that are large beside the headers of their files; classes of ``kinds``."""
+    """As ``state``, of tensors that are large beside the headers of their files; classes of
+    ``kinds``.
+    """
     tp_rank, dp_rank = rank % tp, rank // tp
     found: dict[str, Any] = {}
     for index in range(9):

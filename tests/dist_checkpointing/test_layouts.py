@@ -1,9 +1,11 @@
-"""What a job saved at one tensor × pipeline × data-parallel layout, a job of any other layout loads, bit for bit.
+"""What a job saved at one tensor × pipeline × data-parallel layout, a job of any other layout
+loads, bit for bit.
 
-The jobs hold what Megatron's do: a padded vocabulary, layers stacked along an axis that only the global tensors have,
-column- and row-parallel weights, replicated norms, gated weights through a factory, a distributed optimizer (flattened
-ranges over the data-parallel ranks, those of the gated weights through the factory again), objects, common state. Every
-element of the global tensors tells its place.
+The jobs hold what Megatron's do: a padded vocabulary, layers stacked along an axis that only the
+global tensors have, column- and row-parallel weights, replicated norms, gated weights through a
+factory, a distributed optimizer (flattened ranges over the data-parallel ranks, those of the gated
+weights through the factory again), objects, common state. Every element of the global tensors tells
+its place.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the groups; tensor-parallel ranks are neighbours, pipeline stages lie farthest apart."""
+    """Sizes of the groups; tensor-parallel ranks are neighbours, pipeline stages lie farthest
+    apart.
+    """
 
     tp: int
     pp: int
@@ -62,7 +66,9 @@ class Layout:
         return Place(self, rank % self.tp, rank // self.tp % self.dp, rank // self.tp // self.dp)
 
     def data_parallel_group(self, rank: int) -> Any:
-        """The process group of the ranks that differ in their data-parallel rank only; collective."""
+        """The process group of the ranks that differ in their data-parallel rank only;
+        collective.
+        """
         own = None
         for first in range(self.tp * self.dp * self.pp):
             if self.of(first).dp_rank == 0:
@@ -179,7 +185,9 @@ def _given(data: torch.Tensor, is_filled: bool) -> torch.Tensor:
 
 
 def _share(data: torch.Tensor, place: Place) -> slice:
-    """What the distributed optimizer keeps of a tensor on a rank: the last shares may be smaller, or empty."""
+    """What the distributed optimizer keeps of a tensor on a rank: the last shares may be smaller,
+    or empty.
+    """
     size = -(-data.numel() // place.layout.dp) + 1
     return slice(
         min(size * place.dp_rank, data.numel()), min(size * (place.dp_rank + 1), data.numel())

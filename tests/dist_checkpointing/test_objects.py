@@ -1,4 +1,6 @@
-"""Live objects as torch streams and back: equal values, shared memory, and nothing of a file is ever called."""
+"""Live objects as torch streams and back: equal values, shared memory, and nothing of a file is
+ever called.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training scripts get from this project what they get from megatron-core, and each reads what the other wrote.
+"""Training scripts get from this project what they get from megatron-core, and each reads what the
+other wrote.
 
 Every scenario is saved and loaded by both packages, in all four combinations.
 """
@@ -73,7 +74,9 @@ def _save(rank: int, world: int, package: str, root: str, names: list[str]) -> d
 def _load(
     rank: int, world: int, package: str, root: str, cases: list[tuple[str, Layout]]
 ) -> dict[Any, Any]:
-    """Runs the load of each (scenario, layout), from what each package saved, beside what it should give."""
+    """Runs the load of each (scenario, layout), from what each package saved, beside what it should
+    give.
+    """
     api = _prepared(package)
     found = {}
     for name, layout in cases:

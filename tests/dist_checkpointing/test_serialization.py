@@ -1,4 +1,6 @@
-"""save and load: in one process and on several ranks, with the real strategies and with somebody else's."""
+"""save and load: in one process and on several ranks, with the real strategies and with somebody
+else's.
+"""
 
 from __future__ import annotations
 
@@ -513,7 +515,9 @@ def _fail(rank: int) -> None:
 
 
 def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[str]]]:
-    """What becomes of saves that fail: the outcome on this rank, and what is left in the directory."""
+    """What becomes of saves that fail: the outcome on this rank, and what is left in the
+    directory.
+    """
     own_strategies.register()
     state = {"w": part_of("w", (8,), (0, rank, world)), "step": 3}
     cases: dict[str, Any] = {
@@ -794,7 +798,9 @@ def _megatron_state(rank: int, world: int, kinds: Any, *, is_filled: bool = True
 
 @pytest.fixture(scope="module")
 def with_megatron(tmp_path_factory) -> list[dict[str, Any]]:
-    """By rank, what this package and megatron-core made of the same; in one start, as importing it takes seconds."""
+    """By rank, what this package and megatron-core made of the same; in one start, as importing it
+    takes seconds.
+    """
     pytest.importorskip("megatron.core")
     return run_ranks(2, _with_megatron, str(tmp_path_factory.mktemp("with_megatron")))
 

@@ -1,4 +1,6 @@
-"""Strategies that scripts write themselves, of the steps in ``filesystem_async`` and ``state_dict_saver``."""
+"""Strategies that scripts write themselves, of the steps in ``filesystem_async`` and
+``state_dict_saver``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ N_KEYS = 5
 
 
 class OwnStrategy(TorchDistSaveShardedStrategy):
-    """What scripts make: torch's files through the documented steps, plans kept from save to save."""
+    """What scripts make: torch's files through the documented steps, plans kept from save to
+    save.
+    """
 
     kept: tuple[Any, Any, bool] = (None, None, False)
     metadata: Any = None

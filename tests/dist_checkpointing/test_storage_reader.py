@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint.load reads every format through CkptStorageReader, however ranks cut the tensors."""
+"""torch.distributed.checkpoint.load reads every format through CkptStorageReader, however ranks cut
+the tensors.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,9 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def written(folder: Path, kind: str) -> Path:
-    """A trained model and its optimizer in a file of torch, safetensors or DCP, keys as get_state_dict has them."""
+    """A trained model and its optimizer in a file of torch, safetensors or DCP, keys as
+    get_state_dict has them.
+    """
     net, optimizer = trained()
     model, states = get_state_dict(net, optimizer)
     if kind == "torch":

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint.save writes every format through CkptStorageWriter, equal for the real readers."""
+"""torch.distributed.checkpoint.save writes every format through CkptStorageWriter, equal for the
+real readers.
+"""
 
 from __future__ import annotations
 
@@ -370,7 +372,9 @@ def test_a_checkpoint_is_renamed_and_cast_on_the_way(tmp_path: Path):
 
 
 def _nested(state: dict[str, Any]) -> dict[str, Any]:
-    """What a reader shows of rank files, as the nested state dict that a training program would have."""
+    """What a reader shows of rank files, as the nested state dict that a training program would
+    have.
+    """
     nested: dict[str, Any] = {"model": {}}
     for key, value in state.items():
         name, _, rest = key.partition(".")

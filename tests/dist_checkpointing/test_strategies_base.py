@@ -1,4 +1,6 @@
-"""The registry of default strategies, and what the bases do for strategies that leave something out."""
+"""The registry of default strategies, and what the bases do for strategies that leave something
+out.
+"""
 
 from __future__ import annotations
 

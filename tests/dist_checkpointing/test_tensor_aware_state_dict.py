@@ -1,4 +1,6 @@
-"""Tensors are taken out of a state dict and put back, and ranks that keep a part each get the whole again."""
+"""Tensors are taken out of a state dict and put back, and ranks that keep a part each get the whole
+again.
+"""
 
 from __future__ import annotations
 

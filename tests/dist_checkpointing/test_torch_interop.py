@@ -1,4 +1,6 @@
-"""torch_dist checkpoints of ours in other hands, and theirs in ours: megatron-core, torch, the engine's converter."""
+"""torch_dist checkpoints of ours in other hands, and theirs in ours: megatron-core, torch, the
+engine's converter.
+"""
 
 from __future__ import annotations
 

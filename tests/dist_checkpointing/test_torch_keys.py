@@ -1,4 +1,6 @@
-"""State dicts under the names of their checkpoint and back, as scripts do it around torch's own dcp."""
+"""State dicts under the names of their checkpoint and back, as scripts do it around torch's own
+dcp.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sharded state dicts go through torch's own dcp.save and dcp.load, with the documented functions and planners."""
+"""Sharded state dicts go through torch's own dcp.save and dcp.load, with the documented functions
+and planners.
+"""
 
 from __future__ import annotations
 

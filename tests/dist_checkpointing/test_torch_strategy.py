@@ -1,4 +1,6 @@
-"""The strategies of torch_dist, with the real readers and writers of the same files on the other end."""
+"""The strategies of torch_dist, with the real readers and writers of the same files on the other
+end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def saves(**options: object) -> TorchDistSaveShardedStrategy:
 
 
 def state_of(rank: int, world: int, *, is_filled: bool = True) -> dict[str, object]:
-    """A state of tensors and objects, cut otherwise for every number of ranks; ``same`` is replicated."""
+    """A state of tensors and objects, cut otherwise for every number of ranks; ``same`` is
+    replicated.
+    """
     n_cells, layers = 24, 4 // world
     rows = 2 if world == 4 else 1
     start, stop = (round(n_cells * at / world) + (0 < at < world) for at in (rank, rank + 1))
@@ -314,7 +318,9 @@ def test_without_main_replicas_only_each_shard_is_written_once(tmp_path):
 
 
 def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
-    """Three saves of one structure, then one of another; whether each used what was agreed on before."""
+    """Three saves of one structure, then one of another; whether each used what was agreed on
+    before.
+    """
     strategy = saves(cached_metadata=True)
     made, reused = [], []
     for number, more in enumerate(((), (), (), ("extra",))):

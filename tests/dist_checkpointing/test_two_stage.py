@@ -32,7 +32,9 @@ def small(tmp_path: Path) -> Path:
 
 
 def _group(rank: int, world: int, size: int) -> Any:
-    """The data parallel group of a rank: ``size`` ranks, the others' numbers apart by the number of groups."""
+    """The data parallel group of a rank: ``size`` ranks, the others' numbers apart by the number of
+    groups.
+    """
     n_groups = world // size
     groups = [dist.new_group(list(range(first, world, n_groups))) for first in range(n_groups)]
     return groups[rank % n_groups]

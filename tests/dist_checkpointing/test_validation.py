@@ -1,4 +1,6 @@
-"""Whether the shards of all ranks fit together and fit the checkpoint: every violation is named, on every rank."""
+"""Whether the shards of all ranks fit together and fit the checkpoint: every violation is named, on
+every rank.
+"""
 
 from __future__ import annotations
 

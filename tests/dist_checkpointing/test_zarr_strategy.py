@@ -1,4 +1,6 @@
-"""The backend zarr: saved by ranks, read by the engine, zarr and TensorStore; its documented helpers."""
+"""The backend zarr: saved by ranks, read by the engine, zarr and TensorStore; its documented
+helpers.
+"""
 
 from __future__ import annotations
 

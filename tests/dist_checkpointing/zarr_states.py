@@ -1,4 +1,6 @@
-"""A small sharded state for the tests of the zarr backend, in three layouts, and what it must be when it is back."""
+"""A small sharded state for the tests of the zarr backend, in three layouts, and what it must be
+when it is back.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Proofs for scripts/demo: reads what ckpt wrote with PyTorch's own readers and compares bit for bit.
+"""Proofs for scripts/demo: reads what ckpt wrote with PyTorch's own readers and compares bit for
+bit.
 
-None of the project's code is used here. Rank files name classes of Megatron-LM; stand-ins take their place.
+None of the project's code is used here. Rank files name classes of Megatron-LM; stand-ins take
+their place.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ def check_same(where: str, ours: Any, theirs: Any) -> list[int]:
 
 
 def ranks(ours_dir: Path, theirs_dir: Path) -> str:
-    """Rank files against rank files: every file, every entry (model, optimizer, scheduler …), the sizes."""
+    """Rank files against rank files: every file, every entry (model, optimizer, scheduler …), the
+    sizes.
+    """
     ours, theirs = rank_files(ours_dir), rank_files(theirs_dir)
     check_keys("files", ours, theirs)
     sizes: dict[str, list[int]] = {}
@@ -137,7 +141,9 @@ def ranks(ours_dir: Path, theirs_dir: Path) -> str:
 
 
 def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
-    """A DCP directory, by dcp.load, against the one rank file that Megatron-LM saved at TP1, PP1."""
+    """A DCP directory, by dcp.load, against the one rank file that Megatron-LM saved at TP1,
+    PP1.
+    """
     [theirs] = (rank["model"] for rank in rank_files(theirs_dir).values())
     weights = {key: value for key, value in theirs.items() if isinstance(value, torch.Tensor)}
     metadata = dcp.FileSystemReader(ours_dir).read_metadata().state_dict_metadata
@@ -179,7 +185,9 @@ def flat(value: Any, path: tuple[object, ...] = ()) -> dict[tuple[object, ...], 
 
 
 def torch_file(ours_path: Path, theirs_dir: Path) -> str:
-    """A .pt file, by torch.load, against what torch's own dcp_to_torch_save makes of the DCP directory."""
+    """A .pt file, by torch.load, against what torch's own dcp_to_torch_save makes of the DCP
+    directory.
+    """
     with tempfile.TemporaryDirectory() as folder:
         reference_path = Path(folder) / "reference.pt"
         dcp_to_torch_save(theirs_dir, reference_path)

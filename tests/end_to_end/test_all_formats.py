@@ -1,4 +1,6 @@
-"""Any format into any other: sources that other software wrote, results that other software reads."""
+"""Any format into any other: sources that other software wrote, results that other software
+reads.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def _as_torch(data: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def _job(src: Path, dst: Path, to: str) -> Job:
-    """The job that a patient user ends up with: it leaves out what the format says that it cannot hold."""
+    """The job that a patient user ends up with: it leaves out what the format says that it cannot
+    hold.
+    """
     job = Job(src=src, dst=dst, to=to, fsync=False, verify=True)
     if to == "deepspeed_universal":
         job = replace(job, dtype=((None, "float32"),), optim="drop")

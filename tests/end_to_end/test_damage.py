@@ -309,7 +309,9 @@ def test_too_little_memory_is_said_before_anything_is_written(golden: Path, tmp_
 
 
 def test_a_full_disk_leaves_nothing_behind(golden: Path, tmp_path: Path) -> None:
-    """A limit on file sizes stands for a full disk: both end in the same errno family, at the same calls."""
+    """A limit on file sizes stands for a full disk: both end in the same errno family, at the same
+    calls.
+    """
     import resource
     import subprocess
     import sys

@@ -1,8 +1,9 @@
 """What messages tell users to say exists, can be parsed, and works.
 
-Every text of ``core`` and ``ckpt_cli`` that names a command or an option is collected from the source. A command must
-be one of ``ckpt``'s; an option must exist on the command that is named with it, or on some command if none is named; a
-value behind it must be one that the option takes. Other programs' options stand in an explicit table.
+Every text of ``core`` and ``ckpt_cli`` that names a command or an option is collected from the
+source. A command must be one of ``ckpt``'s; an option must exist on the command that is named with
+it, or on some command if none is named; a value behind it must be one that the option takes. Other
+programs' options stand in an explicit table.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def texts() -> tuple[Text, ...]:
 
 
 def strings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, value) of the strings of a module; statements that are only a string are documentation."""
+    """Yield (line, value) of the strings of a module; statements that are only a string are
+    documentation.
+    """
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -229,7 +232,9 @@ def lines_of(text: Text) -> Iterator[list[str]]:
 
 
 def value_of(option: str, word: str, param: Any) -> str:
-    """Return the value that a text names for an option, or a sample where that is a placeholder or no value."""
+    """Return the value that a text names for an option, or a sample where that is a placeholder or
+    no value.
+    """
     is_value = (
         bool(word)
         and HOLE not in word

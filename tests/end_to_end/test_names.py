@@ -1,4 +1,6 @@
-"""Names of Hugging Face and of Megatron through whole conversions; tests/hf looks at the maps themselves."""
+"""Names of Hugging Face and of Megatron through whole conversions; tests/hf looks at the maps
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -449,7 +451,9 @@ def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_tied_output_layer_is_one_for_transformers_too(golden: Path, tmp_path: Path) -> None:
-    """The configuration says whether there is one; otherwise transformers would make one up, or ignore ours."""
+    """The configuration says whether there is one; otherwise transformers would make one up, or
+    ignore ours.
+    """
     embedding = "model.embed_tokens.weight"
     tied = golden / "hf/qwen2_tied/safetensors_single"
     report = run(

@@ -1,4 +1,5 @@
-"""Optimizer states beside their parameters in trees of global tensors: what becomes of one becomes of the other.
+"""Optimizer states beside their parameters in trees of global tensors: what becomes of one becomes
+of the other.
 
 Two forms: FSDP2's (``app.optim.state.<parameter>.exp_avg``), written by torch, and Megatron's
 (``optimizer.state.exp_avg.<parameter>``), as conversions of Megatron checkpoints to DCP have it.

@@ -234,7 +234,9 @@ def converted(src: Path, dst: Path, to: str) -> Report:
 
 
 def there_and_back(source: Path, to: str, folder: Path) -> tuple[Any, list[str]]:
-    """What a file holds after a conversion to a format and back to torch, and what the two summaries say."""
+    """What a file holds after a conversion to a format and back to torch, and what the two
+    summaries say.
+    """
     middle = folder / ("middle.safetensors" if to == "safetensors file" else "middle")
     reports = [
         converted(source, middle, to.split()[0]),
@@ -308,7 +310,9 @@ def saved(state: Any, folder: Path) -> Path:
 
 
 def untold(state: Any, result: Any, texts: list[str], *, to: str = "torch") -> list[Difference]:
-    """The differences that no text tells; the order of entries is a promise of torch and dcp only."""
+    """The differences that no text tells; the order of entries is a promise of torch and dcp
+    only.
+    """
     return [
         difference
         for difference in differences(state, result)
@@ -404,7 +408,9 @@ GOLDEN = (
 def test_checkpoints_of_other_software_differ_only_as_told(
     golden: Path, source: str, to: str, tmp_path: Path
 ) -> None:
-    """The tree of a direct conversion to torch against that of a detour, where no layout gives tensors other names."""
+    """The tree of a direct conversion to torch against that of a detour, where no layout gives
+    tensors other names.
+    """
     report = converted(golden / source, tmp_path / "direct.pt", "torch")
     state = torch.load(tmp_path / "direct.pt", weights_only=False)
     result, texts = there_and_back(golden / source, to, tmp_path)
@@ -438,7 +444,9 @@ def test_every_golden_checkpoint_differs_only_as_told(
 
 
 def gains_names(checkpoint: Checkpoint, to: str) -> bool:
-    """Return whether a layout gives the tensors other names on the way, which is what the conversion is for."""
+    """Return whether a layout gives the tensors other names on the way, which is what the
+    conversion is for.
+    """
     has_config = (checkpoint.path / "config.json").exists() or (
         checkpoint.path.parent / "config.json"
     ).exists()

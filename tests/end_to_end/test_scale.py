@@ -1,4 +1,6 @@
-"""Checkpoints of many ranks: what is the same is read once and kept once. (No timing: that is scripts/bench scale.)"""
+"""Checkpoints of many ranks: what is the same is read once and kept once. (No timing: that is
+scripts/bench scale.)
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ from tests.support.facets import facet_of, ranks_of
 
 N_FILES = 64
 BYTES_PER_PIECE = 6 << 10
-"""Of everything that is kept or made at the peak of a plan, for each array that is read or placed."""
+"""Of everything that is kept or made at the peak of a plan, for each array that is read or
+placed.
+"""
 
 
 @pytest.fixture(scope="module")
 def many(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sparse checkpoint of 64 rank files that hold some 3000 tensors, with a Float16 optimizer."""
+    """A sparse checkpoint of 64 rank files that hold some 3000 tensors, with a Float16
+    optimizer.
+    """
     tiny = sources.MODELS["tiny"]
     topology = sources.Topology(tp=1, pp=4, ep=16)
     model = sources.Model(topology, {**tiny.args, "num_experts": 32}, tiny.dense_layers)

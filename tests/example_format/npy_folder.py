@@ -1,4 +1,5 @@
-"""A third party's format, written as docs/adding/format.md says: a folder of NumPy files and an index.
+"""A third party's format, written as docs/adding/format.md says: a folder of NumPy files and an
+index.
 
 ::
 
@@ -6,7 +7,8 @@
     ├── index.json     {"format": "npy_folder", "tensors": {key: file}}
     └── 00000.npy …    one array each
 
-Versions: .npy 1.0, as numpy 2 writes it. Not supported: bfloat16 and float8, which .npy cannot name; non-tensors.
+Versions: .npy 1.0, as numpy 2 writes it. Not supported: bfloat16 and float8, which .npy cannot
+    name; non-tensors.
 
 Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """

@@ -1,11 +1,11 @@
 """Cases: one disturbance of one command, and whether anything was lost by it.
 
-Whatever happens, the destination is what it was before or complete, other files are untouched, and the same command
-run again succeeds and leaves nothing behind. In addition, by kind of fault:
+Whatever happens, the destination is what it was before or complete, other files are untouched, and
+the same command run again succeeds and leaves nothing behind. In addition, by kind of fault:
 
 - an error or a signal leaves no stage, and one error of the documented kinds;
-- a killed run leaves a stage that the next one names and removes, or continues with ``--resume`` without doing more
-  again than its last batches.
+- a killed run leaves a stage that the next one names and removes, or continues with ``--resume``
+  without doing more again than its last batches.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Cases:
         yield Case("order of syncs", "in new directories", lambda: check(f"made/here/{name}"))
 
     def errors(self) -> Iterator[Case]:
-        """Each operation fails once, in every way that the kernel knows, or all of them from one on: a full disk."""
+        """Each operation fails once, in every way that the kernel knows, or all of them from one
+        on: a full disk.
+        """
         for number in (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE):
             for operation in self.trace:
                 if is_errno_of(operation, number):
@@ -353,7 +355,9 @@ class Cases:
             yield "a file beside the destination has changed"
 
     def _may_be_aside(self, ended: Ended) -> bool:
-        """Without an exchange of names there is a moment between two renames; the old one must be safe then."""
+        """Without an exchange of names there is a moment between two renames; the old one must be
+        safe then.
+        """
         return ended.code == -signal.SIGKILL and self.target.is_aside()
 
     def _judged(self, ended: Ended, operation: Operation) -> Iterator[str]:

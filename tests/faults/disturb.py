@@ -16,7 +16,9 @@ def nothing(operation: Operation, call: Call) -> object:
 
 
 def killed(number: int, when: str, *, also_others: bool = False) -> Disturb:
-    """SIGKILL ``before``, ``after`` or ``half``-way through operation ``number``; of the whole process group or not."""
+    """SIGKILL ``before``, ``after`` or ``half``-way through operation ``number``; of the whole
+    process group or not.
+    """
 
     def disturb(operation: Operation, call: Call) -> object:
         if operation.number != number:
@@ -45,7 +47,9 @@ def failed(number: int, error: int) -> Disturb:
 
 
 def failed_from(number: int, error: int, names: Collection[str]) -> Disturb:
-    """All operations of these names fail from ``number`` on, as on a disk that is full and stays so."""
+    """All operations of these names fail from ``number`` on, as on a disk that is full and stays
+    so.
+    """
 
     def disturb(operation: Operation, call: Call) -> object:
         return (
@@ -103,7 +107,8 @@ def observed(look: Callable[[Operation], None]) -> Disturb:
 
 
 def counted_like(trace: Sequence[Operation], operation: Operation, disturb: Disturb) -> Disturb:
-    """A disturbance of an operation by its number in a trace, of a process whose operations come in another order.
+    """A disturbance of an operation by its number in a trace, of a process whose operations come in
+    another order.
 
     It is told by its name and path, and by how many alike came before it.
     """

@@ -1,7 +1,8 @@
-"""scripts/faults: kills, fills, denies and interrupts ckpt at each of its file operations, and looks for anything lost.
+"""scripts/faults: kills, fills, denies and interrupts ckpt at each of its file operations, and
+looks for anything lost.
 
-With ``--golden DIR`` for the golden checkpoints; without it they are unpacked. Prints a Markdown table of targets and
-faults; exits with 1 if anything was lost.
+With ``--golden DIR`` for the golden checkpoints; without it they are unpacked. Prints a Markdown
+table of targets and faults; exits with 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ MODES = {
     "workers": WORKERS_KINDS,
     "workers-force": WORKERS_KINDS,
 }
-"""What is written in which: a new destination or one in place of an old one, by one process or by several."""
+"""What is written in which: a new destination or one in place of an old one, by one process or by
+several.
+"""
 Counts = Counter[tuple[str, str]]
 """Of cases, by target and fault."""
 
@@ -90,7 +93,9 @@ def main() -> int:
 
 
 def of_kind(options: argparse.Namespace, work: tuple[Kind, str, Path]) -> tuple[Counts, Counts]:
-    """Runs the cases of one target in one mode; how many were tried, and how many failed, by target and fault."""
+    """Runs the cases of one target in one mode; how many were tried, and how many failed, by target
+    and fault.
+    """
     kind, mode, work_dir = work
     work_dir.mkdir()
     force = mode.endswith("force")

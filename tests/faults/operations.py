@@ -1,9 +1,9 @@
 """Every file operation of this process, counted, listed, and open to being disturbed.
 
-``watch`` replaces the functions of ``os``, ``io`` and libc by which the project touches files. What they do below one
-directory is an ``Operation``; it is written down in a trace (by the real functions, so that it survives SIGKILL) and
-then handed to a ``Disturb`` together with a ``Call`` that does it. There is no way back: this is for a process that is
-forked for one case.
+``watch`` replaces the functions of ``os``, ``io`` and libc by which the project touches files. What
+they do below one directory is an ``Operation``; it is written down in a trace (by the real
+functions, so that it survives SIGKILL) and then handed to a ``Disturb`` together with a ``Call``
+that does it. There is no way back: this is for a process that is forked for one case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whether what a name says is on the disk before the name is: a check of a trace of operations.
 
-A power cut may undo everything that was not synced. So at the moment of publication every file must have been synced
-after its last change, and every directory after its last new name, the inner ones before the outer; and the directory
-that gets the published name is synced after that, as are those that hold directories which were made for it.
+A power cut may undo everything that was not synced. So at the moment of publication every file must
+have been synced after its last change, and every directory after its last new name, the inner ones
+before the outer; and the directory that gets the published name is synced after that, as are those
+that hold directories which were made for it.
 """
 
 from __future__ import annotations

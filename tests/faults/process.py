@@ -1,4 +1,6 @@
-"""A command of ``ckpt`` in a fork of this process, which has imported everything: some ten milliseconds a run."""
+"""A command of ``ckpt`` in a fork of this process, which has imported everything: some ten
+milliseconds a run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Ended:
     """How a process ended.
 
     Args:
-        code: its exit code; minus the number of the signal that killed it; None if it hung and was stopped.
+        code: its exit code; minus the number of the signal that killed it; None if it hung and was
+            stopped.
         output: what it printed, both streams.
         trace: the operations that it began.
     """

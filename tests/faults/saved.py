@@ -125,7 +125,9 @@ class SavedTarget:
         return tree(self._old_dir) if self.force else {}
 
     def state(self) -> str:
-        """What the directory is: no checkpoint (``none``), ``old``, ``new``, or what is wrong with it."""
+        """What the directory is: no checkpoint (``none``), ``old``, ``new``, or what is wrong with
+        it.
+        """
         found = self._content()
         if found == self.new:
             return "new"
@@ -149,7 +151,9 @@ class SavedTarget:
         return not self.force or (self.place / "neighbour").read_text() == "precious"
 
     def is_aside(self) -> bool:
-        """Whether the next save can put the old checkpoint back: every file of it is there or in the stage."""
+        """Whether the next save can put the old checkpoint back: every file of it is there or in
+        the stage.
+        """
         aside = tree(self.stage_dir / "old")
         here = self._content()
         return all(aside.get(path, here.get(path)) == content for path, content in self.old.items())

@@ -134,7 +134,9 @@ class Target:
         file.write_bytes(content)
 
     def begin_anew(self, *, is_first: bool = False) -> None:
-        """Empties the place; with ``force``, the old destination stands there again. A neighbour is always there."""
+        """Empties the place; with ``force``, the old destination stands there again. A neighbour is
+        always there.
+        """
         shutil.rmtree(self.place)
         if self.force and not is_first:
             shutil.copytree(self._old_dir, self.place)

@@ -1,4 +1,6 @@
-"""A sample of what scripts/faults does at every operation: whatever happens, nothing is lost, mixed or left behind."""
+"""A sample of what scripts/faults does at every operation: whatever happens, nothing is lost, mixed
+or left behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ckpt manifest``, killed or denied at the operations by which its file gets there: whole or not at all."""
+"""``ckpt manifest``, killed or denied at the operations by which its file gets there: whole or not
+at all.
+"""
 
 from __future__ import annotations
 

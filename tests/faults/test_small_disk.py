@@ -42,7 +42,9 @@ def can_mount() -> bool:
 
 
 def converted_on(disk_dir: Path, size: str, src: Path, *more: str) -> list[str]:
-    """What happens when a checkpoint is written to a disk of some size, and then to a larger one."""
+    """What happens when a checkpoint is written to a disk of some size, and then to a larger
+    one.
+    """
     disk_dir.mkdir()
     command = [
         sys.executable,

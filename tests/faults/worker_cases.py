@@ -1,9 +1,9 @@
 """Cases of several workers: one of them is killed, denied or frozen, or all are killed at once.
 
-Whatever happens, no worker hangs, the destination is what it was before or complete, and nothing but the resumable
-stage is left. The same command by another number of workers completes it, with the bytes of a single process, and does
-no more again than what each worker had not recorded yet. A worker that is left of a dead lead never writes into what a
-new run makes.
+Whatever happens, no worker hangs, the destination is what it was before or complete, and nothing
+but the resumable stage is left. The same command by another number of workers completes it, with
+the bytes of a single process, and does no more again than what each worker had not recorded yet. A
+worker that is left of a dead lead never writes into what a new run makes.
 """
 
 from __future__ import annotations

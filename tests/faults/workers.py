@@ -1,4 +1,6 @@
-"""A command of ``ckpt`` by several workers: forks of this process that talk through pipes (``tests.support.teams``)."""
+"""A command of ``ckpt`` by several workers: forks of this process that talk through pipes
+(``tests.support.teams``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""core.files.json_object: what files hold is read within bounds; see also tests/formats/huggingface/test_files.py."""
+"""core.files.json_object: what files hold is read within bounds; see also
+tests/formats/huggingface/test_files.py.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 def _children() -> set[str]:
-    """Processes that this one has started, unreaped ones included; other tests may have left a server of theirs."""
+    """Processes that this one has started, unreaped ones included; other tests may have left a
+    server of theirs.
+    """
     return {
         pid
         for path in Path("/proc/self/task").glob("*/children")

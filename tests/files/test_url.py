@@ -1,4 +1,6 @@
-"""URLs are refused wherever a path is expected, and nothing is written into a folder that is called like one."""
+"""URLs are refused wherever a path is expected, and nothing is written into a folder that is called
+like one.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_the_refusal_names_the_way_around(url: str, advice: str) -> None:
 
 
 def path_lines() -> list[list[str]]:
-    """Return a command line for every parameter of the program that is a path, with a URL as its value."""
+    """Return a command line for every parameter of the program that is a path, with a URL as its
+    value.
+    """
     group = get_command(app)
     assert isinstance(group, Group)
     lines = []

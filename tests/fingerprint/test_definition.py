@@ -1,4 +1,6 @@
-"""The fingerprint scheme: its definition against a slow implementation, its golden values, and what it notices."""
+"""The fingerprint scheme: its definition against a slow implementation, its golden values, and what
+it notices.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def factor(table: int, index: int, lane: int) -> int:
 
 
 def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
-    """The fingerprint as its definition says it, a byte at a time; shares no code with the toolkit."""
+    """The fingerprint as its definition says it, a byte at a time; shares no code with the
+    toolkit.
+    """
     row, axes = itemsize, list(shape)
     while axes and row < 512:
         row *= axes.pop()
@@ -133,7 +137,9 @@ GOLDEN_SCALAR = (
 
 
 def test_numbers_of_blocks_far_away_have_their_own_weights() -> None:
-    """Blocks beyond 4096 and 4096², which no test tensor reaches, against the plain product of three factors."""
+    """Blocks beyond 4096 and 4096², which no test tensor reaches, against the plain product of
+    three factors.
+    """
     form = form_of((1 << 20, 16, 4096), 4)
     for row in (0, 4095, 4096, (1 << 24) - 1):
         made = FormSum(form, products_in_numpy)
@@ -257,7 +263,9 @@ def test_one_value_at_every_place_has_as_many_fingerprints() -> None:
 
 
 def test_few_values_in_many_places_do_not_collide() -> None:
-    """All 2^14 choices of zero and one in 14 elements: sums of small numbers, where collisions would show first."""
+    """All 2^14 choices of zero and one in 14 elements: sums of small numbers, where collisions
+    would show first.
+    """
     form = form_of((14,), 1)
     singles = []
     for at in range(14):

@@ -1,4 +1,6 @@
-"""A format of a third party: found by its entry point, held to the contract, used from the command line."""
+"""A format of a third party: found by its entry point, held to the contract, used from the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_the_contract_finds_lost_and_shifted_bytes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """The environment in which the example is installed, as pip would: a module and its entry point."""
+    """The environment in which the example is installed, as pip would: a module and its entry
+    point.
+    """
     site = tmp_path / "site"
     info = site / "npy_folder-1.0.dist-info"
     info.mkdir(parents=True)

@@ -1,13 +1,15 @@
-"""Fuzzes every target of ``tests/fuzz`` with atheris, one process each, and prints a table of what came of it.
+"""Fuzzes every target of ``tests/fuzz`` with atheris, one process each, and prints a table of what
+came of it.
 
     scripts/fuzz                        a minute a target
     scripts/fuzz --seconds 600 zip      ten minutes for one
     scripts/fuzz --runs 100000          so many executions a target
     scripts/fuzz --replay FILE zip      one input again, without instrumentation
 
-An input is a finding if anything but the project's errors comes out, if it takes more than a second of processor time,
-or if the process grows by more than 500 MB. Time and memory are judged again without instrumentation, in a child of
-its own with limits, before they count. Findings are kept below ``--out``; the exit code is 1 if there are any.
+An input is a finding if anything but the project's errors comes out, if it takes more than a second
+of processor time, or if the process grows by more than 500 MB. Time and memory are judged again
+without instrumentation, in a child of its own with limits, before they count. Findings are kept
+below ``--out``; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where fuzzing begins: the small files of real checkpoints, taken apart as the targets need them."""
+"""Where fuzzing begins: the small files of real checkpoints, taken apart as the targets need
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What is fuzzed: readers of untrusted bytes, each a function that may raise nothing but the project's errors.
+"""What is fuzzed: readers of untrusted bytes, each a function that may raise nothing but the
+project's errors.
 
-``tests/fuzz`` runs them under hypothesis, ``scripts/fuzz`` under atheris. A target gets the bytes of one file and reads
-them as the formats do; where a whole checkpoint can be made around that file, it goes on to its tensors and objects.
+``tests/fuzz`` runs them under hypothesis, ``scripts/fuzz`` under atheris. A target gets the bytes
+of one file and reads them as the formats do; where a whole checkpoint can be made around that file,
+it goes on to its tensors and objects.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Target:
 
 
 def survives(target: Target, data: bytes) -> CheckpointingException | None:
-    """The error of the project's tree in which an input ends, or None; any other exception comes out."""
+    """The error of the project's tree in which an input ends, or None; any other exception comes
+    out.
+    """
     try:
         target.run(data)
     except CheckpointingException as err:
@@ -237,7 +241,9 @@ def _journal(data: bytes) -> None:
 
 
 def _ocdbt(data: bytes) -> None:
-    """A manifest or node around a body, its length and checksum right: the first byte says which."""
+    """A manifest or node around a body, its length and checksum right: the first byte says
+    which.
+    """
     if not data:
         return
     kind, body = data[0], data[1:]

@@ -1,7 +1,8 @@
-"""Readers of untrusted bytes under hypothesis: mutated real files, and structures that are nearly right.
+"""Readers of untrusted bytes under hypothesis: mutated real files, and structures that are nearly
+right.
 
-The invariant is that of ``scripts/fuzz``: a value, or an error of the project's tree. What the longer runs of that
-script find becomes a case here.
+The invariant is that of ``scripts/fuzz``: a value, or an error of the project's tree. What the
+longer runs of that script find becomes a case here.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def _rows(draw: st.DrawFn) -> list[TensorRow]:
 @settings(max_examples=4 * _EXAMPLES)
 @given(rows=_rows())
 def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[TensorRow]) -> None:
-    """And a plan over it is proven or refused: nothing is read where a chunk does not lie in its tensor."""
+    """And a plan over it is proven or refused: nothing is read where a chunk does not lie in its
+    tensor.
+    """
     try:
         data = write_metadata(rows, planner_data=None)
     except OverflowError:

@@ -2,9 +2,10 @@
 
     python tests/golden/main.py GOLD [ARCHIVE]
 
-GOLD is the folder with the checkpoints as their tools left them (tests/golden/README.md: what is in it and who wrote
-it). All of it is packed: the same weights lie in many layouts, so that 72 MB shrink to under 4 MB. The archive depends
-on the names and the bytes of the files and on nothing else.
+GOLD is the folder with the checkpoints as their tools left them (tests/golden/README.md: what is in
+it and who wrote it). All of it is packed: the same weights lie in many layouts, so that 72 MB
+shrink to under 4 MB. The archive depends on the names and the bytes of the files and on nothing
+else.
 """
 
 from __future__ import annotations

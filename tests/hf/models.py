@@ -130,7 +130,9 @@ def saved(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **opt
 
 
 def loaded_model(folder: Path) -> Any:
-    """What ``AutoModelForCausalLM`` makes of a directory; every tensor is there, and none is left over."""
+    """What ``AutoModelForCausalLM`` makes of a directory; every tensor is there, and none is left
+    over.
+    """
     from transformers import AutoModelForCausalLM
 
     quietly()
@@ -171,7 +173,9 @@ _DTYPE_OF = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype
 
 
 def catalog_of(folder: Path) -> tuple[LocalStore, Catalog]:
-    """The tensors of a directory of safetensors files; where each lies is read from the header, which is JSON."""
+    """The tensors of a directory of safetensors files; where each lies is read from the header,
+    which is JSON.
+    """
     arrays: dict[str, StoredArray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()

@@ -1,4 +1,6 @@
-"""Models of families without a table of their names: what is told without one, and no alarm where nothing is wrong."""
+"""Models of families without a table of their names: what is told without one, and no alarm where
+nothing is wrong.
+"""
 
 from __future__ import annotations
 

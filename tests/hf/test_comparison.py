@@ -1,4 +1,6 @@
-"""Which tensors a model of transformers has, against what transformers itself builds, saves and loads."""
+"""Which tensors a model of transformers has, against what transformers itself builds, saves and
+loads.
+"""
 
 from __future__ import annotations
 
@@ -283,7 +285,9 @@ def test_an_expert_that_is_lost_is_found(tmp_path: Path) -> None:
 
 
 def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) -> None:
-    """transformers leaves DeepSeek's multi-token prediction out, whatever the configuration says."""
+    """transformers leaves DeepSeek's multi-token prediction out, whatever the configuration
+    says.
+    """
     folder = saved("deepseek_v3", tmp_path / "model")
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
     assert find_differences(metas, {**config, "num_nextn_predict_layers": 1}) == ()
@@ -324,7 +328,8 @@ def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(
     assert "experts" in kinds(find_differences(metas, {**config, "num_local_experts": 1 << 30}))
 
 
-# --- quantized weights, under the names that each tool writes -------------------------------------------------------
+# --- quantized weights, under the names that each tool writes
+# -------------------------------------------------------
 
 
 def _linear(metas: Tensors) -> list[TensorMeta]:
@@ -334,7 +339,9 @@ def _linear(metas: Tensors) -> list[TensorMeta]:
 def _quantized(
     metas: Tensors, parts: Callable[[str, int, int], Mapping[str, tuple[str, tuple[int, ...]]]]
 ) -> Tensors:
-    """The tensors with every linear weight replaced by what a tool writes: name behind the module's → dtype, shape."""
+    """The tensors with every linear weight replaced by what a tool writes: name behind the module's
+    → dtype, shape.
+    """
     made = dict(metas)
     for meta in _linear(metas):
         del made[meta.key]
@@ -466,7 +473,8 @@ def test_wide_weights_under_a_method_that_they_do_not_have_are_found(
     assert kinds(find_differences(metas, config)) == ["quantization"]
 
 
-# --- families whose names are not known -------------------------------------------------------------------------------
+# --- families whose names are not known
+# -------------------------------------------------------------------------------
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -525,7 +533,9 @@ def test_sizes_that_every_configuration_states_are_compared(
 def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
     wrapper: str, tmp_path: Path
 ) -> None:
-    """transformers would start from random weights; no table of the family is needed to know that."""
+    """transformers would start from random weights; no table of the family is needed to know
+    that.
+    """
     config = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
     torch.save({wrapper + name: torch.ones(8, 4) for name in names}, tmp_path / "x.pt")

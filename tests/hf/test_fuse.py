@@ -28,7 +28,9 @@ def _sizes(draw: st.DrawFn) -> Sizes:
 
 
 def _pieces(key: str, n_rows: int, columns: int, cuts: list[int]) -> list[Fragment]:
-    """A tensor stored in row pieces, each with a margin of one row in its array, which has a leading axis."""
+    """A tensor stored in row pieces, each with a margin of one row in its array, which has a
+    leading axis.
+    """
     bounds = sorted({0, n_rows, *(cut for cut in cuts if cut <= n_rows)})
     found = []
     for start, stop in pairwise(bounds):

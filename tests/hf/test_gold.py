@@ -1,4 +1,6 @@
-"""Checkpoints that other software wrote: Hugging Face directories, and Megatron's rank files and torch_dist."""
+"""Checkpoints that other software wrote: Hugging Face directories, and Megatron's rank files and
+torch_dist.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """Megatron itself runs what ``to_megatron`` made, and finds the logits that transformers finds.
 
-That proves what no comparison of bytes can: the order of query, key and value rows, of gate and up rows, what the
-rotary embeddings turn, which experts the router means, and that the arguments describe the model.
+That proves what no comparison of bytes can: the order of query, key and value rows, of gate and up
+rows, what the rotary embeddings turn, which experts the router means, and that the arguments
+describe the model.
 
-One process without a GPU builds every model from the arguments as Megatron's training script does (every field of its
-configuration that an argument has the name of) and loads the weights strictly. Rotary scaling of Llama 3 is in it, and
-YaRN for latent attention, whose attention core megatron-core 0.16.1 cannot build without Transformer Engine: there a
-plain softmax of the same arguments stands in for it.
+One process without a GPU builds every model from the arguments as Megatron's training script does
+(every field of its configuration that an argument has the name of) and loads the weights strictly.
+Rotary scaling of Llama 3 is in it, and YaRN for latent attention, whose attention core
+megatron-core 0.16.1 cannot build without Transformer Engine: there a plain softmax of the same
+arguments stands in for it.
 """
 
 from __future__ import annotations
@@ -143,7 +145,9 @@ RUN = tuple(MODELS)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories of the models in float32; Megatron's logits are in ``<name>.logits`` beside each."""
+    """Directories of the models in float32; Megatron's logits are in ``<name>.logits`` beside
+    each.
+    """
     root = tmp_path_factory.mktemp("logits")
     cases = []
     found: dict[str, Path] = {}

@@ -1,4 +1,6 @@
-"""DeepSeek's multi-token prediction: layers beyond the last one, with copies of the embedding and the head."""
+"""DeepSeek's multi-token prediction: layers beyond the last one, with copies of the embedding and
+the head.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.hf.models import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of three layers and one for multi-token prediction, as the published files have it."""
+    """A model of three layers and one for multi-token prediction, as the published files have
+    it.
+    """
     made = saved("deepseek_v3", tmp_path / "model")
     weights = load_file(made / "model.safetensors")
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""Models of transformers to the global Megatron form and back: the same files, and the same logits."""
+"""Models of transformers to the global Megatron form and back: the same files, and the same
+logits.
+"""
 
 from __future__ import annotations
 

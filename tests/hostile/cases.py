@@ -1,7 +1,7 @@
 """Hostile checkpoints: a table of names and of functions that make them in an empty directory.
 
-Each function returns what the command is pointed at. Whatever they hold, the commands end with one of the documented
-exit codes, soon, in bounded memory, and with nothing but printable text.
+Each function returns what the command is pointed at. Whatever they hold, the commands end with one
+of the documented exit codes, soon, in bounded memory, and with nothing but printable text.
 """
 
 from __future__ import annotations
@@ -548,7 +548,9 @@ def _patched(data: bytes, old: bytes, new: bytes) -> Make:
 
 
 def _folders(folder: Path) -> Path:
-    """Directories of which each leads to the next by two links, a loop, and a link to everything."""
+    """Directories of which each leads to the next by two links, a loop, and a link to
+    everything.
+    """
     made = changed("zarr")(folder)
     for number in range(40):
         (made / f"d{number}").mkdir()

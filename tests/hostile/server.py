@@ -1,7 +1,8 @@
-"""Runs command lines one by one in children with limits, forked from a process that has imported what they use.
+"""Runs command lines one by one in children with limits, forked from a process that has imported
+what they use.
 
-A line of JSON on stdin, ``[[argument, …], working directory]``; a line on stdout: how the command ended, what it
-printed, the processor time it took and by how much its memory grew.
+A line of JSON on stdin, ``[[argument, …], working directory]``; a line on stdout: how the command
+ended, what it printed, the processor time it took and by how much its memory grew.
 """
 
 from __future__ import annotations

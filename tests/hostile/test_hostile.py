@@ -1,4 +1,6 @@
-"""Every hostile checkpoint, and every command: a documented end, soon, in bounded memory, and printable."""
+"""Every hostile checkpoint, and every command: a documented end, soon, in bounded memory, and
+printable.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def server(repo_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory, removed at once: there are terabytes in it, and names that pytest cannot remove."""
+    """An empty directory, removed at once: there are terabytes in it, and names that pytest cannot
+    remove.
+    """
     made = tmp_path / "work"
     made.mkdir()
     yield made
@@ -122,7 +126,9 @@ def test_what_hostile_ones_are_made_of_is_read(
 def test_a_hostile_checkpoint_ends_every_command_in_order(
     case: str, server: Server, folder: Path
 ) -> None:
-    """Every case is validated and converted, which agree; which other command sees it goes round."""
+    """Every case is validated and converted, which agree; which other command sees it goes
+    round.
+    """
 
     def ended(command: str) -> Ended:
         (folder / command).mkdir()

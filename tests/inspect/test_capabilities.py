@@ -1,4 +1,6 @@
-"""What ``inspect`` says can be done is what the planner does: ✓ if and only if ``convert --dry-run`` succeeds."""
+"""What ``inspect`` says can be done is what the planner does: ✓ if and only if ``convert
+--dry-run`` succeeds.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def assert_capabilities_hold(source: Path, dst: Path) -> dict[str, Capability]:
-    """Plan every conversion as ``inspect`` says that it can be done, and assert that the others cannot be planned.
+    """Plan every conversion as ``inspect`` says that it can be done, and assert that the others
+    cannot be planned.
 
     Returns:
         What was said of each format.
@@ -143,7 +146,9 @@ def test_capabilities_of_every_golden_checkpoint_are_the_planners(
 
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass made of others, pickled as torchao's are: a rebuilt wrapper with its parts as state."""
+    """A tensor subclass made of others, pickled as torchao's are: a rebuilt wrapper with its parts
+    as state.
+    """
 
     part: torch.Tensor
 

@@ -1,4 +1,6 @@
-"""Tensors in memory as one end of the engine: several processes write one checkpoint, and read their parts of it."""
+"""Tensors in memory as one end of the engine: several processes write one checkpoint, and read
+their parts of it.
+"""
 
 from __future__ import annotations
 

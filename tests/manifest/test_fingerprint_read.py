@@ -1,4 +1,6 @@
-"""One model has one fingerprint per tensor, in every format and layout that other software or this toolkit wrote."""
+"""One model has one fingerprint per tensor, in every format and layout that other software or this
+toolkit wrote.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ def by_torch(data: bytes, dtype: str) -> dict[str, tuple[int, int | None]]:
 
 
 def all_patterns(dtype: str) -> bytes:
-    """Every pattern of small types; of others, all exponents with some fractions, and random ones."""
+    """Every pattern of small types; of others, all exponents with some fractions, and random
+    ones.
+    """
     n_bytes = KINDS[dtype].n_bytes
     if n_bytes <= 2:
         return np.arange(1 << (8 * n_bytes), dtype=f"<u{n_bytes}").tobytes()
@@ -88,7 +90,9 @@ def test_counts_of_all_patterns_are_those_of_torch(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_pattern_alone_among_usual_numbers(dtype: str) -> None:
-    """The quick test of a block must not overlook one, wherever it stands and whatever the signs of the others."""
+    """The quick test of a block must not overlook one, wherever it stands and whatever the signs of
+    the others.
+    """
     size, n_bytes = DTYPES[dtype].itemsize, KINDS[dtype].n_bytes
     patterns = np.frombuffer(all_patterns(dtype), f"<u{n_bytes}")
     rng = np.random.default_rng(2)

@@ -1,4 +1,6 @@
-"""A training root whose iterations hold DeepSpeed's directory: every verb reads the same checkpoint."""
+"""A training root whose iterations hold DeepSpeed's directory: every verb reads the same
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every file of a source directory is read, carried, or listed under "not carried" (core.opening.source_files)."""
+"""Every file of a source directory is read, carried, or listed under "not carried"
+(core.opening.source_files).
+"""
 
 from __future__ import annotations
 

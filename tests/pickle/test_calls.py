@@ -1,4 +1,6 @@
-"""What a pickle may call: the list of harmless constructors, and that nothing else of known packages passes."""
+"""What a pickle may call: the list of harmless constructors, and that nothing else of known
+packages passes.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ _IMPORTED = re.compile(r"^(?:from [\w.]+ )?import ([\w, ]+)$", re.MULTILINE)
 
 
 def names_in_source(path: Path) -> Iterator[str]:
-    """Functions and classes that a module defines, methods as dotted names too, and what it imports."""
+    """Functions and classes that a module defines, methods as dotted names too, and what it
+    imports.
+    """
     source = path.read_text(errors="replace")
     kind = ""
     for indent, keyword, name in _DEFINED.findall(source):
@@ -89,7 +93,9 @@ def names_in_source(path: Path) -> Iterator[str]:
 
 
 def callables_in_memory() -> Iterator[tuple[str, str]]:
-    """Public and private callables of every module of Python, torch and numpy that is imported now."""
+    """Public and private callables of every module of Python, torch and numpy that is imported
+    now.
+    """
     for name, module in sorted(sys.modules.items()):
         top = name.partition(".")[0]
         if top in ("torch", "numpy") or top in sys.stdlib_module_names:
@@ -102,7 +108,9 @@ def callables_in_memory() -> Iterator[tuple[str, str]]:
 
 
 def listed(*, is_pattern: bool) -> set[tuple[str, str]]:
-    """(module, name) of the rows that may be called, those of modules with a ``*`` or the others."""
+    """(module, name) of the rows that may be called, those of modules with a ``*`` or the
+    others.
+    """
     return {
         (str(row["module"]), name)
         for row in rows()
@@ -206,7 +214,9 @@ LOOKED_AT = frozenset(
         "torch.utils.hooks.RemovableHandle.__setstate__",
     ]
 )
-"""What classes of torch that may be made do more than any object when they are, or when they get a state or end."""
+"""What classes of torch that may be made do more than any object when they are, or when they get a
+state or end.
+"""
 
 
 def test_what_may_be_made_is_a_class_that_only_sets_attributes() -> None:
@@ -548,7 +558,9 @@ def prepared_optimizer() -> torch.optim.Optimizer:
 
 
 def quantized_model() -> torch.nn.Module:
-    """A model whose convolution and linear layer torch.ao quantized, their weights packed in C++."""
+    """A model whose convolution and linear layer torch.ao quantized, their weights packed in
+    C++.
+    """
     from torch.ao import quantization
 
     layers = (torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4, 4))
@@ -677,7 +689,9 @@ def test_a_graph_that_torch_would_compile_is_dangerous(tmp_path: Path) -> None:
 
 
 def calling_places() -> dict[str, tuple[dict[str, object], str]]:
-    """Trees in which something is called where the reader makes no object of it → where, by file and key."""
+    """Trees in which something is called where the reader makes no object of it → where, by file
+    and key.
+    """
     noted = torch.nn.Parameter(torch.zeros(2))
     noted.calls = map(len, [[1]])  # type: ignore[attr-defined]
     with_state = OrderedDict(w=torch.zeros(2))

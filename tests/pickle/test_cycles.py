@@ -1,4 +1,6 @@
-"""State dicts that contain themselves: refused with the entry's name, found by validate, and written without it."""
+"""State dicts that contain themselves: refused with the entry's name, found by validate, and
+written without it.
+"""
 
 from __future__ import annotations
 

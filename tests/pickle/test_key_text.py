@@ -1,4 +1,6 @@
-"""Keys of dicts that are objects: the names of what stands below them, and what formats, notes and diff make of it."""
+"""Keys of dicts that are objects: the names of what stands below them, and what formats, notes and
+diff make of it.
+"""
 
 from __future__ import annotations
 

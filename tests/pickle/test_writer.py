@@ -1,4 +1,6 @@
-"""core.pickle.writer: inert trees become pickles that everybody reads, byte for byte the same each time."""
+"""core.pickle.writer: inert trees become pickles that everybody reads, byte for byte the same each
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Adam as Apex and Transformer Engine make it: the step is a setting of the group, not a tensor of each parameter.
+"""Adam as Apex and Transformer Engine make it: the step is a setting of the group, not a tensor of
+each parameter.
 
-Real runs train with theirs, which exist only for GPUs; megatron-core falls back to torch's on a CPU, with which 0.16.1
-cannot load the distributed optimizer's ``fully_reshardable`` (KeyError: 'step').
+Real runs train with theirs, which exist only for GPUs; megatron-core falls back to torch's on a
+CPU, with which 0.16.1 cannot load the distributed optimizer's ``fully_reshardable`` (KeyError:
+'step').
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """The same arguments, settings and states as ``apex.optimizers.FusedAdam``; decoupled weight decay."""
+    """The same arguments, settings and states as ``apex.optimizers.FusedAdam``; decoupled weight
+    decay.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Saving and loading as Megatron's training script does it, which megatron-core's wheels do not contain.
+"""Saving and loading as Megatron's training script does it, which megatron-core's wheels do not
+contain.
 
-Rank files are put together like ``generate_state_dict`` and ``save_checkpoint`` do it, and loaded strictly. Source:
-Megatron-LM d98e8a64 ``training/checkpointing.py``.
+Rank files are put together like ``generate_state_dict`` and ``save_checkpoint`` do it, and loaded
+strictly. Source: Megatron-LM d98e8a64 ``training/checkpointing.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def rank_dir(folder: Path, training: Training) -> Path:
 
 
 def save_rank_files(training: Training, folder: Path) -> None:
-    """``--ckpt-format torch``: one file per model parallel rank, and one of the distributed optimizer."""
+    """``--ckpt-format torch``: one file per model parallel rank, and one of the distributed
+    optimizer.
+    """
     place = rank_dir(folder, training)
     place.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {
@@ -69,7 +72,8 @@ def save_rank_files(training: Training, folder: Path) -> None:
 
 
 def load_rank_files(training: Training, folder: Path, *, optim: bool) -> None:
-    """Loads what ``save_rank_files`` saves, strictly: keys, shapes, parameter groups and buffer sizes must fit.
+    """Loads what ``save_rank_files`` saves, strictly: keys, shapes, parameter groups and buffer
+    sizes must fit.
 
     Without ``optim`` the optimizer starts anew, as with ``--no-load-optim``.
     """
@@ -90,7 +94,9 @@ def load_rank_files(training: Training, folder: Path, *, optim: bool) -> None:
 
 
 def _check_args(stored: Any, training: Training) -> None:
-    """The stored arguments are those of this run: what ``check_checkpoint_args`` compares, and the layout."""
+    """The stored arguments are those of this run: what ``check_checkpoint_args`` compares, and the
+    layout.
+    """
     wanted = arguments(training.run)
     names = (
         *(
@@ -179,7 +185,8 @@ def _replicas() -> Any:
 def load_distributed(
     training: Training, folder: Path, *, sharding: str | None, optim: bool, way: str = "plain"
 ) -> None:
-    """Loads strictly: a key that is missing or left over is an error, save random states of another grid of ranks.
+    """Loads strictly: a key that is missing or left over is an error, save random states of another
+    grid of ranks.
 
     Without ``optim`` the optimizer starts anew, as with ``--no-load-optim``.
     """

@@ -1,7 +1,8 @@
 """The workers in which megatron-core trains, and which tests are run.
 
-Without more, one short test of every kind runs, in the installed megatron-core. ``scripts/megatron-tests`` runs the
-whole matrix (``--long``) and sets ``CKPT_MEGATRON_OLD`` to a Python that has megatron-core 0.12.1.
+Without more, one short test of every kind runs, in the installed megatron-core.
+``scripts/megatron-tests`` runs the whole matrix (``--long``) and sets ``CKPT_MEGATRON_OLD`` to a
+Python that has megatron-core 0.12.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """megatron-core on a machine without a GPU, with gloo between its processes.
 
-``install`` answers the calls that take a GPU for granted; nothing of what is computed, saved or loaded changes. Written
-for megatron-core 0.12.1 and 0.16.1 with torch 2.13.
+``install`` answers the calls that take a GPU for granted; nothing of what is computed, saved or
+loaded changes. Written for megatron-core 0.12.1 and 0.16.1 with torch 2.13.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _CUDA_TYPES = {
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Tensors asked for on a GPU are made on the CPU, and say that their type is a GPU's: optimizers check that."""
+    """Tensors asked for on a GPU are made on the CPU, and say that their type is a GPU's:
+    optimizers check that.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -49,7 +51,9 @@ class _Stream:
 
 
 def install() -> None:
-    """Replaces the calls of ``torch.cuda`` that megatron-core makes, for the rest of the process."""
+    """Replaces the calls of ``torch.cuda`` that megatron-core makes, for the rest of the
+    process.
+    """
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **kwargs: None
@@ -86,7 +90,9 @@ def _patch_megatron() -> None:
 
 
 def start_results() -> None:
-    """megatron-core's own process for the results of a save by other processes, if megatron-core writes itself."""
+    """megatron-core's own process for the results of a save by other processes, if megatron-core
+    writes itself.
+    """
     if not is_in_place():
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -98,7 +104,9 @@ def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def _patch_writer() -> None:
-    """Starts no process for the results; 0.12.1 calls ``_write_item`` without the last argument, new in torch 2.8."""
+    """Starts no process for the results; 0.12.1 calls ``_write_item`` without the last argument,
+    new in torch 2.8.
+    """
     if is_in_place():
         return
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -122,7 +130,9 @@ def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def sharded_state(model: Any, **metadata: Any) -> dict[str, Any]:
-    """A model chunk's sharded state dict; ``metadata`` says how, where this megatron-core knows of it."""
+    """A model chunk's sharded state dict; ``metadata`` says how, where this megatron-core knows of
+    it.
+    """
     from megatron.core import parallel_state
 
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -26,9 +26,11 @@ class Form:
 
     Args:
         name: ``rank_files``, ``torch_dist`` or ``zarr``.
-        sharding: how the distributed optimizer is stored in the latter two (``distrib_optim_sharding_type``).
-        way: ``plain``; ``parallel``, replicas share the work; ``async`` and ``persistent``, the same behind the
-            training's back, by a process for each save or one for all. Loading knows the first two.
+        sharding: how the distributed optimizer is stored in the latter two
+            (``distrib_optim_sharding_type``).
+        way: ``plain``; ``parallel``, replicas share the work; ``async`` and ``persistent``, the
+            same behind the training's back, by a process for each save or one for all. Loading
+            knows the first two.
     """
 
     name: str = "rank_files"
@@ -45,7 +47,8 @@ class Result:
     """What a training left.
 
     Args:
-        before: global tensors when it was saved, or had been loaded; optimizer states are ``<state>/<key>``.
+        before: global tensors when it was saved, or had been loaded; optimizer states are
+            ``<state>/<key>``.
         after: the same after the steps that followed.
         losses: of every sample of those steps, in the order of steps and samples.
     """
@@ -108,7 +111,9 @@ class Megatron:
 
 
 def losses(run: Run, folder: Path) -> list[float]:
-    """Losses of all ranks in the order of samples: data parallel ranks take turns; TP ranks find the same."""
+    """Losses of all ranks in the order of samples: data parallel ranks take turns; TP ranks find
+    the same.
+    """
     found = [torch.load(path)["losses"] for path in sorted(folder.glob("rank*.pt"))]
     found = [one for one in found if one]
     found = found[:: run.layout.tp]  # TP is the fastest of a rank's coordinates

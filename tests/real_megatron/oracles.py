@@ -1,9 +1,9 @@
 """Makes checkpoints of real megatron-core by which resharding can be judged.
 
-``python -m tests.real_megatron.oracles DIR [NAME …]`` stores every model at several layouts and in several forms with
-the same values everywhere: each parameter, master and moment is a function of its key and global index
-(``tests.real_megatron.values``). So whatever is made of one case for the layout of another must equal that other,
-tensor by tensor, save padding rows of the vocabulary.
+``python -m tests.real_megatron.oracles DIR [NAME …]`` stores every model at several layouts and in
+several forms with the same values everywhere: each parameter, master and moment is a function of
+its key and global index (``tests.real_megatron.values``). So whatever is made of one case for the
+layout of another must equal that other, tensor by tensor, save padding rows of the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This project's ``core.dist_checkpointing`` in the place of ``megatron.core.dist_checkpointing``.
 
-``take_the_place`` is called before anything of megatron-core is imported. What megatron-core imports then under its own
-names is what its users get after they change the import: its models and optimizers build our ShardedTensors and
-factories.
+``take_the_place`` is called before anything of megatron-core is imported. What megatron-core
+imports then under its own names is what its users get after they change the import: its models and
+optimizers build our ShardedTensors and factories.
 """
 
 from __future__ import annotations

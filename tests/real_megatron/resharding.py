@@ -1,4 +1,6 @@
-"""One proof: Megatron trains and saves, this project reshards, Megatron loads strictly and trains on."""
+"""One proof: Megatron trains and saves, this project reshards, Megatron loads strictly and trains
+on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.real_megatron.megatron import Form, Megatron, Result
 from tests.real_megatron.setting import BATCH, Layout, Run, padded_rows
 
 MORE = 2
-"""Steps trained after the checkpoint: the first one's loss tells of the weights, the second one's of the optimizer."""
+"""Steps trained after the checkpoint: the first one's loss tells of the weights, the second one's
+of the optimizer.
+"""
 
 RANK_FILES = Form()
 
@@ -65,7 +69,8 @@ def prove(
         folder: an empty directory for all of it.
         source_form, target_form: how it is stored, before and after.
         saver: another megatron-core that saves.
-        optim: with the optimizer; otherwise only the weights and the losses that they give are compared.
+        optim: with the optimizer; otherwise only the weights and the losses that they give are
+            compared.
         version: of the megatron-core that loads, where it is not that of the one that saves.
     """
     more = MORE if optim else 1
@@ -118,13 +123,14 @@ def reshard(
 
 
 def assert_same(run: Run, target: Layout, wanted: Result, found: Result) -> None:
-    """All tensors are equal bit for bit when loaded; then losses and tensors stay as close as sums allow.
+    """All tensors are equal bit for bit when loaded; then losses and tensors stay as close as sums
+    allow.
 
-    The first step's loss comes from the same numbers in the same order, unless TP is another one: partial sums of
-    products are then added in another order, in float32 with 24 bits or in bfloat16 with 8. Gradients are added in
-    another order with other TP, PP (of tied embeddings) and DP sizes; they tell in the second step, where in bfloat16
-    a weight may round to the next number and a token go to another expert. What the optimizer remembers
-    was compared bit for bit before.
+    The first step's loss comes from the same numbers in the same order, unless TP is another one:
+    partial sums of products are then added in another order, in float32 with 24 bits or in bfloat16
+    with 8. Gradients are added in another order with other TP, PP (of tied embeddings) and DP
+    sizes; they tell in the second step, where in bfloat16 a weight may round to the next number and
+    a token go to another expert. What the optimizer remembers was compared bit for bit before.
     """
     rows = None if padded_rows(run) == padded_rows(run.at(target)) else run.model.vocab
     assert_equal(wanted.before, found.before, rows=rows)
@@ -143,7 +149,9 @@ def assert_same(run: Run, target: Layout, wanted: Result, found: Result) -> None
 def assert_equal(
     wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], *, rows: int | None
 ) -> None:
-    """Two sets of global tensors are the same; of the vocabulary only ``rows`` rows, where they are given."""
+    """Two sets of global tensors are the same; of the vocabulary only ``rows`` rows, where they are
+    given.
+    """
     assert set(wanted) == set(found), f"only on one side: {sorted(set(wanted) ^ set(found))[:6]}"
     for key, tensor in wanted.items():
         other = found[key]

@@ -1,7 +1,9 @@
-"""What is trained, in which layout and with which optimizer: plain values that both sides of the tests know.
+"""What is trained, in which layout and with which optimizer: plain values that both sides of the
+tests know.
 
-The tests' process describes a run with these and sends it as JSON to ``tests.real_megatron.worker``, whose Python may
-be another one with another megatron-core. Nothing here imports torch or megatron-core.
+The tests' process describes a run with these and sends it as JSON to
+``tests.real_megatron.worker``, whose Python may be another one with another megatron-core. Nothing
+here imports torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -77,11 +79,13 @@ class Optimizer:
     """Megatron's optimizer.
 
     Args:
-        kind: ``fp32``, ``float16`` (bf16 model, fp32 masters) or ``distributed`` (the same, sharded over DP).
-        overlap: gradients are reduced while the rest is computed, in buckets of ``bucket_size`` elements or more.
-            Where parameters or buckets do not end at multiples of 128 elements, megatron-core 0.16.1 warns that it
-            pads states with zeros when it saves torch_dist (``fully_reshardable``), or fails to save
-            (``dp_reshardable``): the tests save such ones as rank files.
+        kind: ``fp32``, ``float16`` (bf16 model, fp32 masters) or ``distributed`` (the same, sharded
+            over DP).
+        overlap: gradients are reduced while the rest is computed, in buckets of ``bucket_size``
+            elements or more. Where parameters or buckets do not end at multiples of 128 elements,
+            megatron-core 0.16.1 warns that it pads states with zeros when it saves torch_dist
+            (``fully_reshardable``), or fails to save (``dp_reshardable``): the tests save such ones
+            as rank files.
         adam: ``fused``, which counts steps like Apex and Transformer Engine, or ``torch``.
     """
 
@@ -127,7 +131,9 @@ def padded_rows(run: Run) -> int:
 
 
 def arguments(run: Run) -> Namespace:
-    """The arguments that Megatron's training script would store for this run; its names, plain values only."""
+    """The arguments that Megatron's training script would store for this run; its names, plain
+    values only.
+    """
     model, layout, optimizer = run.model, run.layout, run.optimizer
     frequency: object = (
         1 if not model.first_dense else [int(n >= model.first_dense) for n in range(model.layers)]

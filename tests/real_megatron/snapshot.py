@@ -1,6 +1,8 @@
-"""Every parameter and optimizer tensor of a training as global tensors, put together by Megatron's own offsets.
+"""Every parameter and optimizer tensor of a training as global tensors, put together by Megatron's
+own offsets.
 
-Each rank writes its pieces (``pieces``); ``assembled`` joins those of all ranks, and finds out whether replicas agree.
+Each rank writes its pieces (``pieces``); ``assembled`` joins those of all ranks, and finds out
+whether replicas agree.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def _pieces(sharded: Any, tensor: torch.Tensor, prefix: str) -> list[Piece]:
 
 
 def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tensor, int, int]]:
-    """What this process holds of the optimizer's tensors of a parameter: flat views, and which elements they are.
+    """What this process holds of the optimizer's tensors of a parameter: flat views, and which
+    elements they are.
 
     {} for a parameter that another data parallel rank holds.
     """

@@ -1,8 +1,9 @@
-"""megatron-core saves and loads through ``core.dist_checkpointing``, and its own code agrees with every byte of it.
+"""megatron-core saves and loads through ``core.dist_checkpointing``, and its own code agrees with
+every byte of it.
 
-One worker's megatron-core has this project in the place of its ``dist_checkpointing`` (``tests.real_megatron.ours``),
-the other is as it is. What one saves the other loads at another layout: weights, masters, moments and the losses of the
-next steps are compared as for resharding.
+One worker's megatron-core has this project in the place of its ``dist_checkpointing``
+(``tests.real_megatron.ours``), the other is as it is. What one saves the other loads at another
+layout: weights, masters, moments and the losses of the next steps are compared as for resharding.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ LONG: dict[str, Case] = {
 }
 """The Float16 and FP32 optimizers, which are cut as their parameters.
 
-Between EP 1 and more megatron-core 0.16.1 loads no optimizer, whoever saved it: the experts have one of their own then.
+Between EP 1 and more megatron-core 0.16.1 loads no optimizer, whoever saved it: the experts have
+one of their own then.
 """
 
 SHARDED: dict[str, tuple[Model, Optimizer, Layout, Layout]] = {
@@ -104,7 +106,9 @@ SAME_MODEL_PARALLEL: dict[str, tuple[Model, Optimizer, Layout, Layout]] = {
     "buckets_tp2dp2_to_tp2": (WIDE, BUCKETS, TP2DP2, TP2),
     "buckets_moe_ep2_to_ep2": (WIDE_MOE, BUCKETS, EP2, EP2),
 }
-"""What the buckets of the distributed optimizer, or the first data parallel rank, can be loaded at."""
+"""What the buckets of the distributed optimizer, or the first data parallel rank, can be loaded
+at.
+"""
 
 
 def _check(saver: Megatron, loader: Megatron, folder: Path, case: Case, *, load_way: str) -> None:
@@ -161,7 +165,9 @@ def test_the_distributed_optimizer_goes_on_from_what_the_other_saved(
 def test_the_distributed_optimizer_goes_on_from_flat_ranges(
     our_worker: Megatron, tmp_path: Path, name: str, way: str
 ) -> None:
-    """megatron-core 0.16.1 makes them, but refuses them itself, and its factories of gates no longer cut them."""
+    """megatron-core 0.16.1 makes them, but refuses them itself, and its factories of gates no
+    longer cut them.
+    """
     model, *rest = {**SHARDED, **SAME_MODEL_PARALLEL}[name]
     case = (UNGATED if model is WIDE else UNGATED_MOE, *rest, replace(BY_RANGE, way=way))
     _check(

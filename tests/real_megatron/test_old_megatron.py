@@ -1,7 +1,9 @@
-"""megatron-core 0.12.1 saves in forms that newer ones no longer load; 0.16.1 loads what this project makes of them.
+"""megatron-core 0.12.1 saves in forms that newer ones no longer load; 0.16.1 loads what this
+project makes of them.
 
-Rank files are loaded by 0.12.1 again: their param groups stand in its order. For another megatron-core to load them,
-``--megatron-version`` says which; both ways are tested, from 0.12.1 to 0.16.1 and back.
+Rank files are loaded by 0.12.1 again: their param groups stand in its order. For another
+megatron-core to load them, ``--megatron-version`` says which; both ways are tested, from 0.12.1 to
+0.16.1 and back.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ DISTRIBUTED_CASES = {
     "moe_ep2_to_one": (WIDE_MOE, BUCKETS, EP2, ONE),
 }
 
-# Not fully_sharded_bucket_space, which 0.12.1 cannot save here: an assertion of its own fails where DP is 2.
+# Not fully_sharded_bucket_space, which 0.12.1 cannot save here: an assertion of its own fails where
+# DP is 2.
 OLD_FORMS = {
     "model_space": Form("torch_dist", "fully_sharded_model_space"),
     "gathered": Form("torch_dist", "dp_zero_gather_scatter"),

@@ -1,5 +1,6 @@
-"""megatron-core 0.12.1, the last one with the backend zarr, loads what ``core.dist_checkpointing`` saves, and the other
-way round, bit for bit: tensors of several types, flattened pieces, objects and common state.
+"""megatron-core 0.12.1, the last one with the backend zarr, loads what ``core.dist_checkpointing``
+saves, and the other way round, bit for bit: tensors of several types, flattened pieces, objects and
+common state.
 """
 
 from __future__ import annotations

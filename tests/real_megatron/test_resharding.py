@@ -1,4 +1,6 @@
-"""Training goes on in real megatron-core at another layout, from what this project made of its checkpoint."""
+"""Training goes on in real megatron-core at another layout, from what this project made of its
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ FLAT: dict[str, Case] = {
     "buckets_moe_ep2_to_one": (WIDE_MOE, WIDE_BUCKETS, EP2, ONE),
     "buckets_moe_one_to_ep2": (WIDE_MOE, WIDE_BUCKETS, ONE, EP2),
 }
-"""The distributed optimizer: ``distrib_optim.pt`` beside rank files, and its two forms in torch_dist."""
+"""The distributed optimizer: ``distrib_optim.pt`` beside rank files, and its two forms in
+torch_dist.
+"""
 
 
 def _check(

@@ -1,4 +1,6 @@
-"""Megatron's model, optimizer and schedule for a run, on this process's rank; and steps of training."""
+"""Megatron's model, optimizer and schedule for a run, on this process's rank; and steps of
+training.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ def _model_type() -> Any:
 
 
 def _wrapped(run: Run, config: Any, models: list[Any]) -> list[Any]:
-    """The chunks within what Megatron wraps them with; only the first has several buckets, as in its script."""
+    """The chunks within what Megatron wraps them with; only the first has several buckets, as in
+    its script.
+    """
     inner = [Float16Module(config, model) for model in models] if run.optimizer.is_bf16 else models
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -233,7 +237,9 @@ def _scheduler(optimizer: Any) -> OptimizerParamScheduler:
 
 
 def trained(training: Training, steps: range) -> list[float]:
-    """Trains; losses of every sample of every step that this rank computed, in the order of the samples; else []."""
+    """Trains; losses of every sample of every step that this rank computed, in the order of the
+    samples; else [].
+    """
     losses: list[float] = []
     for step in steps:
         losses += _step(training, step)

@@ -1,4 +1,6 @@
-"""Parameters and optimizer states whose values are a function of key and global index: the same at every layout."""
+"""Parameters and optimizer states whose values are a function of key and global index: the same at
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,21 @@ from tests.real_megatron.cpu import sharded_state
 from tests.real_megatron.snapshot import held
 
 _ROWS = 512
-"""Rows of which every vocabulary gets the first ones, so that padding does not change the others."""
+"""Rows of which every vocabulary gets the first ones, so that padding does not change the
+others.
+"""
 
 
 @torch.no_grad()
 def fill(training: Any, *, salt: str, states: bool = False) -> None:
-    """Gives every parameter its values, through Megatron's own offsets, and the optimizer's masters the same.
+    """Gives every parameter its values, through Megatron's own offsets, and the optimizer's masters
+    the same.
 
     Args:
         training: what to fill.
         salt: other values for another salt.
-        states: give the masters values that the model's are rounded from, and the moments values of their own.
+        states: give the masters values that the model's are rounded from, and the moments values of
+            their own.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -51,7 +57,8 @@ def fill(training: Any, *, salt: str, states: bool = False) -> None:
 def clear_padding(training: Any) -> None:
     """Zeroes the padding rows of the vocabulary and of its states.
 
-    Training fills them, because they are in the softmax; resharding leaves them out, and makes them anew as zeros.
+    Training fills them, because they are in the softmax; resharding leaves them out, and makes them
+    anew as zeros.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

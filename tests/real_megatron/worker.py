@@ -1,17 +1,21 @@
-"""Runs trainings in real megatron-core: ``python -m tests.real_megatron.worker`` with one job a line on standard input.
+"""Runs trainings in real megatron-core: ``python -m tests.real_megatron.worker`` with one job a
+line on standard input.
 
-It imports torch and megatron-core once and forks one process per rank for every job; they talk through gloo. It answers
-each job with a line: ``{}``, or what went wrong by rank. With ``--ours``, megatron-core saves and loads through this
-project (``tests.real_megatron.ours``). A job is an object:
+It imports torch and megatron-core once and forks one process per rank for every job; they talk
+through gloo. It answers each job with a line: ``{}``, or what went wrong by rank. With ``--ours``,
+megatron-core saves and loads through this project (``tests.real_megatron.ours``). A job is an
+object:
 
 - ``run``: what ``Run.as_json`` says; ``out``: a folder;
-- ``load``: ``form``, ``dir``, ``sharding``, ``way``, ``optim`` (whether with the optimizer), or null;
-- ``steps``: how many are trained before saving; ``fill``: whether all values are replaced by known ones then;
+- ``load``: ``form``, ``dir``, ``sharding``, ``way``, ``optim`` (whether with the optimizer), or
+  null;
+- ``steps``: how many are trained before saving; ``fill``: whether all values are replaced by known
+  ones then;
 - ``save``: a list of ``form`` (rank_files, torch_dist, zarr), ``dir``, ``sharding``, ``way``;
 - ``more``: how many steps are trained after that.
 
-Every rank writes ``out/before/rank<r>.pt`` (its pieces of all tensors when all was saved or loaded) and
-``out/after/…`` (the same after the last steps, with their losses).
+Every rank writes ``out/before/rank<r>.pt`` (its pieces of all tensors when all was saved or loaded)
+and ``out/after/…`` (the same after the last steps, with their losses).
 """
 
 from __future__ import annotations
@@ -139,7 +143,9 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _waited(running: dict[int, int]) -> list[int]:
-    """Waits for all processes; once one has failed, or none answers, the others are ended. Ranks that failed."""
+    """Waits for all processes; once one has failed, or none answers, the others are ended. Ranks
+    that failed.
+    """
     failed = []
     end = time.monotonic() + TIMEOUT_S
     while running:

@@ -1,8 +1,9 @@
-"""A sharded state that megatron-core 0.12.1 and this project both save and load as zarr, and 0.12.1's side of that.
+"""A sharded state that megatron-core 0.12.1 and this project both save and load as zarr, and
+0.12.1's side of that.
 
-``python -m tests.real_megatron.zarr_state save|load FOLDER WORLD`` runs in a Python that has megatron-core 0.12.1,
-which is another one than this project's: it forks WORLD processes, which save the state, or load it and compare every
-bit. Needs torch and megatron-core only.
+``python -m tests.real_megatron.zarr_state save|load FOLDER WORLD`` runs in a Python that has
+megatron-core 0.12.1, which is another one than this project's: it forks WORLD processes, which save
+the state, or load it and compare every bit. Needs torch and megatron-core only.
 
 Left out is what 0.12.1 cannot save: scalars, whose arrays it never creates.
 """

@@ -1,4 +1,6 @@
-"""What the repository offers to other people's automation: its commands are read out of the files and run."""
+"""What the repository offers to other people's automation: its commands are read out of the files
+and run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def document(path: Path) -> Any:
 
 @pytest.fixture
 def tools(repo_dir: Path, tmp_path: Path) -> Path:
-    """A directory for PATH with ``ckpt`` in it, and a ``python`` that writes down what it is asked to install."""
+    """A directory for PATH with ``ckpt`` in it, and a ``python`` that writes down what it is asked
+    to install.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, body in (

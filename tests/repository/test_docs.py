@@ -1,4 +1,6 @@
-"""The documents: links lead somewhere, what they name exists, and every page is found from the menu."""
+"""The documents: links lead somewhere, what they name exists, and every page is found from the
+menu.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def text_of(path: Path) -> str:
 
 @cache
 def anchors_of(path: Path) -> frozenset[str]:
-    """The anchors of a page: its headings, spelled as code hosts do, and those that it sets itself."""
+    """The anchors of a page: its headings, spelled as code hosts do, and those that it sets
+    itself.
+    """
     text = text_of(path)
     found = set(re.findall(r'<a id="([^"]+)"', text))
     for heading in re.findall(r"^#+ (.+)$", _FENCED.sub("", text), re.MULTILINE):

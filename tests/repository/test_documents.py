@@ -1,4 +1,6 @@
-"""What README.md and docs/ show: their commands run and print what stands there, their links lead somewhere."""
+"""What README.md and docs/ show: their commands run and print what stands there, their links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_the_python_of_the_readme_runs(golden: Path, tmp_path: Path) -> None:
 
 
 def test_every_command_that_needs_hosts_or_devices_can_be_parsed() -> None:
-    """Those of ``sh`` blocks, which cannot run here: several hosts, GPUs, checkpoints that are not in the tests."""
+    """Those of ``sh`` blocks, which cannot run here: several hosts, GPUs, checkpoints that are not
+    in the tests.
+    """
     problems, n_commands = [], 0
     for page in pages():
         for words in commands_in_shell_blocks(page.read_text("utf-8")):
@@ -73,7 +77,9 @@ def test_every_command_that_needs_hosts_or_devices_can_be_parsed() -> None:
 
 
 def commands_in_shell_blocks(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of ``ckpt …`` lines in ``sh`` blocks; comments and variables are cut off."""
+    """Yield the arguments of ``ckpt …`` lines in ``sh`` blocks; comments and variables are cut
+    off.
+    """
     for _, lines in fences(text, "sh"):
         for line in "\n".join(lines).replace("\\\n", " ").splitlines():
             if match := re.match(r"(?:[A-Z_]+=\S+ )*ckpt (.+?)(?:\s+#.*)?$", line):
@@ -109,7 +115,9 @@ def links_of(page: Path) -> list[str]:
 
 
 def is_missing(path: Path) -> bool:
-    """Return whether a page or file is not there, of a folder that is (or that no part of docs/ will have)."""
+    """Return whether a page or file is not there, of a folder that is (or that no part of docs/
+    will have).
+    """
     return not path.exists()
 
 

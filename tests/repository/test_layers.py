@@ -1,4 +1,5 @@
-"""What import-linter cannot say: circles of files, heavy imports, sizes of packages, what `core` leaves to its doors.
+"""What import-linter cannot say: circles of files, heavy imports, sizes of packages, what `core`
+leaves to its doors.
 
 Who may import whom is the contracts in pyproject.toml, ``[tool.importlinter]``.
 """
@@ -195,7 +196,9 @@ def test_core_neither_prints_nor_exits_nor_reads_the_environment() -> None:
 
 
 def packages_imported(package: str) -> list[str]:
-    """Return the packages from which the modules right in a package import, as signposts name them."""
+    """Return the packages from which the modules right in a package import, as signposts name
+    them.
+    """
     names = set()
     for item in imports():
         is_inside = (

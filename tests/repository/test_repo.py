@@ -23,7 +23,9 @@ GIVEN_NAMES = {"core/dist_checkpointing/strategies/common.py", "core/dist_checkp
 
 
 def files_of(repo_dir: Path) -> list[Path]:
-    """The files that belong to the repository: git's view, or all but the ignored folders where there is no git."""
+    """The files that belong to the repository: git's view, or all but the ignored folders where
+    there is no git.
+    """
     listed = subprocess.run(
         [
             "git",

@@ -1,4 +1,5 @@
-"""How code reads: docstrings are sentences, variables say their role, and a class name stands for one thing.
+"""How code reads: docstrings are sentences, variables say their role, and a class name stands for
+one thing.
 
 The rules, with examples, are in docs/adding/style.md.
 """

@@ -1,4 +1,6 @@
-"""The scan gives every element of every array once, and the sums of all bytes, whatever the format."""
+"""The scan gives every element of every array once, and the sums of all bytes, whatever the
+format.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ GOLDEN = (
 
 @pytest.fixture(scope="module")
 def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints with a flipped bit in every file, with NaNs, cut short, and with files that are not there."""
+    """Checkpoints with a flipped bit in every file, with NaNs, cut short, and with files that are
+    not there.
+    """
     folder = tmp_path_factory.mktemp("damaged")
     made = []
     for number, name in enumerate(GOLDEN):
@@ -148,7 +150,9 @@ def test_damaged_checkpoints(damaged: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two files, in which arrays of several MiB lie in the shares of several ranks."""
+    """A checkpoint of two files, in which arrays of several MiB lie in the shares of several
+    ranks.
+    """
     path = tmp_path_factory.mktemp("large")
     numbers = np.random.default_rng(7)
     matrix = numbers.standard_normal((1700, 1777), np.float32)
@@ -221,7 +225,9 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
 
 
 def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], large: Path) -> None:
-    """Tensors that the scan does not sum up, because they are computed from others, are read by all ranks."""
+    """Tensors that the scan does not sum up, because they are computed from others, are read by all
+    ranks.
+    """
     optimizer = golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
     other = golden / "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable"
     cases = [

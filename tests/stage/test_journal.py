@@ -20,7 +20,9 @@ def identity(src: Path, dst: Path, **options: object) -> str:
 
 
 def touch(file: Path) -> None:
-    """Gives a file another time of modification, as if another one of the same size had been copied there."""
+    """Gives a file another time of modification, as if another one of the same size had been copied
+    there.
+    """
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
 
 

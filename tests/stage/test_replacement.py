@@ -1,4 +1,6 @@
-"""A run that ended between two renames: what was there before is not lost, and not mixed with the new."""
+"""A run that ended between two renames: what was there before is not lost, and not mixed with the
+new.
+"""
 
 from __future__ import annotations
 

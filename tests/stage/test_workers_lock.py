@@ -1,4 +1,6 @@
-"""Workers of a dead lead keep a new one out as long as they may write, and come in no more afterwards."""
+"""Workers of a dead lead keep a new one out as long as they may write, and come in no more
+afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small in-memory checkpoints for the engine's tests: tensors cut into arrays in any way, filled with unique values."""
+"""Small in-memory checkpoints for the engine's tests: tensors cut into arrays in any way, filled
+with unique values.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Cut:
 def pieces(
     key: str, shape: tuple[int, ...], axis: int, n: int, *, segments: int = 1, copies: int = 1
 ) -> Cut:
-    """Shards along an axis; with segments, shard r holds the r-th n-th of each segment, one after the other."""
+    """Shards along an axis; with segments, shard r holds the r-th n-th of each segment, one after
+    the other.
+    """
     parts = []
     step = shape[axis] // (n * segments)
     for copy in range(copies):

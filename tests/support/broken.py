@@ -1,4 +1,6 @@
-"""Ways to break the files of a real checkpoint, for tests of checks: each is a function of a path."""
+"""Ways to break the files of a real checkpoint, for tests of checks: each is a function of a
+path.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def entry_of(data: bytes | bytearray, record: str) -> tuple[int, int]:
 
 
 def renamed_record(record: str, name: str, *, both: bool = True) -> Change:
-    """A record gets a name of the same length, in the directory and, with ``both``, in its header."""
+    """A record gets a name of the same length, in the directory and, with ``both``, in its
+    header.
+    """
     assert len(record) == len(name)
 
     def change(data: bytearray) -> None:
@@ -166,7 +170,9 @@ def circular(path: Path) -> None:
 
 
 def calling(path: Path, *, module: str = "torch.utils.collect_env", name: str = "run") -> None:
-    """The file with a call in its first pickle whose result is dropped: a zip, a stream of torch, or a pickle."""
+    """The file with a call in its first pickle whose result is dropped: a zip, a stream of torch,
+    or a pickle.
+    """
     call = f"c{module}\n{name}\n".encode() + b"X\x02\0\0\0id\x85R0"
     data = path.read_bytes()
     if not data.startswith(b"PK"):

@@ -1,6 +1,8 @@
-"""Damages of real checkpoints, as a table: what is broken, and what checks of files, trackers and indexes say of it.
+"""Damages of real checkpoints, as a table: what is broken, and what checks of files, trackers and
+indexes say of it.
 
-A row: the checkpoint, what is broken, and the findings (code, file) that come of it, notes left out.
+A row: the checkpoint, what is broken, and the findings (code, file) that come of it, notes left
+out.
 """
 
 from __future__ import annotations
@@ -169,7 +171,9 @@ def _no_zarray(path: Path) -> None:
 
 
 def _end_of_index(path: Path, *, absent: int | None) -> None:
-    """The index of a shard with eight inner chunks: a flipped byte, or a chunk that is not there."""
+    """The index of a shard with eight inner chunks: a flipped byte, or a chunk that is not
+    there.
+    """
     data = bytearray(path.read_bytes())
     at = len(data) - 4 - 16 * 8
     if absent is None:
@@ -1135,11 +1139,15 @@ MODELS = (
         ("CK538", _CONFIG),
     ),
 )
-"""Models of transformers whose tensors and configuration do not fit (``core.checks.metadata.hf_model``)."""
+"""Models of transformers whose tensors and configuration do not fit
+(``core.checks.metadata.hf_model``).
+"""
 
 
 def _wide_strides(data: bytes) -> bytes:
-    """The first matrix gets the strides (2^62, 1): its last row lies at a multiple of 2^64 and a bit."""
+    """The first matrix gets the strides (2^62, 1): its last row lies at a multiple of 2^64 and a
+    bit.
+    """
     strides = b"K\x20K\x01\x86"
     assert strides in data
     return data.replace(strides, b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"K\x01\x86", 1)

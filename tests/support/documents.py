@@ -1,12 +1,15 @@
-"""The commands that README.md and docs/ show: read out of the pages, run, and compared with what the pages show.
+"""The commands that README.md and docs/ show: read out of the pages, run, and compared with what
+the pages show.
 
-A page's ```console blocks are one session: their ``$`` lines run one after the other in a directory that holds the
-checkpoints of ``CHECKPOINTS`` (those that the page names). What stands below a command is its output; a line ``…``
-stands for any lines. A command shown without output has only its exit code compared, which is 0 unless the next
-command is ``$ echo $?``. Times and rates are not compared.
+A page's ```console blocks are one session: their ``$`` lines run one after the other in a directory
+that holds the checkpoints of ``CHECKPOINTS`` (those that the page names). What stands below a
+command is its output; a line ``…`` stands for any lines. A command shown without output has only
+its exit code compared, which is 0 unless the next command is ``$ echo $?``. Times and rates are not
+compared.
 
-``python -m tests.support.documents FOLDER`` makes the checkpoints in a new folder, to follow the pages by hand.
-``python -m tests.support.documents --write [PAGE …]`` runs the pages and writes the real output into them.
+``python -m tests.support.documents FOLDER`` makes the checkpoints in a new folder, to follow the
+pages by hand. ``python -m tests.support.documents --write [PAGE …]`` runs the pages and writes the
+real output into them.
 """
 
 from __future__ import annotations
@@ -93,7 +96,9 @@ def fences(text: str, language: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def steps_of(text: str) -> list[Step]:
-    """Return the commands of a page: those of its console blocks, then those that are the last column of a table."""
+    """Return the commands of a page: those of its console blocks, then those that are the last
+    column of a table.
+    """
     steps = []
     for begin, lines in fences(text, "console"):
         starts = [i for i, line in enumerate(lines) if line.startswith("$ ")]
@@ -133,7 +138,8 @@ def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> Non
 def run_steps(steps: Sequence[Step], folder: Path) -> Iterator[tuple[Step, int, list[str]]]:
     """Run commands in a directory; yield each with its exit code and its output, stderr included.
 
-    Commands of ``ckpt`` run in this process; what a shell must understand, and ``ckpt launch``, in one of its own.
+    Commands of ``ckpt`` run in this process; what a shell must understand, and ``ckpt launch``, in
+    one of its own.
     """
     bin_dir = folder / ".bin"
     bin_dir.mkdir()
@@ -208,7 +214,8 @@ def problems_of(text: str, golden: Path, folder: Path) -> list[str]:
 def with_real_output(text: str, golden: Path, folder: Path) -> str:
     """Return a page with the real output below each command that shows some.
 
-    An output that ends with ``…`` keeps its length; where that stands elsewhere, the page has to be put right by hand.
+    An output that ends with ``…`` keeps its length; where that stands elsewhere, the page has to be
+    put right by hand.
     """
     lines = text.splitlines()
     make_checkpoints(golden, folder, text)

@@ -23,7 +23,9 @@ Rows = dict[str, TensorRow | ObjectRow]
 
 
 def copied(golden: Path, name: str, tmp_path: Path) -> Path:
-    """A writable copy of a checkpoint; returns the directory of its iteration, or itself without one."""
+    """A writable copy of a checkpoint; returns the directory of its iteration, or itself without
+    one.
+    """
     target = tmp_path / "checkpoint"
     shutil.copytree(golden / name, target, copy_function=shutil.copyfile)
     return next(iter(sorted(target.glob("iter_*"))), target)
@@ -79,7 +81,9 @@ def edit_pickle(folder: Path, change: Callable[[Any], None]) -> None:
 def edit_rank(
     folder: Path, change: Callable[[dict[str, Any]], None], *, file: str = MODEL_FILE
 ) -> None:
-    """Changes a rank's file. Its arguments become a namespace of plain values, which all ranks' must be."""
+    """Changes a rank's file. Its arguments become a namespace of plain values, which all ranks'
+    must be.
+    """
     loaded = load_rank_file(folder / file)
     if "args" in loaded:
         known = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}

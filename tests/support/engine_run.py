@@ -1,8 +1,9 @@
 """A whole run of the engine in a process of its own, for the tests that kill or limit it.
 
-Usage: python engine_run.py SOURCE_DIR DST JSON, where JSON holds ``resume``, ``kill_after`` (bytes), ``fail_after``
-(bytes), ``interrupt_after`` (bytes), ``limit`` (bytes per file), ``force``, ``hold`` (seconds to sleep in the stage).
-Prints a JSON object on success, exits with the error's code on failure.
+Usage: python engine_run.py SOURCE_DIR DST JSON, where JSON holds ``resume``, ``kill_after``
+(bytes), ``fail_after`` (bytes), ``interrupt_after`` (bytes), ``limit`` (bytes per file), ``force``,
+``hold`` (seconds to sleep in the stage). Prints a JSON object on success, exits with the error's
+code on failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The slow, obvious way from a source catalog to finished files: for tests of formats, without plan and copy.
+"""The slow, obvious way from a source catalog to finished files: for tests of formats, without plan
+and copy.
 
 Everything goes through one numpy array per tensor; nothing here shares code with the engine.
 """
@@ -48,7 +49,9 @@ def array_bytes(catalog: Catalog, store: ReadStore, array: StoredArray) -> Bytes
 
 
 def tensor_bytes(catalog: Catalog, store: ReadStore, key: str) -> Bytes:
-    """All elements of one global tensor; every element must have a source, and replicas must agree."""
+    """All elements of one global tensor; every element must have a source, and replicas must
+    agree.
+    """
     meta = catalog.meta(key)
     whole = np.zeros((*meta.shape, itemsize(meta.dtype)), np.uint8)
     known = np.zeros(meta.shape, bool)

@@ -1,4 +1,6 @@
-"""Megatron rank files through torch's own loader, with stand-ins for the classes that only Megatron has."""
+"""Megatron rank files through torch's own loader, with stand-ins for the classes that only Megatron
+has.
+"""
 
 from __future__ import annotations
 

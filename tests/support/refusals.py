@@ -1,6 +1,8 @@
-"""Where ``convert`` may refuse what ``validate`` does not find, and the other way round: a table of cases and reasons.
+"""Where ``convert`` may refuse what ``validate`` does not find, and the other way round: a table of
+cases and reasons.
 
-Names are those of ``tests/support/damages.py`` (``SOURCE: WHAT``) and ``tests/hostile/cases.py``, with shell patterns.
+Names are those of ``tests/support/damages.py`` (``SOURCE: WHAT``) and ``tests/hostile/cases.py``,
+with shell patterns.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ REFUSED_BUT_SOUND = {
 
 
 def check_agreement(name: str, *, is_refused: bool, is_found: bool) -> None:
-    """Assert that a case is refused and found, or neither, unless a table says that it differs and why."""
+    """Assert that a case is refused and found, or neither, unless a table says that it differs and
+    why.
+    """
     tables = {(False, True): FOUND_BUT_CONVERTED, (True, False): REFUSED_BUT_SOUND}
     for verdicts, table in tables.items():
         is_listed = any(fnmatchcase(name, pattern) for pattern in table)

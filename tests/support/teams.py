@@ -1,4 +1,6 @@
-"""Teams of forked processes that talk through pipes: the engine's protocol without torch, so that tests are quick."""
+"""Teams of forked processes that talk through pipes: the engine's protocol without torch, so that
+tests are quick.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def run_team(
         n: number of processes.
         function: at the top level of a module.
         args: picklable.
-        allow_failure: return what a failed rank raised, or None for one that died, in place of failing.
+        allow_failure: return what a failed rank raised, or None for one that died, in place of
+            failing.
 
     Raises:
         AssertionError: a rank raised (with its traceback), died, or did not end.

@@ -22,9 +22,10 @@ class Difference:
 
     Args:
         path: of the source's entry, dot-joined; "" for the root.
-        kind: ``missing``, ``added``, ``moved`` (it stands at the root, under its path), ``wrapped`` (the root stands in
-            a dict), ``key`` (the key is of another type), ``type``, ``grad``, ``value``, ``attributes``, ``order``,
-            ``alias`` (tensors share bytes on one side only) or ``shared`` (the same of containers).
+        kind: ``missing``, ``added``, ``moved`` (it stands at the root, under its path), ``wrapped``
+            (the root stands in a dict), ``key`` (the key is of another type), ``type``, ``grad``,
+            ``value``, ``attributes``, ``order``, ``alias`` (tensors share bytes on one side only)
+            or ``shared`` (the same of containers).
         text: what differs.
     """
 
@@ -34,7 +35,9 @@ class Difference:
 
 
 def differences(source: Any, result: Any) -> list[Difference]:
-    """Return what differs between two trees: types, keys and their order, values bit for bit, aliases."""
+    """Return what differs between two trees: types, keys and their order, values bit for bit,
+    aliases.
+    """
     comparison = _Comparison(result)
     found = list(comparison.root(source, result))
     return [
@@ -58,13 +61,16 @@ _SUBJECTS = {
     "shared": "become separate copies",
     "grad": "requires_grad",
 }
-"""Kind → what a note says that names the first entries of the kind, and then how many more there are."""
+"""Kind → what a note says that names the first entries of the kind, and then how many more there
+are.
+"""
 
 
 def is_told(difference: Difference, texts: Iterable[str]) -> bool:
     """Return whether notes and dropped lines of a summary tell a difference.
 
-    They name its path or one above it, or they are about all entries of its kind, or about more than they name.
+    They name its path or one above it, or they are about all entries of its kind, or about more
+    than they name.
     """
     parts = difference.path.split(".")
     names = (

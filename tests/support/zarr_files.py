@@ -1,4 +1,6 @@
-"""What the tests of zarr 2 and zarr 3 share: sources, and a whole run of the engine into a directory."""
+"""What the tests of zarr 2 and zarr 3 share: sources, and a whole run of the engine into a
+directory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from core.stage.files import StageStore
 def element_bytes(
     key: str, dtype: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Dense elements as bytes (the shape, then one axis of itemsize): a function of key and index."""
+    """Dense elements as bytes (the shape, then one axis of itemsize): a function of key and
+    index.
+    """
     size = DTYPES[dtype].itemsize
     n = int(np.prod(shape, dtype=np.int64)) * size
     numbers = np.arange(n, dtype=np.uint64) * 2654435761 + sum(key.encode()) * 97

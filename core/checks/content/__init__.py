@@ -4,6 +4,6 @@ In one scan (``--deep``).
 
 Start at ``values``; the function ``watch`` of a module tells what it needs from the scan besides
 checksums.
-Imports: arrays, calibration, catalog, checks, device, errors, files, fingerprint, formats.zarr, manifest, numbers,
-opening, quantize, scan, team.
+Imports: arrays, calibration, catalog, checks, device, errors, files, fingerprint, formats.zarr,
+manifest, numbers, opening, quantize, scan, team.
 """

@@ -1,7 +1,8 @@
 """CK2xx to CK6xx: geometry, layout, optimizer, common state, trackers, indexes, safety.
 
 Start at ``geometry`` and ``layout``; ``unsafe`` finds pickles that would run code when loaded.
-Imports: arrays, catalog, changes, checks, checks.containers, errors, files, formats.dcp, formats.huggingface,
-formats.mcore, formats.safetensors, formats.torch, formats.zarr, hf.proof, megatron.extras, megatron.model,
-megatron.optimizer, megatron.optimizer.sharded, megatron.reshard, opening, pickle.
+Imports: arrays, catalog, changes, checks, checks.containers, errors, files, formats.dcp,
+formats.huggingface, formats.mcore, formats.safetensors, formats.torch, formats.zarr, hf.proof,
+megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded, megatron.reshard,
+opening, pickle.
 """

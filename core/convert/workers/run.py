@@ -100,7 +100,8 @@ def run_shared(
         publishing: as for ``core.convert.run.run``; called on the lead only.
 
     Raises:
-        CheckpointingException: the job failed, on all workers; the destination is untouched, and the stage is kept.
+        CheckpointingException: the job failed, on all workers; the destination is untouched, and
+            the stage is kept.
     """
     job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:

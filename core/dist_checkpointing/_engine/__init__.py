@@ -2,6 +2,7 @@
 
 Start at ``bridge``, the one module that knows both sides: it turns sharded tensors into catalogs of
 live memory. ``prepared_save`` is a save before its bytes move.
-Imports: arrays, catalog, dist_checkpointing, dist_checkpointing._background, dist_checkpointing._ranks,
-dist_checkpointing._values, errors, files, formats, formats.mcore, formats.zarr, live, megatron.optimizer.sharded, plan.
+Imports: arrays, catalog, dist_checkpointing, dist_checkpointing._background,
+dist_checkpointing._ranks, dist_checkpointing._values, errors, files, formats, formats.mcore,
+formats.zarr, live, megatron.optimizer.sharded, plan.
 """

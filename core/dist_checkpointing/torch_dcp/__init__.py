@@ -1,6 +1,6 @@
 """Plans and metadata of ``torch.distributed.checkpoint`` for the storage reader and writer.
 
 Start at ``planned_save``; ``torch_metadata`` turns ``.metadata`` into torch's own classes and back.
-Imports: arrays, catalog, convert, copy, dist_checkpointing._engine, errors, files, formats, formats.dcp, formats.torch,
-live, opening, pickle, plan, stage.
+Imports: arrays, catalog, convert, copy, dist_checkpointing._engine, errors, files, formats,
+formats.dcp, formats.torch, live, opening, pickle, plan, stage.
 """

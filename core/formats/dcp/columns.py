@@ -1,4 +1,6 @@
-"""The content of DCP's ``.metadata`` as columns: 10⁶ chunks are a few arrays instead of as many objects."""
+"""The content of DCP's ``.metadata`` as columns: 10⁶ chunks are a few arrays instead of as many
+objects.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,11 @@ class DcpMetadata:
         version: None in files from before torch 2.3.
         extras: names of other attributes, such as ``all_local_plans``.
         orphans: fqns of items that no tensor or object refers to.
-        descriptors: row of a chunk → the stream transforms that its item went through, as torch lists them; rows of
-            plain items are absent.
+        descriptors: row of a chunk → the stream transforms that its item went through, as torch
+            lists them; rows of plain items are absent.
         object_descriptors: the same for objects, by key.
-        raw_files: numbers of the files whose chunks are bare elements at ``item_offset``, not items.
+        raw_files: numbers of the files whose chunks are bare elements at ``item_offset``, not
+            items.
     """
 
     tensors: dict[str, DcpTensor]

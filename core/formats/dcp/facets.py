@@ -12,7 +12,8 @@ class DcpFacts:
     Args:
         item_files: names of the files that ``.metadata`` names.
         orphans: keys of items that no entry refers to.
-        meta_entries: names of the root of Lightning's ``meta.pt``; written as DCP they go into such a file again.
+        meta_entries: names of the root of Lightning's ``meta.pt``; written as DCP they go into such
+            a file again.
         unread: files next to the checkpoint's own that were not read, as a note says.
     """
 

@@ -1,10 +1,10 @@
 """Facts about the run that saved a DCP checkpoint, taken from its entries: iteration and arguments.
 
-DCP itself stores neither. The systems that save with it put them among the entries, as a small object or a tensor of
-one element; the known names are in ``_ITERATIONS``.
+DCP itself stores neither. The systems that save with it put them among the entries, as a small
+object or a tensor of one element; the known names are in ``_ITERATIONS``.
 
-Source: torchtitan (``train_state.step``), Megatron-LM ``training/checkpointing.py`` (``iteration``, ``args``), and the
-recipe for DCP with an ``AppState``, whose entries are below ``app``.
+Source: torchtitan (``train_state.step``), Megatron-LM ``training/checkpointing.py`` (``iteration``,
+``args``), and the recipe for DCP with an ``AppState``, whose entries are below ``app``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
-    """Return an object's value, or the number in a tensor of one element; None if the entry does not exist.
+    """Return an object's value, or the number in a tensor of one element; None if the entry does
+    not exist.
 
     Raises:
         CheckpointingException: the entry cannot be read.

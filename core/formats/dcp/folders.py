@@ -8,13 +8,13 @@ On disk (``Accelerator.save_state`` with FSDP and sharded state dicts, and the T
     ├── pytorch_model_fsdp_1/    a second model, its entries again below "model"
     └── scheduler.bin  random_states_0.pkl …    not part of the DCP
 
-Together they are one checkpoint: entries keep their names, those of the second model and optimizer begin with
-``model_1`` and ``optimizer_1``. Item files are named from the directory above.
+Together they are one checkpoint: entries keep their names, those of the second model and optimizer
+begin with ``model_1`` and ``optimizer_1``. Item files are named from the directory above.
 
 Not supported: shards of single ranks without DCP (``use_dcp=False``).
 
-Source: accelerate 1.15.0 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``), whose directories are
-pinned in tests/golden (``accelerate/fsdp2_dp2``).
+Source: accelerate 1.15.0 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``),
+whose directories are pinned in tests/golden (``accelerate/fsdp2_dp2``).
 """
 
 from __future__ import annotations

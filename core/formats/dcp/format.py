@@ -7,35 +7,41 @@ On disk::
     ├── __0_0.distcp       items: whole torch zips, back to back (``core.formats.dcp.items``)
     └── __1_0.distcp …     one or more files per writer
 
-Other forms of it that are read: items inside zstd frames (``core.formats.dcp.zstd_streams``), files that hold their
-chunks as safetensors (``core.formats.dcp.safetensors_items``), ``__0.metadata``, ``__1.metadata`` … of single ranks
-(``core.formats.dcp.rank_metadata``), and directories in which accelerate keeps a model and its optimizer apart
-(``core.formats.dcp.folders``). What Lightning keeps in ``meta.pt`` beside such a checkpoint belongs to it
-(``core.formats.dcp.lightning_meta``).
+Other forms of it that are read: items inside zstd frames (``core.formats.dcp.zstd_streams``), files
+that hold their chunks as safetensors (``core.formats.dcp.safetensors_items``), ``__0.metadata``,
+``__1.metadata`` … of single ranks (``core.formats.dcp.rank_metadata``), and directories in which
+accelerate keeps a model and its optimizer apart (``core.formats.dcp.folders``). What Lightning
+keeps in ``meta.pt`` beside such a checkpoint belongs to it (``core.formats.dcp.lightning_meta``).
 
-Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of ``.metadata``.
+Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of
+    ``.metadata``.
 
-A catalog's extents are late-bound: where in an item the data begins, and with which strides, stands in the item. A
-tensor that was saved transposed or channels-last keeps its strides there while ``.metadata`` says nothing of them.
-Objects are not read with the metadata: each is a hidden stream ``raw:<key>``.
+A catalog's extents are late-bound: where in an item the data begins, and with which strides, stands
+in the item. A tensor that was saved transposed or channels-last keeps its strides there while
+``.metadata`` says nothing of them. Objects are not read with the metadata: each is a hidden stream
+``raw:<key>``.
 
-Written objects: torch imports the classes that they name, so one that names Megatron's (the training arguments do)
-could be loaded nowhere else, and would stop ``dcp_to_torch_save``. Such an object is stored as plain containers
-(``core.formats.torch.weights_only``), and is itself again when it is read here.
+Written objects: torch imports the classes that they name, so one that names Megatron's (the
+training arguments do) could be loaded nowhere else, and would stop ``dcp_to_torch_save``. Such an
+object is stored as plain containers (``core.formats.torch.weights_only``), and is itself again when
+it is read here.
 
 Several training systems save such directories, and name things their own way:
 
-* FSDP2 with an ``AppState``: ``app.model.<fqn>``, ``app.optim.state.<fqn>.exp_avg``, ``app.optim.param_groups.…``;
-* torchtitan: bare ``<fqn>``, ``optimizer.state.<fqn>.exp_avg``, ``train_state.step``, in ``checkpoint/step-10``;
-* Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``, ``args``, ``iteration``.
+* FSDP2 with an ``AppState``: ``app.model.<fqn>``, ``app.optim.state.<fqn>.exp_avg``,
+  ``app.optim.param_groups.…``;
+* torchtitan: bare ``<fqn>``, ``optimizer.state.<fqn>.exp_avg``, ``train_state.step``, in
+  ``checkpoint/step-10``;
+* Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``,
+  ``args``, ``iteration``.
 
-``Catalog.iteration`` and ``args`` are set where an entry of one of these systems says them. Facets: ``DcpFacts``, and
-``TorchDistFacts`` where Megatron added its ``mcore_data``.
+``Catalog.iteration`` and ``args`` are set where an entry of one of these systems says them. Facets:
+``DcpFacts``, and ``TorchDistFacts`` where Megatron added its ``mcore_data``.
 
 Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py``; checkpoints written by it,
-pinned in tests/golden (``torch_dcp``).
+Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py``;
+checkpoints written by it, pinned in tests/golden (``torch_dcp``).
 """
 
 from __future__ import annotations
@@ -201,7 +207,9 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 
 
 def stated_metadata(store: ReadStore) -> DcpMetadata:
-    """Read ``.metadata`` without looking at the files that it names; raises the errors of ``read``."""
+    """Read ``.metadata`` without looking at the files that it names; raises the errors of
+    ``read``.
+    """
     if store.exists(METADATA):
         return _metadata_in(store, METADATA)
     if ranks := rank_files(store):
@@ -266,7 +274,9 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
 def _short_file(
     name: str, size: int | None, end: int, *, key: str | None
 ) -> CheckpointingException:
-    """Return the error about a file that ends before byte ``end``; its size is None if it is missing."""
+    """Return the error about a file that ends before byte ``end``; its size is None if it is
+    missing.
+    """
     if size is None:
         return MissingShardError(
             f"a file named by {METADATA} is missing",

@@ -6,14 +6,15 @@ On disk (``__<n>_0.distcp``)::
     ├── object: a torch zip ``archive/…`` of its value (or the source's own stream, verbatim)
     └── chunk:  a torch zip ``archive/data.pkl, …, archive/data/0`` of one contiguous tensor
 
-Torch writes the items back to back, so that their data has any alignment; padding is legal, because ``.metadata``
-states offset and length of every item. Inside a torch zip data is aligned to 64 from the zip's start, hence in the file
-too.
+Torch writes the items back to back, so that their data has any alignment; padding is legal, because
+``.metadata`` states offset and length of every item. Inside a torch zip data is aligned to 64 from
+the zip's start, hence in the file too.
 
-How a chunk's zip looks depends on nothing but dtype and shape (the CRC apart), so it is planned once per such pair:
-10⁵ chunks are laid out and written without planning 10⁵ zips.
+How a chunk's zip looks depends on nothing but dtype and shape (the CRC apart), so it is planned
+once per such pair: 10⁵ chunks are laid out and written without planning 10⁵ zips.
 
-Source: written and loaded back by torch 2.13 and megatron-core 0.16.1, see the tests of ``dcp`` and ``torch_dist``.
+Source: written and loaded back by torch 2.13 and megatron-core 0.16.1, see the tests of ``dcp`` and
+    ``torch_dist``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ ALIGNMENT = 64
 PREFIX = "archive"
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 BEHIND: Coords = (("behind", 1),)
-"""Suffix of coords for an item in a file of its own after the others, so that no other item moves."""
+"""Suffix of coords for an item in a file of its own after the others, so that no other item
+moves.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ class Item:
         box: the tensor's region that a chunk holds; None for an object.
         coords: coordinates that select its file, see ``lay_out_items``.
         plan: layout of its zip; None for a stream that is copied verbatim.
-        array: the array that fills a chunk or a verbatim stream; None if the plan has its own arrays.
+        array: the array that fills a chunk or a verbatim stream; None if the plan has its own
+            arrays.
         file, offset: number of the file in ``ItemLayout.files``, and first byte of the item in it.
     """
 
@@ -272,7 +276,9 @@ def _group_by_file(
 
 
 def _numbered_groups(items: Iterable[Item], max_file_bytes: int) -> list[tuple[int, list[Item]]]:
-    """Return the items of each file number; items without coords fill files up to ``max_file_bytes``."""
+    """Return the items of each file number; items without coords fill files up to
+    ``max_file_bytes``.
+    """
     # Coords name a file, or ask for one of their own.
     named: dict[int, list[Item]] = defaultdict(list)
     by_coords: dict[Coords, list[Item]] = defaultdict(list)

@@ -6,15 +6,16 @@ On disk (Lightning's Trainer and Fabric with sharded checkpoints)::
     ├── .metadata  __0_0.distcp …    DCP: "state_dict" (or "model"), "optimizer_0" …
     └── meta.pt                      torch.save: epoch, hyper_parameters, loops, callbacks, lr_schedulers …
 
-Lightning reads both into one dict, and so does its tool that makes one file of them. Here they are one catalog too:
-the entries of ``meta.pt`` are entries like all others, and ``DcpFacts.meta_entries`` names those of its root. Written
-as DCP they go into a ``meta.pt`` again.
+Lightning reads both into one dict, and so does its tool that makes one file of them. Here they are
+one catalog too: the entries of ``meta.pt`` are entries like all others, and
+``DcpFacts.meta_entries`` names those of its root. Written as DCP they go into a ``meta.pt`` again.
 
-A ``meta.pt`` that is not a torch file, whose root is not a dict by name, or that has an entry which DCP has too, is not
-Lightning's: it is ignored, with a note, and listed in ``DcpFacts.unread``.
+A ``meta.pt`` that is not a torch file, whose root is not a dict by name, or that has an entry which
+DCP has too, is not Lightning's: it is ignored, with a note, and listed in ``DcpFacts.unread``.
 
 Source: Lightning 2.6.6 ``fabric/utilities/load.py`` (``_load_distributed_checkpoint``) and
-``pytorch/strategies/model_parallel.py``; a directory that it wrote, pinned in tests/golden (``lightning``).
+``pytorch/strategies/model_parallel.py``; a directory that it wrote, pinned in tests/golden
+(``lightning``).
 """
 
 from __future__ import annotations

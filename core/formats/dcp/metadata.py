@@ -1,27 +1,29 @@
-"""``.metadata`` of a PyTorch distributed checkpoint (DCP): one pickle with the position of every chunk of every tensor.
+"""``.metadata`` of a PyTorch distributed checkpoint (DCP): one pickle with the position of every
+chunk of every tensor.
 
 ::
 
     Metadata
-      state_dict_metadata  {fqn: TensorStorageMetadata{properties, size, chunks: [ChunkStorageMetadata{offsets, sizes}]}
+      state_dict_metadata  {fqn: TensorStorageMetadata{properties, size, chunks:
+      [ChunkStorageMetadata{offsets, sizes}]}
                                  | BytesStorageMetadata}
       planner_data         {fqn: path of the entry in the nested state dict} | None
       storage_data         {MetadataIndex{fqn, offset, index}: _StorageInfo{relative_path, offset, length}}
       storage_meta, version, and what others add: mcore_data, all_local_plans (Megatron)
 
-It is read into columns, because 10⁶ chunks are real. ``core.pickle.reader`` reads it; large ones are first tried with
-the C unpickler in a sandboxed child process (``_parse_by_c`` says why that is safe). If that fails, for whatever
-reason, the slow way decides.
+It is read into columns, because 10⁶ chunks are real. ``core.pickle.reader`` reads it; large ones
+are first tried with the C unpickler in a sandboxed child process (``_parse_by_c`` says why that is
+safe). If that fails, for whatever reason, the slow way decides.
 
-Versions: torch 1.13 to 2.13 (class names moved between modules; ``storage_meta``, ``version`` and ``index`` may be
-absent; ``TensorProperties`` is a tuple of at least 5), Megatron core 0.12 to 0.20 (``MCoreMetadata``,
-``MCoreSavePlan``).
+Versions: torch 1.13 to 2.13 (class names moved between modules; ``storage_meta``, ``version`` and
+``index`` may be absent; ``TensorProperties`` is a tuple of at least 5), Megatron core 0.12 to 0.20
+(``MCoreMetadata``, ``MCoreSavePlan``).
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; written by the software listed in
-tests/golden/README.md.
+Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; written by the
+software listed in tests/golden/README.md.
 
-Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``transform_descriptors`` other than
-``stream.zstd/1``, sparse layouts.
+Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``transform_descriptors``
+other than ``stream.zstd/1``, sparse layouts.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
     Raises:
         CorruptError: it is not such a pickle, or has impossible geometry.
         MissingShardError: a chunk has no item.
-        UnsafeError: it exceeds the limits of the pickle reader, or names a file outside the checkpoint.
+        UnsafeError: it exceeds the limits of the pickle reader, or names a file outside the
+            checkpoint.
         UnsupportedError: a storage, codec, layout or dtype is not supported.
     """
     return _parse(data, label).checked(label)
@@ -226,13 +229,16 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
 
     Why this executes nothing from the file and harms nothing:
 
-    - ``find_class`` never imports or looks up a name: it returns the record classes of ``dcp.records``, ``tuple`` (for
-      torch.Size), ``str`` (for the name of a layout) or a ``Global``. These are the only callables that an opcode can
-      reach: none reads an attribute, the extension registry is emptied, persistent ids and buffers have no handler.
-      Calling them makes lists, tuples and strings. Setting attributes (BUILD) sets them to such values.
-    - What the C code can be made to do all the same (allocate by a memo index, hash nested tuples for ever, overflow
-      its stack; docs/facts/safety.md 2.3) happens in a process with limited address space and processor time that holds
-      no open file but the pipe and can open none. Its death is a None.
+    - ``find_class`` never imports or looks up a name: it returns the record classes of
+      ``dcp.records``, ``tuple`` (for torch.Size), ``str`` (for the name of a layout) or a
+      ``Global``. These are the only callables that an opcode can
+      reach: none reads an attribute, the extension registry is emptied, persistent ids and buffers
+      have no handler. Calling them makes lists, tuples and strings. Setting attributes (BUILD) sets
+      them to such values.
+    - What the C code can be made to do all the same (allocate by a memo index, hash nested tuples
+      for ever, overflow its stack; docs/facts/safety.md 2.3) happens in a process with limited
+      address space and processor time that holds no open file but the pipe and can open none. Its
+      death is a None.
     - The answer is the columns that ``_ColumnBuilder`` computes in the child, the same code that
       checks every number for the other reader.
     """

@@ -1,12 +1,15 @@
 """Writing the ``.metadata`` pickle of a PyTorch distributed checkpoint, opcode by opcode.
 
-A generic pickler takes 10 µs a chunk and needs 10⁶ objects; here every chunk is a few joined byte strings. The bytes
-are a function of the arguments: no checkpoint_id (torch stores the path of the directory there), no save_id.
+A generic pickler takes 10 µs a chunk and needs 10⁶ objects; here every chunk is a few joined byte
+strings. The bytes are a function of the arguments: no checkpoint_id (torch stores the path of the
+directory there), no save_id.
 
-Read by: torch 2.13 ``FileSystemReader.read_metadata`` (the tests compare field by field), ``dcp.load`` and Megatron's
-loader. Protocol 2, names as of torch 2.3 and later (torch#116248 moved TensorProperties).
+Read by: torch 2.13 ``FileSystemReader.read_metadata`` (the tests compare field by field),
+``dcp.load`` and Megatron's loader. Protocol 2, names as of torch 2.3 and later (torch#116248 moved
+TensorProperties).
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; docs/facts/formats.md 2.
+Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; docs/facts/formats.md
+    2.
 """
 
 from __future__ import annotations
@@ -62,10 +65,13 @@ def write_metadata(
     """Write the content of a ``.metadata`` file.
 
     Args:
-        entries: tensors and objects with distinct keys; the order is the one in which torch rebuilds nested dicts.
-        planner_data: key → path in the nested state dict; None where the loader flattens by itself (Megatron).
+        entries: tensors and objects with distinct keys; the order is the one in which torch
+            rebuilds nested dicts.
+        planner_data: key → path in the nested state dict; None where the loader flattens by itself
+            (Megatron).
         version: DCP's, "1.0.0" since torch 2.3.
-        attributes: additional attributes of Metadata, such as Megatron's ``mcore_data``, as inert trees.
+        attributes: additional attributes of Metadata, such as Megatron's ``mcore_data``, as inert
+            trees.
     """
     return _MetadataWriter().write(entries, planner_data, version, attributes or {})
 
@@ -73,8 +79,8 @@ def write_metadata(
 class _MetadataWriter:
     """Writes state_dict_metadata and storage_data in one pass, as two lists of opcodes.
 
-    The second follows the first in the file. So what both refer to is memoised in the first, and what only the second
-    uses has memo entries that the first never looks up.
+    The second follows the first in the file. So what both refer to is memoised in the first, and
+    what only the second uses has memo entries that the first never looks up.
     """
 
     def __init__(self) -> None:
@@ -266,7 +272,9 @@ class _MetadataWriter:
 
 
 class _MemoisedOpcodes:
-    """Opcodes that push a value and memoise it the first time, and get it from the memo afterwards."""
+    """Opcodes that push a value and memoise it the first time, and get it from the memo
+    afterwards.
+    """
 
     __slots__ = ("_first", "_get")
 

@@ -7,13 +7,13 @@ On disk (``use_collectives=False``)::
     ├── __1.metadata …  one per rank
     └── __0_0.distcp …
 
-What several ranks list under one key and offset are copies of one another: of tensors they become replicas, which the
-engine compares; objects must be equal byte for byte. The number of ranks is stated nowhere: their numbers must begin
-at 0 and have no gap, and every data file must belong to one of them. A tensor that lacks chunks is found when it is
-planned.
+What several ranks list under one key and offset are copies of one another: of tensors they become
+replicas, which the engine compares; objects must be equal byte for byte. The number of ranks is
+stated nowhere: their numbers must begin at 0 and have no gap, and every data file must belong to
+one of them. A tensor that lacks chunks is found when it is planned.
 
-Not supported: objects in which the ranks differ (random states, positions of data loaders), which have one name and
-several values.
+Not supported: objects in which the ranks differ (random states, positions of data loaders), which
+have one name and several values.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,state_dict_saver}.py``.
 """
@@ -96,7 +96,9 @@ def merge_rank_metadata(parts: Sequence[DcpMetadata], store: ReadStore) -> DcpMe
 
 
 def _merge_tensors(parts: Sequence[DcpMetadata]) -> DcpMetadata:
-    """Return metadata with the tensors of all ranks, whose chunks are those of the ranks in order; without objects."""
+    """Return metadata with the tensors of all ranks, whose chunks are those of the ranks in order;
+    without objects.
+    """
     tensors: dict[str, DcpTensor] = {}
     offsets, sizes, file_index, item_offset, item_bytes = (array("q") for _ in range(5))
     files: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""DCP's metadata classes as inert records, for two readers: ``core.pickle.reader`` and the C unpickler.
+"""DCP's metadata classes as inert records, for two readers: ``core.pickle.reader`` and the C
+unpickler.
 
-A record is a list that gets the state of its object as its only element. The method by which both readers set the
-state is ``list.append``, so that no Python code runs per record.
+A record is a list that gets the state of its object as its only element. The method by which both
+readers set the state is ``list.append``, so that no Python code runs per record.
 
 Source: torch 1.13 to 2.13, module paths as in docs/facts/safety.md 2.1.
 """
@@ -23,7 +24,8 @@ from core.pickle.inert import Global
 class DcpRecord(list[Any]):
     """An instance of one of DCP's classes: a list that gets the state as its only element.
 
-    The method by which both readers set the state is list.append, so that no Python code runs per record.
+    The method by which both readers set the state is list.append, so that no Python code runs per
+    record.
     """
 
     __slots__ = ()
@@ -201,8 +203,8 @@ def read_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
 
     Return it with the (module, name) of everything that is not one of the records.
 
-    Call it only in a sandboxed process (``core.files.sandbox``): it empties the extension registry of
-    the process, and any exception may occur.
+    Call it only in a sandboxed process (``core.files.sandbox``): it empties the extension registry
+    of the process, and any exception may occur.
     """
     copyreg.clear_extension_cache()
     copyreg._inverted_registry.clear()  # type: ignore[attr-defined]

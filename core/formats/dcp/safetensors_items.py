@@ -4,14 +4,16 @@ On disk (``__0_0.distcp``)::
 
     objects, each a torch zip · safetensors: header length (u64) · JSON header · data
 
-The header has one entry per key, of the chunk's shape, and in ``__metadata__`` the JSON ``DCP_SHARDING_INFO``
-``{key: {"saved_offsets": […]}}``. ``.metadata`` places every chunk of such a file at the byte where the safetensors
-part begins, with the length of its data; torch 2.13 cannot load that itself.
+The header has one entry per key, of the chunk's shape, and in ``__metadata__`` the JSON
+``DCP_SHARDING_INFO`` ``{key: {"saved_offsets": […]}}``. ``.metadata`` places every chunk of such a
+file at the byte where the safetensors part begins, with the length of its data; torch 2.13 cannot
+load that itself.
 
-A file is one of these if all its chunks begin at the same byte, and a safetensors header does, too. Its chunks become
-plain bytes.
+A file is one of these if all its chunks begin at the same byte, and a safetensors header does, too.
+Its chunks become plain bytes.
 
-Not supported: two chunks of one tensor in one file, of which torch keeps only the last; the lost one is named.
+Not supported: two chunks of one tensor in one file, of which torch keeps only the last; the lost
+one is named.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,_hf_utils}.py``.
 """

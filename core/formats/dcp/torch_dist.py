@@ -1,4 +1,5 @@
-"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP files with conventions of its own.
+"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP files with conventions of its
+own.
 
 On disk::
 
@@ -10,23 +11,27 @@ On disk::
 
 Dialects (``TorchDistFacts.dialect``), as written by
 
-* ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors of the format
-  ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
-  ``mcore_data[key]["nd_reformulated_orig_global_shape"]``, and the catalog shows them as they are stored;
+* ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors
+  of the format ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
+  ``mcore_data[key]["nd_reformulated_orig_global_shape"]``, and the catalog shows them as they are
+  stored;
 * ``common_pt``: 0.16.1;
-* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` holds ``[common]``.
+* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` holds
+  ``[common]``.
 
 A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
 
-``Catalog.common`` is the common state, inert, its tensors hidden ones; ``args`` and ``iteration`` are from it. Facets:
-``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
+``Catalog.common`` is the common state, inert, its tensors hidden ones; ``args`` and ``iteration``
+are from it. Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
 
-Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` gets no ``all_local_plans``
-(Megatron uses them only to skip planning in the first save after a load, and plans again without them).
+Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` gets no
+``all_local_plans`` (Megatron uses them only to skip planning in the first save after a load, and
+plans again without them).
 
 Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
 
-Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden (``mcore*_torch_dist``);
+Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden
+(``mcore*_torch_dist``);
 ``megatron/core/dist_checkpointing/{core,serialization,strategies/torch,strategies/common}.py``.
 """
 
@@ -77,8 +82,8 @@ _BACKEND = "torch_dist"
 def sniff(store: ReadStore) -> bool:
     """Return whether the directory is Megatron's with DCP files.
 
-    That is: a ``metadata.json`` names this backend; or one that names any other, or cannot be read, lies beside DCP
-    files; or a common state does. ``read`` refuses all but the first.
+    That is: a ``metadata.json`` names this backend; or one that names any other, or cannot be read,
+    lies beside DCP files; or a common state does. ``read`` refuses all but the first.
     """
     if store.entry is not None:
         return False
@@ -164,9 +169,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     ``.metadata``.
 
     Args:
-        target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
-            into the common state, nested as the skeleton says. Honoured: ``common``, ``TorchDistFacts``, and
-            of ``WriteOptions`` ``max_file_bytes`` and ``separation_hint`` (``apart`` of ``lay_out_items``).
+        target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an
+            item; any other goes into the common state, nested as the skeleton says. Honoured:
+            ``common``, ``TorchDistFacts``, and of ``WriteOptions`` ``max_file_bytes`` and
+            ``separation_hint`` (``apart`` of ``lay_out_items``).
 
     Raises:
         UnsupportedError: the arrays are not chunks of their tensors, the dialect is unknown, or an

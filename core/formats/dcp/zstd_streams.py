@@ -1,14 +1,17 @@
 """DCP items that went through a stream transform: zstd frames around the torch zip.
 
-On disk: where a plain item has ``archive/…`` zip bytes, a transformed one has those bytes as one or more zstd frames.
-``.metadata`` names the transforms of every item (``transform_descriptors``) and the length of what is stored; how long
-the zip is stands nowhere. The transform that torch applied last is named last, so reading undoes them from the end of
-the list to its begin (torch 2.13 goes from the begin, which differs once two kinds exist).
+On disk: where a plain item has ``archive/…`` zip bytes, a transformed one has those bytes as one or
+more zstd frames. ``.metadata`` names the transforms of every item (``transform_descriptors``) and
+the length of what is stored; how long the zip is stands nowhere. The transform that torch applied
+last is named last, so reading undoes them from the end of the list to its begin (torch 2.13 goes
+from the begin, which differs once two kinds exist).
 
-There is no random access: an item is inflated completely. Its size is bounded by the tensor that ``.metadata``
-states, and the window of a frame by the 8 MiB that every zstd decoder supports (torch's level needs 2).
+There is no random access: an item is inflated completely. Its size is bounded by the tensor that
+``.metadata`` states, and the window of a frame by the 8 MiB that every zstd decoder supports
+(torch's level needs 2).
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{_extension,filesystem}.py``; RFC 8878 for the frames.
+Source: torch 2.13 ``torch/distributed/checkpoint/{_extension,filesystem}.py``; RFC 8878 for the
+    frames.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class StreamItem:
         transforms: descriptors, in torch's order.
         stored_bytes: length of the item in its file.
         dense_bytes: size of the array as a dense one.
-        place: byte offset of the array in the inflated item, and its strides in elements (None for C
-            order); None if the item is one tensor, whose pickle states both.
+        place: byte offset of the array in the inflated item, and its strides in elements (None for
+            C order); None if the item is one tensor, whose pickle states both.
         inflated_bytes: maximum size of the inflated item; 0 if it follows from ``dense_bytes``.
     """
 
@@ -237,7 +240,8 @@ class _FrameFollower:
 
     The decoder takes a truncated stream for a short one.
 
-    Follows the lengths that the frames state (RFC 8878, 3.1): frame header, block headers, checksum.
+    Follows the lengths that the frames state (RFC 8878, 3.1): frame header, block headers,
+    checksum.
     """
 
     def __init__(self, source: _Readable) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ZeroFacts:
-    """A facet (``core.catalog.facets``) of catalogs that were read from DeepSpeed's files, universal ones included.
+    """A facet (``core.catalog.facets``) of catalogs that were read from DeepSpeed's files,
+    universal ones included.
 
     Args:
         stage: stage of ZeRO, 0 to 3; None if it is not stated.

@@ -4,13 +4,15 @@
 
     mp_rank_00_model_states.pt                              ZeRO-0, 1, 2: one per model-parallel rank
     zero_pp_rank_R_mp_rank_00_model_states.pt               ZeRO-3: one per data-parallel rank R
-    [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1, 2, 3: one per data-parallel rank R
+    [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1, 2, 3: one per data-parallel rank
+    R
 
-``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 left out the underscore before
-``optim_states``.
+``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 left out the
+underscore before ``optim_states``.
 
-Refused by name: more than one model-parallel rank, files of pipeline stages, experts and AutoEP, states that were
-offloaded to NVMe, and a mixture of files with and without ``bf16_``, which two runs left behind.
+Refused by name: more than one model-parallel rank, files of pipeline stages, experts and AutoEP,
+states that were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which two
+runs left behind.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
 ``_get_expert_ckpt_name``).
@@ -42,7 +44,9 @@ UNIVERSAL_HINT = (
     "make a universal checkpoint of it with deepspeed's ds_to_universal.py, which knows the model's rules; "
     "ckpt reads those"
 )
-"""For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer files, and AutoEP."""
+"""For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer
+files, and AutoEP.
+"""
 _SAVE_AGAIN = (
     "load it with DeepSpeed at the sizes that it was saved with, gather the weights, "
     "and save them with torch.save"
@@ -55,8 +59,9 @@ EXPERTS_HINT = (
 )
 """Without optimizer files of ZeRO, and for states in NVMe's swap folders.
 
-Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the optimizer files, merges
-experts only by AutoEP's metadata, and opens no ``offloaded_tensors``."""
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the
+optimizer files, merges experts only by AutoEP's metadata, and opens no ``offloaded_tensors``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,9 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
 
 
 def way_out(*, has_zero_files: bool) -> str:
-    """Return the hint for a model-parallel checkpoint, with or without the optimizer files of ZeRO."""
+    """Return the hint for a model-parallel checkpoint, with or without the optimizer files of
+    ZeRO.
+    """
     return UNIVERSAL_HINT if has_zero_files else SAVE_AGAIN_HINT
 
 

@@ -8,25 +8,32 @@ On disk::
     └── [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1 to 3: flat parts of the fp32 masters and of the moments
     latest                                                beside the directory: the name of the newest one
 
-Every file is a torch zip. The catalog has what ``zero_to_fp32.py`` makes, under the same names and bit for bit: the
-fp32 master weights, buffers as float32, frozen parameters as stored, shared parameters as aliases of their owners. Its
-keys are those of ``core.formats.deepspeed.tree``; moments stand under the parameters' names. How flat parts become
-parameters: ``core.formats.deepspeed.partition``; where a file has ``param_slice_mappings``, they must say the same.
+Every file is a torch zip. The catalog has what ``zero_to_fp32.py`` makes, under the same names and
+bit for bit: the fp32 master weights, buffers as float32, frozen parameters as stored, shared
+parameters as aliases of their owners. Its keys are those of ``core.formats.deepspeed.tree``;
+moments stand under the parameters' names. How flat parts become
+parameters: ``core.formats.deepspeed.partition``; where a file has ``param_slice_mappings``, they
+    must say the same.
 
-ZeRO-0 keeps weights as they were trained (16-bit) and numbers its optimizer's parameters; they keep their numbers.
+ZeRO-0 keeps weights as they were trained (16-bit) and numbers its optimizer's parameters; they keep
+their numbers.
 
 Facet: ``ZeroFacts``.
 
-Beyond ``zero_to_fp32.py``: parameters that no optimizer group and no list of frozen parameters names (ZeRO-1 with
-frozen ones) are taken from the 16-bit copies, with a note; 64-bit buffers stay 64-bit.
+Beyond ``zero_to_fp32.py``: parameters that no optimizer group and no list of frozen parameters
+names (ZeRO-1 with frozen ones) are taken from the 16-bit copies, with a note; 64-bit buffers stay
+64-bit.
 
-Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which are the rounded masters, and states that are not as
-long as the flat group that they belong to (factored optimizers). Not carried: facts about the partition.
+Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which are the rounded masters, and
+states that are not as long as the flat group that they belong to (factored optimizers). Not
+carried: facts about the partition.
 
-Versions: 0.3.17 and later, elastic ZeRO-1 checkpoints and ``BF16_Optimizer`` included. Not supported, refused by
+Versions: 0.3.17 and later, elastic ZeRO-1 checkpoints and ``BF16_Optimizer`` included. Not
+    supported, refused by
 name: see ``core.formats.deepspeed.files``.
 
-Source: DeepSpeed 0.19.8; checkpoints that it wrote, pinned in tests/golden (``deepspeed``, ``oracle/deepspeed``).
+Source: DeepSpeed 0.19.8; checkpoints that it wrote, pinned in tests/golden (``deepspeed``,
+    ``oracle/deepspeed``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The content of a ``*_model_states.pt`` file of DeepSpeed.
 
-Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``, ``_get_zero_param_shapes``,
-``_get_shared_params``); ``checkpoint/constants.py``.
+Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``,
+``_get_zero_param_shapes``, ``_get_shared_params``); ``checkpoint/constants.py``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def version_of(model: ModelStates) -> str | None:
 
 
 def iteration_of(model: ModelStates) -> int | None:
-    """Return the iteration that the training script states, else the number of optimizer steps; None without both."""
+    """Return the iteration that the training script states, else the number of optimizer steps;
+    None without both.
+    """
     for name in ("iteration", "global_steps"):
         number = model.beside.get(name)
         if type(number) is int:

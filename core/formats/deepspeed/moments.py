@@ -1,7 +1,7 @@
 """The optimizer's state by parameter, taken from the flat groups of all ranks.
 
-An optimizer that ZeRO wraps has one flat parameter per group, so that every state of it is flat too (``exp_avg``), or
-one for the whole group (``step``), which then is that of each parameter.
+An optimizer that ZeRO wraps has one flat parameter per group, so that every state of it is flat too
+(``exp_avg``), or one for the whole group (``step``), which then is that of each parameter.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _state_names(optim: Sequence[OptimStates], group: int) -> list[str]:
 
 
 def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, state: str) -> object:
-    """Return ``_FLAT``, or the entry that every parameter of the group gets; None if it is neither."""
+    """Return ``_FLAT``, or the entry that every parameter of the group gets; None if it is
+    neither.
+    """
     values = [rank.states[group][state] for rank in optim]
     arrays = [item for item in values if isinstance(item, StoredArray)]
     if not arrays:

@@ -47,7 +47,8 @@ class OptimStates:
         param_groups: the settings of the optimizer's groups, as stored.
         slices: per group, parameter name → (first element in this rank's part, number of
             elements); None if it is not stated.
-        alignment: per group, the padding after each parameter, in elements; None if it is not stated.
+        alignment: per group, the padding after each parameter, in elements; None if it is not
+            stated.
         beside: all other entries of the optimizer's state.
     """
 

@@ -5,14 +5,15 @@ ZeRO-1 and 2. Per group, the parameters one after the other, then cut into equal
     parameters   │ embed (888)    │ w1 (1752)          │ w2 (1752)      …│ padding
     ranks        │ rank 0 (4392)                │ rank 1 (4392)           │
 
-ZeRO-3. Every parameter is cut for itself into ``ceil(n / ranks)`` elements, the last part padded; a rank has its parts
+ZeRO-3. Every parameter is cut for itself into ``ceil(n / ranks)`` elements, the last part padded; a
+rank has its parts
 one after the other, through all groups::
 
     rank 0       │ embed 0–444    │ bias 0–37  …│
     rank 1       │ embed 444–888  │ bias 37–73, 1 of padding …│
 
-Source: DeepSpeed 0.19.8 ``utils/zero_to_fp32.py`` (its output is what the tests compare with), ``runtime/zero/
-stage_1_and_2.py``, ``runtime/zero/stage3.py``.
+Source: DeepSpeed 0.19.8 ``utils/zero_to_fp32.py`` (its output is what the tests compare with),
+``runtime/zero/ stage_1_and_2.py``, ``runtime/zero/stage3.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parameters that lie in pieces of flat tensors, and their fragments.
 
-ZeRO concatenates flattened parameters and cuts the result among ranks without regard to rows. A range of flat elements
-is up to ``2 * rank - 1`` boxes of the parameter (``core.arrays.box``), each of which is a dense array of its own in the
-file.
+ZeRO concatenates flattened parameters and cuts the result among ranks without regard to rows. A
+range of flat elements is up to ``2 * rank - 1`` boxes of the parameter (``core.arrays.box``), each
+of which is a dense array of its own in the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The weights in model files, outside the flat groups: buffers, frozen, shared and other parameters."""
+"""The weights in model files, outside the flat groups: buffers, frozen, shared and other
+parameters.
+"""
 
 from __future__ import annotations
 

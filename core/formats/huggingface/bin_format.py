@@ -10,19 +10,21 @@ On disk, one of::
     pytorch_model.bin                       one torch file, which may nest
     config.json …  or, as accelerate saves it: optimizer.bin  scheduler.bin  random_states_0.pkl …
 
-The stem may be another (``adapter_model``, ``diffusion_pytorch_model``). Shards must hold what the index says and
-nothing else. Without an index, a complete series of numbers is taken for one checkpoint. A shard holds tensors at its
-top; other values there are objects. Tensors of one shard that share their bytes still do.
+The stem may be another (``adapter_model``, ``diffusion_pytorch_model``). Shards must hold what the
+index says and nothing else. Without an index, a complete series of numbers is taken for one
+checkpoint. A shard holds tensors at its top; other values there are objects. Tensors of one shard
+that share their bytes still do.
 
 A single file that is pointed at is of the format ``torch``.
 
-Facets: ``WeightFileFacts``, whose ``stem`` is how the same weights are called in safetensors (``model``,
-``adapter_model`` …); of a single file also those of ``torch.format``.
+Facets: ``WeightFileFacts``, whose ``stem`` is how the same weights are called in safetensors
+(``model``, ``adapter_model`` …); of a single file also those of ``torch.format``.
 
 Versions: as for ``torch.format``. Read only: Hugging Face writes safetensors now.
 
-Source: transformers 4.30 to 4.57 (``save_pretrained(safe_serialization=False)``, ``load_sharded_checkpoint``),
-huggingface_hub 2.4 ``serialization``; hf/llama/bin_sharded and hf/qwen2_tied/bin_sharded in tests/golden.
+Source: transformers 4.30 to 4.57 (``save_pretrained(safe_serialization=False)``,
+``load_sharded_checkpoint``), huggingface_hub 2.4 ``serialization``; hf/llama/bin_sharded and
+hf/qwen2_tied/bin_sharded in tests/golden.
 
 Not supported, refused by name: shards that nest tensors in containers, several indexes or series.
 """
@@ -77,7 +79,9 @@ class Shards:
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether a directory holds an index, numbered shards, or a single file of a usual name."""
+    """Return whether a directory holds an index, numbered shards, or a single file of a usual
+    name.
+    """
     if store.entry is not None:
         return store.entry.endswith(INDEX_SUFFIX)
     names = store.files()
@@ -97,7 +101,8 @@ def read(store: ReadStore) -> Catalog:
         MissingShardError: a shard, or a tensor that the index lists, is missing.
         CorruptError, TruncatedError: the index or a shard is damaged; a tensor is not listed, or in
             two shards.
-        UnsupportedError: not such a directory, several checkpoints in it, or a shard of another form.
+        UnsupportedError: not such a directory, several checkpoints in it, or a shard of another
+            form.
         UnsafeError: a pickle is hostile, or the index names a file outside the directory.
     """
     shards = shards_of(store)
@@ -320,7 +325,9 @@ class _ShardMerger:
 
 
 def _without_prefix(tree: TorchTree, prefix: str) -> object:
-    """Return a tree's value with the plain keys of its entries; tensors inside objects keep theirs."""
+    """Return a tree's value with the plain keys of its entries; tensors inside objects keep
+    theirs.
+    """
 
     def plain(entry: LeafEntry) -> object:
         leaf = entry.leaf

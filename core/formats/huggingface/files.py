@@ -1,20 +1,22 @@
-"""The small files of a Hugging Face directory: configuration, tokenizer, templates, model card, licence, code.
+"""The small files of a Hugging Face directory: configuration, tokenizer, templates, model card,
+licence, code.
 
 On disk, beside the weights::
 
     config.json  generation_config.json  preprocessor_config.json  adapter_config.json …
-    tokenizer.json  tokenizer.model  vocab.json  merges.txt  special_tokens_map.json  added_tokens.json …
-    chat_template.jinja  README.md  LICENSE  modeling_x.py …
+    tokenizer.json  tokenizer.model  vocab.json  merges.txt  special_tokens_map.json
+    added_tokens.json … chat_template.jinja  README.md  LICENSE  modeling_x.py …
 
 They are *carried*: a written directory contains them byte for byte. None of them is run, and only
-``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the whole file, and
-``Catalog.carried`` maps its path to that tensor's key. ``Catalog.documents`` maps paths to the bytes of small files
-that this project made.
+``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the
+whole file, and ``Catalog.carried`` maps its path to that tensor's key. ``Catalog.documents`` maps
+paths to the bytes of small files that this project made.
 
-Not carried: weights and their indexes, manifests and object files of this project, hidden files, files in folders.
+Not carried: weights and their indexes, manifests and object files of this project, hidden files,
+files in folders.
 
-Source: transformers 5.23 and huggingface_hub 2.4 (names of the files that ``save_pretrained`` and ``from_pretrained``
-know); hf/* in tests/golden.
+Source: transformers 5.23 and huggingface_hub 2.4 (names of the files that ``save_pretrained`` and
+``from_pretrained`` know); hf/* in tests/golden.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _NOT_CARRIED = re.compile(
     r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|npz|npy|distcp|pkl|pickle)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Weights, indexes, what this project and other formats keep in a directory; stronger than ``_CARRIED``."""
+"""Weights, indexes, what this project and other formats keep in a directory; stronger than
+``_CARRIED``.
+"""
 
 
 def carried_files(store: ReadStore) -> dict[str, int]:
@@ -81,7 +85,8 @@ def file_images(target: TargetCatalog) -> list[FileImage]:
     """Return the images of the carried files and the documents of a target catalog.
 
     Raises:
-        UnsupportedError: a document has the path of a carried file, or a carried file is in several pieces.
+        UnsupportedError: a document has the path of a carried file, or a carried file is in several
+            pieces.
     """
     documents = target.documents
     images = []

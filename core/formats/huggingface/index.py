@@ -43,8 +43,8 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
         suffix: suffix of the files that it may name.
 
     Raises:
-        CorruptError: it is not a JSON object with a ``weight_map`` of strings, or names another kind
-            of file.
+        CorruptError: it is not a JSON object with a ``weight_map`` of strings, or names another
+            kind of file.
         UnsafeError: it names a file outside the directory.
         MissingShardError: the index does not exist.
     """

@@ -1,12 +1,14 @@
-"""The common state of Megatron-core's distributed checkpoints: the values that all ranks share, saved once.
+"""The common state of Megatron-core's distributed checkpoints: the values that all ranks share,
+saved once.
 
-On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the optimizer's settings and
-so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has an object among the others instead.)
+On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the
+optimizer's settings and so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has
+an object among the others instead.)
 
 It gives a catalog its ``common`` (inert) and, out of it, ``args`` and ``iteration``.
 
-Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``);
-``megatron/core/dist_checkpointing/strategies/common.py``.
+Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_dist``,
+``mcore0121_zarr``); ``megatron/core/dist_checkpointing/strategies/common.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def read_common_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray
 
     Raises:
         MissingShardError: the file is missing.
-        CorruptError, UnsupportedError, UnsafeError: as for ``core.formats.torch.format.load_object``.
+        CorruptError, UnsupportedError, UnsafeError: as for
+            ``core.formats.torch.format.load_object``.
     """
     stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
     return load_object(store, stream, key=COMMON_FILE)

@@ -5,8 +5,9 @@ On disk::
     {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
      "common_backend": "torch", "common_backend_version": 1}
 
-``sharded_backend`` is ``torch_dist`` or, up to megatron-core 0.12, ``zarr``. HEAD leaves out the common backend,
-because its common state is an object among the others. Megatron writes the file last.
+``sharded_backend`` is ``torch_dist`` or, up to megatron-core 0.12, ``zarr``. HEAD leaves out the
+common backend, because its common state is an object among the others. Megatron writes the file
+last.
 
 Not supported: versions other than 1, other common backends.
 
@@ -45,7 +46,8 @@ def config_of(store: ReadStore) -> dict[str, object]:
 def names_backend(store: ReadStore) -> bool:
     """Return whether there is a ``metadata.json`` that names a backend, be it a known one or not.
 
-    A ``metadata.json`` without the key is some other software's, and says nothing about the tensors.
+    A ``metadata.json`` without the key is some other software's, and says nothing about the
+    tensors.
 
     Raises:
         CorruptError: the file is not a JSON object.

@@ -10,20 +10,21 @@ On disk::
         │   └── distrib_optim.pt               with the distributed optimizer: its flat buffers
         └── mp_rank_01_000/ …
 
-Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of ``megatron.legacy``, whose
-models are nested dicts.
+Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of
+``megatron.legacy``, whose models are nested dicts.
 
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
-``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are tensors; those of other
-entries (random states) are hidden ones inside their object. ``args`` and ``iteration`` are the first rank's,
-``aliases`` and ``unsupported`` as in ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` where the
-arguments tell it.
+``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are
+tensors; those of other entries (random states) are hidden ones inside their object. ``args`` and
+``iteration`` are the first rank's, ``aliases`` and ``unsupported`` as in
+``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` where the arguments tell it.
 
-Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``, ``optim.pt``), ``.nemo``
-archives; expert parallel checkpoints whose ranks wrote over each other (ETP does not divide TP), which are refused by
-name.
+Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``,
+``optim.pt``), ``.nemo`` archives; expert parallel checkpoints whose ranks wrote over each other
+(ETP does not divide TP), which are refused by name.
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden (``mcore_legacy``).
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden
+    (``mcore_legacy``).
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def _catalog(
         places: rank directory → (path before its files, coordinates).
         files_in: rank directory → names of its files.
         topology: None for one rank out of many.
-        report: receives the problems (rules ``ranks.files``, ``.arguments``); raises them by default.
+        report: receives the problems (rules ``ranks.files``, ``.arguments``); raises them by
+            default.
     """
     collected = _CollectedRanks()
     for folder, (start, coords) in places.items():
@@ -292,7 +294,9 @@ class _CollectedRanks:
     def argument_errors(
         self, folder: str, content: RankContent
     ) -> Iterable[CheckpointingException]:
-        """Return an error for every training argument in which a rank differs from the first one."""
+        """Return an error for every training argument in which a rank differs from the first
+        one.
+        """
         assert self._first is not None
         first_folder, first_root = self._first
         if folder == first_folder:

@@ -1,8 +1,8 @@
 """The content of Megatron's rank files, rank by rank; files with equal structure are parsed once.
 
-The content of a file is worked out for its pattern (``core.formats.torch.shared_structure``), and every rank gets a
-copy with its own keys, file and coordinates. Containers without tensors are shared by the ranks that have them, so that
-comparing them costs nothing.
+The content of a file is worked out for its pattern (``core.formats.torch.shared_structure``), and
+every rank gets a copy with its own keys, file and coordinates. Containers without tensors are
+shared by the ranks that have them, so that comparing them costs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class RankFiles:
 
     Args:
         store: holds the files.
-        samples: open one file of each pipeline stage and length, and assume that the others are like it.
+        samples: open one file of each pipeline stage and length, and assume that the others are
+            like it.
     """
 
     def __init__(self, store: ReadStore, *, samples: bool = False) -> None:
@@ -96,7 +97,8 @@ class RankFiles:
         """Read a rank's model_optim_rng.pt.
 
         Raises:
-            CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``core.formats.torch.tree.parse``.
+            CorruptError, TruncatedError, UnsupportedError, UnsafeError: as
+                ``core.formats.torch.tree.parse``.
         """
         return self._read(file, f"{folder}:", coords, _build_model_form)
 

@@ -5,8 +5,8 @@
     params.dense.kernel/.zarray      zarr 2: metadata, and the chunks 0.0, 0.1 …
     params.dense.kernel/zarr.json    zarr 3: metadata, and the chunks (usually shards) c/0/0 …
 
-Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk that is absent is the
-fill value: Orbax up to 0.6 does not store those that equal it.
+Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk
+that is absent is the fill value: Orbax up to 0.6 does not store those that equal it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An OCDBT database as a store: every key is a file, so that the reader of zarr directories can read it.
+"""An OCDBT database as a store: every key is a file, so that the reader of zarr directories can
+read it.
 
-Values in a data file are passed through at their address; only those in the tree's nodes are kept in memory.
-A key's file is called ``manifest.ocdbt#<key>``, which no directory of this store has.
+Values in a data file are passed through at their address; only those in the tree's nodes are kept
+in memory. A key's file is called ``manifest.ocdbt#<key>``, which no directory of this store has.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ On disk::
     d/<32 hex digits>   data files: values of more than ``max_inline_value_bytes`` as they are, and B-tree nodes
     ocdbt.process_0/    a database of one process, with the same files; the merged tree above points into its ``d/``
 
-Reading walks the tree of the newest version from its root. A value that is not in a node is bytes of a data file, raw.
+Reading walks the tree of the newest version from its root. A value that is not in a node is bytes
+of a data file, raw.
 
 Source: see ``core.formats.ocdbt.nodes``.
 """
@@ -38,8 +39,8 @@ def entries_of(store: ReadStore, *, root: str = "") -> dict[str, bytes | ValueLo
     """Return key → value, or the location of the value, in the order of the keys.
 
     Args:
-        root: directory of the database in the store; "" or ends with "/". The paths of locations are
-            relative to the store.
+        root: directory of the database in the store; "" or ends with "/". The paths of locations
+            are relative to the store.
 
     Raises:
         MissingShardError: the manifest or a data file is missing.

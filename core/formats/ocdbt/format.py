@@ -10,21 +10,24 @@ On disk (one *item*)::
     ├── _sharding, array_metadatas/    where the arrays lay on devices; not needed
     └── params.dense.kernel/  without OCDBT: an array in a directory of its own, no manifest
 
-A checkpoint of ``CheckpointManager`` is a directory of several items (``10/state``, ``10/meta``) with a
-``_CHECKPOINT_METADATA`` beside them. If one of them holds arrays, it is the checkpoint; if several do, each is an entry
-of the root, under its name. An array's key is the name that Orbax stores it under: its path, dot-joined; with several
-items the item's name comes first.
+A checkpoint of ``CheckpointManager`` is a directory of several items (``10/state``, ``10/meta``)
+with a ``_CHECKPOINT_METADATA`` beside them. If one of them holds arrays, it is the checkpoint; if
+several do, each is an entry of the root, under its name. An array's key is the name that Orbax
+stores it under: its path, dot-joined; with several items the item's name comes first.
 
-Values of arrays that are not compressed are moved as the bytes they are: those of chunks, in ``d/``. What lies in the
-nodes of the tree (values up to 1 KiB) or is compressed is decoded chunk by chunk.
+Values of arrays that are not compressed are moved as the bytes they are: those of chunks, in
+``d/``. What lies in the nodes of the tree (values up to 1 KiB) or is compressed is decoded chunk by
+chunk.
 
-``Catalog.iteration`` is set where an integer scalar called ``step`` (or so) tells it; ``notes`` tell what is not read.
+``Catalog.iteration`` is set where an integer scalar called ``step`` (or so) tells it; ``notes``
+tell what is not read.
 
-Versions: Orbax 0.12 with OCDBT and without, zarr 2 and zarr 3; older ones that write the same files.
+Versions: Orbax 0.12 with OCDBT and without, zarr 2 and zarr 3; older ones that write the same
+    files.
 
-Not supported: writing; values of the msgpack file ``checkpoint`` of old versions (the arrays are read, under flat
-keys); items of other kinds, such as JSON; checkpoints that were not merged (``ocdbt.process_0`` without a manifest
-beside it).
+Not supported: writing; values of the msgpack file ``checkpoint`` of old versions (the arrays are
+read, under flat keys); items of other kinds, such as JSON; checkpoints that were not merged
+(``ocdbt.process_0`` without a manifest beside it).
 
 Source: checkpoints written by orbax-checkpoint 0.12.8 with tensorstore 0.1.86.
 """
@@ -60,7 +63,9 @@ _MAX_ITERATION = 1 << 48
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory, or an item in it, holds an OCDBT manifest or Orbax's metadata."""
+    """Return whether the directory, or an item in it, holds an OCDBT manifest or Orbax's
+    metadata.
+    """
     if store.entry is not None:
         return False
     if any(map(store.exists, (MANIFEST, TREE, CHECKPOINT))) or _unmerged_database(store, ""):
@@ -82,8 +87,8 @@ def read(store: ReadStore) -> Catalog:
         MissingShardError: a chunk, a file or an array that ``_METADATA`` lists is missing.
         CorruptError, TruncatedError: the files contradict each other.
         UnsupportedError: an item or array is stored in a way that is not supported.
-        UnsafeError: a path leads outside the checkpoint, or the database unfolds to far more than it
-            holds.
+        UnsafeError: a path leads outside the checkpoint, or the database unfolds to far more than
+            it holds.
     """
     # Each item has arrays, objects and a nesting; with several, its name comes first.
     roots, notes = _find_items(store)

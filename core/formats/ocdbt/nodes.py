@@ -2,26 +2,29 @@
 
 ::
 
-    manifest, node = magic (u32 big-endian) · length (u64) · version, compression (varints) · body · CRC-32C (u32)
+    manifest, node = magic (u32 big-endian) · length (u64) · version, compression (varints) · body ·
+    CRC-32C (u32)
 
     manifest body:   uuid · kind · max_inline · max_decoded · arity · compression (level) · files · versions · …
     versions:        count · generations · root heights · file numbers · offsets · lengths · statistics · commit times
     B-tree node body: height · files · count · entries
       leaf entries:     key prefix lengths · key suffix lengths · suffixes · value lengths · kinds · file numbers ·
                         offsets · inline values
-      interior entries: key prefix lengths · key suffix lengths · common prefix lengths · suffixes · file numbers ·
+      interior entries: key prefix lengths · key suffix lengths · common prefix lengths · suffixes ·
+      file numbers ·
                         offsets · lengths · statistics
     files:           count · path prefix lengths · path suffix lengths · base lengths · suffixes
 
-Everything repeated is stored column by column, numbers as LEB128 varints, keys and paths without the prefix that they
-share with the one before. Such tables and zstd can stand for far more than they take; an ``UnfoldBudget`` bounds what
-one database may unfold to.
+Everything repeated is stored column by column, numbers as LEB128 varints, keys and paths without
+the prefix that they share with the one before. Such tables and zstd can stand for far more than
+they take; an ``UnfoldBudget`` bounds what one database may unfold to.
 
 Versions: version 0 of the manifest and of the nodes, bodies uncompressed or zstd.
 
 Not supported, refused by name: manifests of the kind ``numbered``.
 
-Source: tensorstore's documentation of the ocdbt driver (storage format); databases written by tensorstore 0.1.86.
+Source: tensorstore's documentation of the ocdbt driver (storage format); databases written by
+    tensorstore 0.1.86.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ class ValueLocation:
     """A range of bytes in a data file.
 
     Args:
-        base: directory that paths inside a node at this location are relative to; "" or ends with "/".
+        base: directory that paths inside a node at this location are relative to; "" or ends with
+            "/".
         path: path of the file, relative to the database.
         offset, n_bytes: first byte, and number of bytes.
     """
@@ -112,7 +116,8 @@ class NodeEntry:
 
     Args:
         key: key relative to the node's prefix.
-        value: bytes in the node, or their location; in an interior node always the child's location.
+        value: bytes in the node, or their location; in an interior node always the child's
+            location.
         n_common: bytes of ``key`` with which all keys of the child begin; 0 in a leaf.
     """
 

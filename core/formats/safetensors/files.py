@@ -1,18 +1,22 @@
-"""The files of a directory that are the checkpoint: one file, shards with an index, loose files, or torch's pieces.
+"""The files of a directory that are the checkpoint: one file, shards with an index, loose files, or
+torch's pieces.
 
 On disk, one of::
 
     model.safetensors
     model-00001-of-00002.safetensors …  model.safetensors.index.json     {"metadata": {"total_size": bytes},
-                                                                          "weight_map": {tensor: file}}
+                                                                          "weight_map": {tensor:
+                                                                          file}}
     a.safetensors  b.safetensors …                                       no index; every tensor in one of them
     shard-00001-model-00001-of-00002.safetensors …                       pieces, see ``core.formats.safetensors.pieces``
     sharded/shard-00001-model-00001-of-00002.safetensors …               the same, beside consolidated files or alone
 
-The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides which files count;
-if there are complete files and pieces, the complete files do. Without an index, files with a usual name count alone.
+The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides
+which files count; if there are complete files and pieces, the complete files do. Without an index,
+files with a usual name count alone.
 
-Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/checkpoint/hf_storage.py``.
+Source: huggingface_hub 2.4 ``serialization``; torch 2.13
+    ``torch/distributed/checkpoint/hf_storage.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PIECES_DIR = "sharded"
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
-"""Names that transformers, peft and diffusers look for; any other name becomes the first one when it is written."""
+"""Names that transformers, peft and diffusers look for; any other name becomes the first one when
+it is written.
+"""
 _OF_A_MODEL = ("config.json", "adapter_config.json", "params.json", "ckpt-manifest.json")
 """WeightFiles that lie beside a model's weights."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
@@ -59,10 +65,11 @@ class WeightFiles:
 
 
 def has_tensors(store: ReadStore) -> bool:
-    """Return whether a directory holds a safetensors checkpoint: files, an index of them, or pieces in ``sharded``.
+    """Return whether a directory holds a safetensors checkpoint: files, an index of them, or pieces
+    in ``sharded``.
 
-    One file alone counts if it has a usual name, or something beside it says that this is a model; any other may be a
-    loose file of a directory that is about something else.
+    One file alone counts if it has a usual name, or something beside it says that this is a model;
+    any other may be a loose file of a directory that is about something else.
     """
     names = store.files()
     if any(name.endswith(INDEX_SUFFIX) for name in names):
@@ -244,7 +251,8 @@ def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | N
     """Return the index that counts, and notes on those that do not.
 
     Args:
-        weights: the files with complete tensors, those with one of the usual names if there are any.
+        weights: the files with complete tensors, those with one of the usual names if there are
+            any.
     """
     if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
         return read_index(store, store.entry, suffix=SUFFIX), []

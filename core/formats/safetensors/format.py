@@ -1,24 +1,29 @@
-"""safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of tensors.
+"""safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of
+tensors.
 
-On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a directory, ``safetensors.pieces`` for
-pieces. Around the weights of a directory lie the small files of ``huggingface.files``, and ``ckpt-objects.pt``
-(``torch.side_file``) if there were entries that are no tensors.
+On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a directory,
+``safetensors.pieces`` for pieces. Around the weights of a directory lie the small files of
+``huggingface.files``, and ``ckpt-objects.pt`` (``torch.side_file``) if there were entries that are
+no tensors.
 
-Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps a name to the tensor that it stands for, as ``save_model`` of
-safetensors records it (name and kept name among the metadata); both are tensors of the catalog.
+Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps a name to the tensor that it stands for, as
+``save_model`` of safetensors records it (name and kept name among the metadata); both are tensors
+of the catalog.
 
-Written: one file while the tensors fit in ``WriteOptions.max_file_bytes`` (5 GB unless set), else numbered ones, filled
-in the order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata,
-byte for byte, except that the metadata are sorted. With ``WriteOptions.is_file`` there is one file, with nothing beside
-it. ``aliases``, ``carried``, ``documents`` and ``WeightFileFacts`` are written again.
+Written: one file while the tensors fit in ``WriteOptions.max_file_bytes`` (5 GB unless set), else
+numbered ones, filled in the order of the catalog, and an index. A file equals what safetensors 0.8
+writes for the same tensors and metadata, byte for byte, except that the metadata are sorted. With
+``WriteOptions.is_file`` there is one file, with nothing beside it. ``aliases``, ``carried``,
+``documents`` and ``WeightFileFacts`` are written again.
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
-Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no name for them),
-several files with a tensor of one name and no index, pipelines of several models in folders.
+Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no
+name for them), several files with a tensor of one name and no index, pipelines of several models in
+folders.
 
-Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in tests/golden (``hf``,
-``oracle``).
+Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in
+tests/golden (``hf``, ``oracle``).
 """
 
 from __future__ import annotations
@@ -80,7 +85,8 @@ def read(store: ReadStore) -> Catalog:
     """Read the catalog of a file or a directory.
 
     Raises:
-        CorruptError: a header or the index is malformed, they disagree, or a tensor is in two files.
+        CorruptError: a header or the index is malformed, they disagree, or a tensor is in two
+            files.
         TruncatedError: a file ends too early.
         MissingShardError: a file, a tensor or a piece of one is missing.
         UnsupportedError: a dtype is not supported, or it is unclear which files belong together.
@@ -169,7 +175,9 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
 
 
 def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
-    """Return the catalog of files with complete tensors, including those only recorded as aliases."""
+    """Return the catalog of files with complete tensors, including those only recorded as
+    aliases.
+    """
     arrays: dict[str, StoredArray] = {}
     for header in headers:
         for key, array in header.arrays.items():

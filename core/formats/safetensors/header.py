@@ -9,17 +9,19 @@ Byte by byte::
     {"__metadata__": {"format": "pt"},
      "w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}   (then spaces)
 
-All little endian. ``data_offsets`` count from byte 8 + N; in their order the tensors follow each other without a gap
-and end where the file ends. N is at most 100,000,000; the JSON begins with ``{``. Every rule is checked here, so that
-the extent of an array from a header lies in its file.
+All little endian. ``data_offsets`` count from byte 8 + N; in their order the tensors follow each
+other without a gap and end where the file ends. N is at most 100,000,000; the JSON begins with
+``{``. Every rule is checked here, so that the extent of an array from a header lies in its file.
 
-``F4`` holds two elements a byte. Its JSON shape counts elements; the catalog has torch's ``float4_e2m1fn_x2``, whose
-last axis counts bytes, so the last axis is halved on reading and doubled on writing.
+``F4`` holds two elements a byte. Its JSON shape counts elements; the catalog has torch's
+``float4_e2m1fn_x2``, whose last axis counts bytes, so the last axis is halved on reading and
+doubled on writing.
 
-Source: the format's description in safetensors' README, and safetensors 0.8 itself (order of the tensors, escapes,
-padding), compared byte by byte in tests.
+Source: the format's description in safetensors' README, and safetensors 0.8 itself (order of the
+tensors, escapes, padding), compared byte by byte in tests.
 
-Not supported, refused by name: ``F6_E2M3`` and ``F6_E3M2``, and ``F4`` whose last axis is odd or that has none.
+Not supported, refused by name: ``F6_E2M3`` and ``F6_E3M2``, and ``F4`` whose last axis is odd or
+that has none.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ ORDER = (
     ),
     *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
-"""Dtypes in the order in which safetensors 0.8 writes them: wide ones first, so that every tensor is aligned."""
+"""Dtypes in the order in which safetensors 0.8 writes them: wide ones first, so that every tensor
+is aligned.
+"""
 
 _BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 _RANK = {name: rank for rank, name in enumerate(ORDER)}

@@ -1,7 +1,9 @@
-"""The JSON text of a safetensors header, scanned: an object of small objects, and one object of strings.
+"""The JSON text of a safetensors header, scanned: an object of small objects, and one object of
+strings.
 
-A scanner that knows the shape, not a JSON parser: what a parser makes of 100 MB of brackets takes gigabytes. An entry
-is taken as text of at most ``MAX_ENTRY_BYTES`` and parsed alone; the first thing out of place ends the scan.
+A scanner that knows the shape, not a JSON parser: what a parser makes of 100 MB of brackets takes
+gigabytes. An entry is taken as text of at most ``MAX_ENTRY_BYTES`` and parsed alone; the first
+thing out of place ends the scan.
 
 Source: RFC 8259; the description of the format in safetensors' README.
 """

@@ -1,12 +1,14 @@
 """Laying out safetensors files: the tensors of each file, and the files around them.
 
-On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and ``model.safetensors.index.json``; beside
-them the small files (``huggingface.files``) and ``ckpt-objects.pt`` (``torch.side_file``).
+On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and
+``model.safetensors.index.json``; beside them the small files (``huggingface.files``) and
+``ckpt-objects.pt`` (``torch.side_file``).
 
-Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor that is larger than a
-file may be ends the file before it.
+Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor
+that is larger than a file may be ends the file before it.
 
-Source: huggingface_hub 2.4 ``serialization/_base.py``; transformers 5.23 ``modeling_utils.py`` (the index's spelling).
+Source: huggingface_hub 2.4 ``serialization/_base.py``; transformers 5.23 ``modeling_utils.py`` (the
+    index's spelling).
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     index last.
 
     Args:
-        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is not
-            written; its name is recorded in the metadata of the file that holds the other.
+        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is
+            not written; its name is recorded in the metadata of the file that holds the other.
             ``core.formats.safetensors.format`` lists the other fields that are used.
 
     Raises:

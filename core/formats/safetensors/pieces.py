@@ -5,16 +5,20 @@ On disk, one file per rank and file number, ``shard-0000R-model-0000i-of-0000n.s
     "__metadata__": {"format": "pt", "DCP_VERSION": "1.0",
                      "DCP_SHARDING_INFO": "{\\"w\\": {\\"saved_offsets\\": [65, 0]}, …}"}
 
-A tensor of the file is the piece of a global tensor that begins at its offsets (elements). The global shape is stated
-nowhere: it is the farthest end of all pieces. Hence pieces must tile it, and what else says how large tensors are, an
-index or ``config.json``, is compared; the last rank's files missing could not be noticed otherwise.
+A tensor of the file is the piece of a global tensor that begins at its offsets (elements). The
+global shape is stated
+nowhere: it is the farthest end of all pieces. Hence pieces must tile it, and what else says how
+large tensors are, an index or ``config.json``, is compared; the last rank's files missing could not
+be noticed otherwise.
 
-Versions: 1.0. Tensors without axes, of integers and of bool are read like others (torch 2.13's own consolidation writes
-zero for the first kind and fails on the others). Equal pieces in several files are replicas.
+Versions: 1.0. Tensors without axes, of integers and of bool are read like others (torch 2.13's own
+consolidation writes zero for the first kind and fails on the others). Equal pieces in several files
+are replicas.
 
 Not supported, refused by name: tensors of two elements a byte that are cut along their last axis.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{hf_storage,_hf_utils,_consolidate_hf_safetensors}.py``; written by
+Source: torch 2.13
+``torch/distributed/checkpoint/{hf_storage,_hf_utils,_consolidate_hf_safetensors}.py``; written by
 it, pinned in tests/golden (``torch_dcp/hf_storage_dp2``, ``hf_storage_consolidated_dp2``).
 """
 
@@ -62,11 +66,11 @@ def pieces_of(headers: Iterable[Header]) -> TensorPieces:
     Files without sharding information hold complete tensors.
 
     Raises:
-        CorruptError: pieces overlap, differ in dtype or axes, or the sharding information does not match
-            the file.
+        CorruptError: pieces overlap, differ in dtype or axes, or the sharding information does not
+            match the file.
         MissingShardError: a region of a tensor is in no piece.
-        UnsupportedError: the version is unknown, or a tensor with two elements a byte is cut along its
-            last axis.
+        UnsupportedError: the version is unknown, or a tensor with two elements a byte is cut along
+            its last axis.
     """
     pieces_of_key: dict[str, list[tuple[Box, StoredArray]]] = {}
     for header in headers:
@@ -187,7 +191,8 @@ def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object])
     """Compare the sizes that pieces add up to with those that a model's configuration states.
 
     Raises:
-        MissingShardError: an embedding has fewer rows than the vocabulary, or a final norm fewer than the hidden size.
+        MissingShardError: an embedding has fewer rows than the vocabulary, or a final norm fewer
+            than the hidden size.
         CorruptError: a size in the configuration is not a positive number.
     """
     config_sizes = {name: config_number(config, name) for name in ("vocab_size", "hidden_size")}

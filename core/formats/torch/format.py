@@ -1,27 +1,32 @@
 """``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
 
-A file is a torch zip (``torch.zip``): a pickle and one record per storage; or, from before torch 1.6, a stream of both
-(``torch.legacy``). Reading it runs nothing: the pickle becomes an inert tree (``core.pickle.reader``) with a
-``TensorLeaf`` where a tensor is (``torch.tensors``), whose bytes stay in the file. Records that were deflated by
-another program, and those of a big-endian machine, are decoded (``torch.zip.records``).
+A file is a torch zip (``torch.zip``): a pickle and one record per storage; or, from before torch
+1.6, a stream of both (``torch.legacy``). Reading it runs nothing: the pickle becomes an inert tree
+(``core.pickle.reader``) with a ``TensorLeaf`` where a tensor is (``torch.tensors``), whose bytes
+stay in the file. Records that were deflated by another program, and those of a big-endian machine,
+are decoded (``torch.zip.records``).
 
-A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key;
-where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; other
-values stand in it inline and are listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+A catalog of this format: every tensor that is reached through mappings and lists has its path,
+dot-joined, as key; where two paths join to one key, dots inside names are written ``\\.``. The
+skeleton is the whole unpickled root; other values stand in it inline and are listed in ``objects``
+too. Tensors inside other objects are ``hidden``.
 
-``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported`` are not plain dense
-ones: they are objects of the skeleton and cannot be written. ``iteration`` and ``args`` are the root's. Facet:
-``TorchFileFacts``.
+``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported``
+are not plain dense
+ones: they are objects of the skeleton and cannot be written. ``iteration`` and ``args`` are the
+root's. Facet: ``TorchFileFacts``.
 
-On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name that is written.
+On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name
+that is written.
 
-Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
-refuses lies below a reserved key of a written file, see ``torch.weights_only``, and comes back on reading; with
-``WriteOptions.weights_only`` false it stays what it was.
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default
+(``weights_only``) refuses lies below a reserved key of a written file, see ``torch.weights_only``,
+and comes back on reading; with ``WriteOptions.weights_only`` false it stays what it was.
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
-Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in tests/golden (``hf/llama/torch_single``).
+Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in tests/golden
+    (``hf/llama/torch_single``).
 """
 
 from __future__ import annotations

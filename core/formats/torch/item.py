@@ -1,17 +1,19 @@
 """The data of a DCP item: a torch zip of one bare tensor, embedded in a bigger file.
 
-``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address and the strides
-stand inside the item. Torch writes items at any offset, and a tensor that was transposed or channels-last when it was
-saved keeps those strides, so both must be read. The CRC of the data stands behind them, in the record's descriptor.
+``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address
+and the strides stand inside the item. Torch writes items at any offset, and a tensor that was
+transposed or channels-last when it was saved keeps those strides, so both must be read. The CRC of
+the data stands behind them, in the record's descriptor.
 
-This is asked for every one of 10⁵ items, at copy time, from several threads. So two small reads must do: the bytes in
-front of the data (the pickle and headers), and those behind them (descriptors and the zip's directory). Items of equal
-dtype, shape and strides have both in common, but for the CRCs; where that is so, what was found for one whose zip was
-checked serves for all. An item that the real reader would refuse, because its zip is cut short or its directory is
-damaged, looks different, and is refused.
+This is asked for every one of 10⁵ items, at copy time, from several threads. So two small reads
+must do: the bytes in front of the data (the pickle and headers), and those behind them (descriptors
+and the zip's directory). Items of equal dtype, shape and strides have both in common, but for the
+CRCs; where that is so, what was found for one whose zip was checked serves for all. An item that
+the real reader would refuse, because its zip is cut short or its directory is damaged, looks
+different, and is refused.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core wrote, in
-tests/golden.
+Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core
+wrote, in tests/golden.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ HEAD_BYTES = 2048
 DESCRIPTOR_SIGNATURE = 0x08074B50
 DESCRIPTOR_SIGNATURE_BYTES = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 DESCRIPTOR64 = Struct("<IIQQ")
-"""Signature, CRC, the two sizes. Torch writes this one; others write the short one where sizes allow."""
+"""Signature, CRC, the two sizes. Torch writes this one; others write the short one where sizes
+allow.
+"""
 DESCRIPTOR32 = Struct("<IIII")
 U32_FIELD = Struct("<I")
 _CRC_IN_CENTRAL = 16

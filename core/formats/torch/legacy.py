@@ -1,4 +1,5 @@
-"""The stream that ``torch.save`` wrote before torch 1.6, and still does with ``_use_new_zipfile_serialization=False``.
+"""The stream that ``torch.save`` wrote before torch 1.6, and still does with
+``_use_new_zipfile_serialization=False``.
 
 On disk, one after the other without gaps::
 
@@ -9,20 +10,23 @@ On disk, one after the other without gaps::
     pickle    ["94082…", …]                        keys of the storages, sorted
     i64 n, n elements                              a storage, for every key
 
-A storage's persistent id is ``("storage", torch.FloatStorage, key, location, n, view)``. The class tells the size of an
-element, so the places of the storages follow from all ids together. ``view`` is None, or ``(key, offset, n)`` in
-elements for a storage that is a part of another one (torch before 0.4 or so). A class of modules is
-``("module", class, file, source)``; it becomes the class alone, as it stands in a zip, and the source text is dropped.
+A storage's persistent id is ``("storage", torch.FloatStorage, key, location, n, view)``. The class
+tells the size of an element, so the places of the storages follow from all ids together. ``view``
+is None, or ``(key, offset, n)`` in elements for a storage that is a part of another one (torch
+before 0.4 or so). A class of modules is ``("module", class, file, source)``; it becomes the class
+alone, as it stands in a zip, and the source text is dropped.
 
-Numbers are little endian whatever machine wrote them, ``n`` too, and torch ignores ``little_endian``: an ``n`` that a
-writer before torch 1.0 or so stated in the order of a big-endian machine is refused, as torch 2 refuses it. Complex
-numbers of such a machine were turned round as if they were one number; they are refused as well.
+Numbers are little endian whatever machine wrote them, ``n`` too, and torch ignores
+``little_endian``: an ``n`` that a writer before torch 1.0 or so stated in the order of a big-endian
+machine is refused, as torch 2 refuses it. Complex numbers of such a machine were turned round as if
+they were one number; they are refused as well.
 
-A stream says where it ends, and may lie inside a bigger file; what follows it there is refused, because torch would
-ignore it without a word.
+A stream says where it ends, and may lie inside a bigger file; what follows it there is refused,
+because torch would ignore it without a word.
 
-Source: torch 2.13 ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``), ``torch/csrc/serialization.cpp``;
-files that torch 2.13 wrote, pinned in tests/golden (``hf/llama/torch_single/*_legacy.pt``).
+Source: torch 2.13 ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``),
+``torch/csrc/serialization.cpp``; files that torch 2.13 wrote, pinned in tests/golden
+(``hf/llama/torch_single/*_legacy.pt``).
 """
 
 from __future__ import annotations
@@ -191,7 +195,8 @@ class _StorageTable:
             keys: the storages in their order in the file.
 
         Raises:
-            CorruptError: a storage is listed and not used, used and not listed, listed twice, or of another length.
+            CorruptError: a storage is listed and not used, used and not listed, listed twice, or of
+                another length.
             TruncatedError: the stream ends too early.
         """
         records: dict[str, Record] = {}

@@ -1,11 +1,13 @@
-"""Names in nested pickles: bytes inside a value that are themselves a stream of ``torch.save`` or a pickle.
+"""Names in nested pickles: bytes inside a value that are themselves a stream of ``torch.save`` or a
+pickle.
 
-``torch.storage._load_from_bytes(b"…")`` unpickles its argument, Transformer Engine and Megatron keep a ``BytesIO`` with
-a saved object in it, and whoever wants to hide a call wraps it so. Nothing is unwrapped here for its value: the streams
-are only read for what they do with names. What is called on bytes that are nested too deeply to be read, or that are
-refused, is ``unread``.
+``torch.storage._load_from_bytes(b"…")`` unpickles its argument, Transformer Engine and Megatron
+keep a ``BytesIO`` with a saved object in it, and whoever wants to hide a call wraps it so. Nothing
+is unwrapped here for its value: the streams are only read for what they do with names. What is
+called on bytes that are nested too deeply to be read, or that are refused, is ``unread``.
 
-Source: torch 2.13 ``torch/storage.py``; ``megatron/core/extensions/transformer_engine.py`` (``get_extra_state``).
+Source: torch 2.13 ``torch/storage.py``; ``megatron/core/extensions/transformer_engine.py``
+    (``get_extra_state``).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
 
 _MAX_DEPTH = 4
 _MAX_LOADED = PickleLimits().max_streams
-"""Maximum number of nested streams of one value that something loads; a pickled model has one a tensor."""
+"""Maximum number of nested streams of one value that something loads; a pickled model has one a
+tensor.
+"""
 _MAX_UNLOADED = 1000
 _MAX_BYTES = 64 << 20
 """Maximum number of nested streams that nothing loads, and their maximum size in total."""
@@ -87,13 +91,17 @@ def uses_of_stream(
 
 
 def trees_of_stream(store: ReadStore, file: str) -> tuple[object, ...]:
-    """Return the content of the pickles of a stream, as far as they are sound; no uses are noted."""
+    """Return the content of the pickles of a stream, as far as they are sound; no uses are
+    noted.
+    """
     with noting_uses(passes_on=False):
         return _read_stream(store, file, 0, store.size(file)).trees
 
 
 def uses_in(value: object) -> set[Use]:
-    """Return what an inert value and the streams inside it do with names; the value is walked once."""
+    """Return what an inert value and the streams inside it do with names; the value is walked
+    once.
+    """
     return _collect_uses([value], ())
 
 
@@ -132,7 +140,9 @@ class _PickleScan:
 
 
 def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
-    """Return the uses in trees and those that were noted, and what the streams in them use in turn."""
+    """Return the uses in trees and those that were noted, and what the streams in them use in
+    turn.
+    """
     with gc_paused():
         scan = _scan_pickles(trees, noted)
         uses = set(scan.uses)

@@ -7,9 +7,9 @@ On disk::
     x.joblib   a pickle, in which the bytes of each array follow the BUILD of its NumpyArrayWrapper; or that, compressed
     x.pkl.gz   any of these in gzip, bz2, xz, lzma or zlib
 
-Only the beginning of a file is read until it turns out to hold a pickle; then at most 64 MiB are read, after
-decompression. Not supported, and reported: more than that, compressions that Python's standard library does not have
-(lz4, zstd), joblib's files of before version 0.10, encrypted zips.
+Only the beginning of a file is read until it turns out to hold a pickle; then at most 64 MiB are
+read, after decompression. Not supported, and reported: more than that, compressions that Python's
+standard library does not have (lz4, zstd), joblib's files of before version 0.10, encrypted zips.
 
 Source: numpy 2.4 ``numpy/lib/_format_impl.py``; joblib 1.6 ``numpy_pickle.py``, ``compressor.py``.
 """
@@ -63,7 +63,9 @@ _MAX_MEMBER_BYTES = 1 << 30
 """Maximum number of bytes read of a zip's members in total."""
 _MAX_CHECKED_BYTES = 1 << 32
 _MAX_CHECKED_RATIO = 20
-"""Limit on inflated data when a zip is checked: bytes, or multiples of the zip's size, whichever is more."""
+"""Limit on inflated data when a zip is checked: bytes, or multiples of the zip's size, whichever is
+more.
+"""
 _FILE = "bytes"
 
 
@@ -122,7 +124,9 @@ def has_pickled_name(name: str) -> bool:
 
 
 def look_into(store: ReadStore, file: str, n_bytes: int) -> PickledContent:
-    """Return what the pickles of a file do with names, whatever its name; nothing if it holds none."""
+    """Return what the pickles of a file do with names, whatever its name; nothing if it holds
+    none.
+    """
     try:
         return _read_content(store, file, n_bytes, depth=0, name=file)
     except UnsafeError as err:
@@ -315,7 +319,8 @@ def _decompress(
 ) -> tuple[bytes, bool]:
     """Return the first decompressed bytes, and whether the last stream was read to its end.
 
-    Several streams may follow one another, which Python's modules read as one. What comes out is limited at each step.
+    Several streams may follow one another, which Python's modules read as one. What comes out is
+    limited at each step.
     """
     parts: list[bytes] = []
     size = 0
@@ -409,9 +414,10 @@ def damaged_member(store: ReadStore, file: str, n_bytes: int) -> str | None:
 
     None if nothing is.
 
-    Members are read in the order of the directory and compared with their CRC-32. Not checked: members that are
-    encrypted or packed by other methods than deflate, and what comes after 4 GiB of inflated data and 20 times the
-    size of the zip, so that a small file cannot keep the reader busy for hours.
+    Members are read in the order of the directory and compared with their CRC-32. Not checked:
+    members that are encrypted or packed by other methods than deflate, and what comes after 4 GiB
+    of inflated data and 20 times the size of the zip, so that a small file cannot keep the reader
+    busy for hours.
 
     Raises:
         CorruptError: the zip has no readable directory.

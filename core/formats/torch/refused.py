@@ -1,8 +1,10 @@
-"""Notes to the user about what ``torch.load(weights_only=True)`` refuses of a state dict, by path and class.
+"""Notes to the user about what ``torch.load(weights_only=True)`` refuses of a state dict, by path
+and class.
 
-The rules of what is refused are those of ``weights_only``. A torch file either keeps such objects under their classes,
-as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has them set aside. Files of other formats
-that torch loads have those set aside that name classes of other packages than torch and numpy.
+The rules of what is refused are those of ``weights_only``. A torch file either keeps such objects
+under their classes, as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has
+them set aside. Files of other formats that torch loads have those set aside that name classes of
+other packages than torch and numpy.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
-"""Torch zips with the same structure: one is parsed in full, the others are compared with it byte by byte.
+"""Torch zips with the same structure: one is parsed in full, the others are compared with it byte
+by byte.
 
-The rank files of a pipeline stage describe equal tensors. Their pickles differ by the ranks' numbers in the training
+The rank files of a pipeline stage describe equal tensors. Their pickles differ by the ranks'
+numbers in the training
 arguments, their directories by CRCs::
 
     model_optim_rng.pt of rank 0     ... 'rank' BININT1 0 ... │ headers │ directory: sizes, offsets, CRCs
     of rank 1                        ... 'rank' BININT1 1 ... │ the same │ the same but for CRCs
                                                └ a hole
 
-So a checkpoint of 1024 files costs a few dozen parses. Nothing is taken on trust: the directory (apart from CRCs), each
-local header and the pickle (apart from holes) of each file are read and compared with those of the file that was
-parsed and checked. A hole is an integer that stands as a value in the dict of the training arguments and nowhere else,
-which parsing the pickle once more with a name in its place shows. A file that differs in any other way is parsed.
+So a checkpoint of 1024 files costs a few dozen parses. Nothing is taken on trust: the directory
+(apart from CRCs), each local header and the pickle (apart from holes) of each file are read and
+compared with those of the file that was parsed and checked. A hole is an integer that stands as a
+value in the dict of the training arguments and nowhere else, which parsing the pickle once more
+with a name in its place shows. A file that differs in any other way is parsed.
 
-Source: the rank files in tests/golden (``mcore_legacy``) differ in ``rank`` and ``local_rank`` only.
+Source: the rank files in tests/golden (``mcore_legacy``) differ in ``rank`` and ``local_rank``
+    only.
 """
 
 from __future__ import annotations
@@ -117,7 +121,8 @@ class PatternedFiles:
         Only that one is opened.
 
         Args:
-            role: purpose and length in bytes of the file; files of one role are assumed to be equal.
+            role: purpose and length in bytes of the file; files of one role are assumed to be
+                equal.
 
         Raises:
             CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``tree.parse``.
@@ -298,7 +303,9 @@ def _first_difference(pickle: bytes, expected: bytes, start: int, stop: int) -> 
 
 
 def _add_hole(pattern: FilePattern, position: int) -> bool:
-    """Turn the integer at a byte of the pattern's pickle into a hole, if it is a training argument."""
+    """Turn the integer at a byte of the pattern's pickle into a hole, if it is a training
+    argument.
+    """
     if pattern._integers is None:
         pattern._integers = _integers(pattern._pickle)
     number = bisect_right(pattern._integers, (position, 0)) - 1

@@ -5,10 +5,11 @@ On disk, one ``torch.save`` file that ``torch.load`` opens with its defaults (``
     model.safetensors        tensors, in a format of their own
     ckpt-objects.pt          {"ckpt_objects": 1, "objects": {key: value}, "skeleton": …}
 
-Values hold their tensors in place; what ``weights_only`` refuses is set aside as in any ``.pt`` file
-(``core.formats.torch.weights_only``). ``skeleton`` is how tensors and objects were nested, spelled by
-``core.pickle.plain``, or None for a flat state dict. A tensor in it is ``{"$object": "tensor:KEY"}`` (or
-``tensor+grad``, ``parameter``, ``parameter+grad``), an object ``{"$object": "object:KEY"}``.
+Values hold their tensors in place; what ``weights_only`` refuses is set aside as in any ``.pt``
+file (``core.formats.torch.weights_only``). ``skeleton`` is how tensors and objects were nested,
+spelled by ``core.pickle.plain``, or None for a flat state dict. A tensor in it is ``{"$object":
+"tensor:KEY"}`` (or ``tensor+grad``, ``parameter``, ``parameter+grad``), an object ``{"$object":
+"object:KEY"}``.
 
 Versions: 1 is the only one.
 
@@ -122,7 +123,9 @@ def _is_flat(target: TargetCatalog) -> bool:
 
 
 def _skeleton_with_marks(target: TargetCatalog) -> object:
-    """Return the skeleton with a mark in place of every tensor and object; other values stay in it."""
+    """Return the skeleton with a mark in place of every tensor and object; other values stay in
+    it.
+    """
 
     kind_of = {facts: kind for kind, facts in _KINDS.items()}
 
@@ -141,7 +144,8 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     """Read the objects file of a store; return None if there is no such file.
 
     Raises:
-        CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image`` makes.
+        CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image``
+            makes.
         UnsupportedError: a newer version of it.
         UnsafeError: a hostile pickle.
     """

@@ -1,8 +1,10 @@
 """Recognising streams by their first bytes: one of torch's formats, a pickle, or neither.
 
-A tar file of torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other tar file is none of torch's.
+A tar file of torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other tar file
+is none of torch's.
 
-Source: torch 2.13 ``torch/serialization.py`` (``_is_zipfile``, ``legacy_load``); POSIX.1-1988 for tar's headers.
+Source: torch 2.13 ``torch/serialization.py`` (``_is_zipfile``, ``legacy_load``); POSIX.1-1988 for
+    tar's headers.
 """
 
 from __future__ import annotations

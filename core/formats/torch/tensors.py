@@ -1,22 +1,26 @@
-"""Tensors as their pickles describe them: ``torch._utils._rebuild_*`` read as an address in a record.
+"""Tensors as their pickles describe them: ``torch._utils._rebuild_*`` read as an address in a
+record.
 
 ::
 
-    _rebuild_tensor_v2(('storage', torch.FloatStorage, '3', 'cpu', 24), 4, (2, 3), (3, 1), False, OrderedDict())
+    _rebuild_tensor_v2(('storage', torch.FloatStorage, '3', 'cpu', 24), 4, (2, 3), (3, 1), False,
+    OrderedDict())
                         │          │                    │           │   │  │       │       └ requires_grad
                         │          │                    │           │   │  shape   strides, in elements
                         │          │                    │           │   offset of element 0 in the storage, in elements
                         persistent id                   record      elements of the storage
                                    └ dtype              data/3
 
-``_rebuild_tensor_v3`` ends with the dtype and uses ``UntypedStorage``, whose length is in bytes. Parameters and tensors
-with Python attributes wrap such a call. Several tensors may name one storage, with any offsets and strides.
+``_rebuild_tensor_v3`` ends with the dtype and uses ``UntypedStorage``, whose length is in bytes.
+Parameters and tensors with Python attributes wrap such a call. Several tensors may name one
+storage, with any offsets and strides.
 
-Everything that a file states is checked with Python's integers before anybody uses it (torch leaves some of that to C).
+Everything that a file states is checked with Python's integers before anybody uses it (torch leaves
+some of that to C).
 
-Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it): quantized, sparse,
-nested, meta tensors, subclasses such as DTensor, lazily conjugated or negated views, element types without a row in
-``core.arrays.dtypes``, and expanded views of more than 4 GiB.
+Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it):
+quantized, sparse, nested, meta tensors, subclasses such as DTensor, lazily conjugated or negated
+views, element types without a row in ``core.arrays.dtypes``, and expanded views of more than 4 GiB.
 
 Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serialization.py``.
 """
@@ -70,8 +74,8 @@ class Location:
 class TensorHooks:
     """Hooks that turn the tensors of one pickle into leaves, and the tensors met so far.
 
-    A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a tensor that occurs at
-    several places is one leaf.
+    A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a
+    tensor that occurs at several places is one leaf.
 
     Args:
         label: prefix of the keys.
@@ -227,7 +231,8 @@ def located(
 
     Args:
         storage: the persistent id, as ``Persistent``.
-        dtype: the ``Global`` that names the element type where the storage does not (v3), else None.
+        dtype: the ``Global`` that names the element type where the storage does not (v3), else
+            None.
 
     Returns:
         None if the tensor is well-formed but of a kind that is not supported.

@@ -1,7 +1,9 @@
-"""The content of a file of ``torch.save``: an inert tree, and the stored arrays of the tensors in it.
+"""The content of a file of ``torch.save``: an inert tree, and the stored arrays of the tensors in
+it.
 
-A zip (``torch.zip``) or a stream of before torch 1.6 (``torch.legacy``): both are a pickle and named records, and from
-there on the same. Also where they lie inside other files: Megatron's rank files, and the objects of a DCP checkpoint.
+A zip (``torch.zip``) or a stream of before torch 1.6 (``torch.legacy``): both are a pickle and
+named records, and from there on the same. Also where they lie inside other files: Megatron's rank
+files, and the objects of a DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ class TorchTree:
     """The content of a torch file.
 
     Args:
-        value: the unpickled root, inert, with a ``TensorLeaf`` for every supported tensor. An object
-            whose key is not its path is an ``ObjectLeaf`` in it; so is a root that is neither
-            tensor nor container.
+        value: the unpickled root, inert, with a ``TensorLeaf`` for every supported tensor. An
+            object whose key is not its path is an ``ObjectLeaf`` in it; so is a root that is
+            neither tensor nor container.
         arrays: the tensors reached through mappings and lists, by key, in order.
         aliases: key → the first key whose bytes are the same.
         objects: everything else reached in this way, with its value, by key.
@@ -60,7 +62,8 @@ class TorchTree:
         notes: what the user should know.
         version: the zip's version record, or ``legacy 1001``.
         shared: path of a container → earlier path of the same one; they are separate in ``value``.
-        is_set_aside: objects were below the reserved key of ``weights_only``; they are back in place.
+        is_set_aside: objects were below the reserved key of ``weights_only``; they are back in
+            place.
     """
 
     value: object
@@ -413,8 +416,8 @@ def keys_of(
 ) -> list[tuple[str, str]]:
     """Return a unique key and the plain key of every entry.
 
-    The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them
-    escaped (``a\\.b``); what is still the same is numbered.
+    The plain key is the path, dot-joined. Where several entries have the same, those with dots in
+    names get them escaped (``a\\.b``); what is still the same is numbered.
 
     Args:
         tree_entries: entries of one tree.
@@ -511,7 +514,8 @@ def _check_unfolded_size(root: object) -> bool:
 
     If not, walking every path through them ends soon.
 
-    A few shared lists or dicts make 2⁶⁰ paths; a checkpoint has not many more than it has containers.
+    A few shared lists or dicts make 2⁶⁰ paths; a checkpoint has not many more than it has
+    containers.
 
     Raises:
         UnsafeError: there are too many paths.

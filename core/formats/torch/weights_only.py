@@ -1,19 +1,23 @@
 """Setting aside what ``torch.load(weights_only=True)`` refuses, and putting it back on reading.
 
-The default of ``torch.load`` is to build nothing but tensors, plain containers and a few others. A ``.pt`` file that
-holds an ``argparse.Namespace`` or a numpy array cannot be loaded at all, tensors included. So such objects leave their
+The default of ``torch.load`` is to build nothing but tensors, plain containers and a few others. A
+``.pt`` file that holds an ``argparse.Namespace`` or a numpy array cannot be loaded at all, tensors
+included. So such objects leave their
 places::
 
     {"model": {…}, "args": Namespace(lr=0.1)}
     {"model": {…}, "__ckpt_inert__": {"version": 1, "entries": [
-        {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse", "Namespace"]}, …}}]}}
+        {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse", "Namespace"]},
+        …}}]}}
 
-``value`` is spelled by ``core.pickle.plain``. ``position`` is the entry's place in its mapping. In a list or tuple that
-also holds tensors or mappings, None holds the place; others are set aside whole. A dict subclass that is refused
-(``defaultdict``) leaves its entries in a plain dict, and an entry with ``keeps_entries`` says what it was. A root that
-is no mapping stands below ``__ckpt_root__``.
+``value`` is spelled by ``core.pickle.plain``. ``position`` is the entry's place in its mapping. In
+a list or tuple that also holds tensors or mappings, None holds the place; others are set aside
+whole. A dict subclass that is refused (``defaultdict``) leaves its entries in a plain dict, and an
+entry with ``keeps_entries`` says what it was. A root that is no mapping stands below
+``__ckpt_root__``.
 
-``put_back(set_aside(tree))`` equals ``tree``, save that what was shared between places is then separate.
+``put_back(set_aside(tree))`` equals ``tree``, save that what was shared between places is then
+separate.
 
 Source: torch 2.13 ``torch/_weights_only_unpickler.py`` (``_get_allowed_globals``).
 """
@@ -210,7 +214,9 @@ class _AsideVisitor:
         return tuple(kept) if isinstance(node, tuple) else kept
 
     def _visit_inert(self, node: Inert, path: tuple[object, ...]) -> object:
-        """Return what stays of an inert object: all of it, a plain dict of its entries, or nothing."""
+        """Return what stays of an inert object: all of it, a plain dict of its entries, or
+        nothing.
+        """
         if node.how == "reduce" and not node.items and node.kwargs is None:
             if node.fn == _ORDERED_DICT and node.args == () and self._has_clean_state(node, path):
                 return self._visit_mapping(node, node.entries, path)
@@ -226,7 +232,9 @@ class _AsideVisitor:
         return dict(kept.entries) if isinstance(kept, Inert) else kept
 
     def _allows_arguments(self, node: Inert, path: tuple[object, ...]) -> bool:
-        """Return whether weights_only builds a ``torch.device`` or a ``Counter`` with these arguments."""
+        """Return whether weights_only builds a ``torch.device`` or a ``Counter`` with these
+        arguments.
+        """
         if node.fn == _DEVICE:
             return all(type(part) in (str, int) for part in node.args)
         return (
@@ -291,7 +299,8 @@ class _RestorePoint:
 
     Args:
         below: mapping key or list index → place.
-        value: the object to put here if ``is_object``; the dict subclass that was here if ``is_shell``.
+        value: the object to put here if ``is_object``; the dict subclass that was here if
+            ``is_shell``.
         position: position among the entries of the mapping above.
     """
 

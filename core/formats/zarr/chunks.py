@@ -1,7 +1,8 @@
 """The chunks of a zarr array: those that are stored, and the fragments that they are.
 
-A chunk that is not stored is the fill value if the group's writer leaves such chunks out (``core.formats.zarr.fill``).
-If it does not, or if a manifest lists the chunk, it is an error that names the chunk.
+A chunk that is not stored is the fill value if the group's writer leaves such chunks out
+(``core.formats.zarr.fill``). If it does not, or if a manifest lists the chunk, it is an error that
+names the chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MAX_NAMED = 100
 """Maximum number of missing chunks of an array that are reported."""
 _MAX_SINGLE = 1 << 16
-"""Maximum number of chunks of an array for separate fragments; beyond it, missing neighbours are one fragment."""
+"""Maximum number of chunks of an array for separate fragments; beyond it, missing neighbours are
+one fragment.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,8 @@ class Chunks:
     Args:
         place_of: returns the location of a chunk, even if it is missing.
         absent: runs [start, stop) of the numbers of chunks that are not stored, in order.
-        fill: one element of the missing chunks, also of those missing in shards; None if all must be
-            stored.
+        fill: one element of the missing chunks, also of those missing in shards; None if all must
+            be stored.
     """
 
     place_of: LocationOf

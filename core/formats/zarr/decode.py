@@ -1,13 +1,15 @@
 """Decoding one chunk of a zarr array: from the stored bytes to its dense elements.
 
-Stored bytes are the result of a chain: elements in some order and byte order, then codecs from bytes to bytes. Where
-there is no such codec and the order is little-endian, the elements lie in the file as they are, with strides. All else
-is decoded a whole chunk at a time.
+Stored bytes are the result of a chain: elements in some order and byte order, then codecs from
+bytes to bytes. Where there is no such codec and the order is little-endian, the elements lie in the
+file as they are, with strides. All else is decoded a whole chunk at a time.
 
-Decoded: ``gzip``, ``zlib`` and ``bz2`` by the standard library, ``zstd`` by zstandard, ``blosc`` by tensorstore,
-``crc32c`` (checked, then cut off); none of them gives more bytes than the chunk has, however few are stored.
+Decoded: ``gzip``, ``zlib`` and ``bz2`` by the standard library, ``zstd`` by zstandard, ``blosc`` by
+tensorstore, ``crc32c`` (checked, then cut off); none of them gives more bytes than the chunk has,
+however few are stored.
 
-Not supported, refused by name when the tensor's data is asked for: every other codec, and filters of zarr 2.
+Not supported, refused by name when the tensor's data is asked for: every other codec, and filters
+of zarr 2.
 """
 
 from __future__ import annotations
@@ -127,7 +129,8 @@ class EncodedChunk:
         """Return the dense bytes of the chunk.
 
         Raises:
-            CorruptError: the bytes cannot be decoded, decode to another length, or differ from their checksum.
+            CorruptError: the bytes cannot be decoded, decode to another length, or differ from
+                their checksum.
             UnsupportedError: a codec is not known.
         """
         extent = array.extent

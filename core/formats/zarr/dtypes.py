@@ -1,11 +1,12 @@
 """The names of element types in zarr 2 and zarr 3, for the dtype table of ``core.arrays.dtypes``.
 
-zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy lacks, tensorstore, and Megatron before
-it, write the bare name (``bfloat16``). zarr 3 has names throughout. What zarr-python 3.1 cannot open (bfloat16, all
-8-bit floats) tensorstore opens.
+zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy lacks, tensorstore, and
+Megatron before it, write the bare name (``bfloat16``). zarr 3 has names throughout. What
+zarr-python 3.1 cannot open (bfloat16, all 8-bit floats) tensorstore opens.
 
-Not supported: types with one value of four bits per byte (``int4``, ``float4_e2m1fn``), strings, times, structures,
-opaque bytes (``|V2``), zarr 3 extension types; on writing, ``complex32`` and ``float4_e2m1fn_x2``.
+Not supported: types with one value of four bits per byte (``int4``, ``float4_e2m1fn``), strings,
+times, structures, opaque bytes (``|V2``), zarr 3 extension types; on writing, ``complex32`` and
+``float4_e2m1fn_x2``.
 
 Source: zarr 2 and 3 specifications; tensorstore 0.1.86 and zarr-python 3.1.6.
 """
@@ -39,7 +40,9 @@ TENSORSTORE_ONLY = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""Types without a numpy code, which zarr-python cannot open; zarr 3 spells them as the registry of extensions does."""
+"""Types without a numpy code, which zarr-python cannot open; zarr 3 spells them as the registry of
+extensions does.
+"""
 _V2_DTYPES = {code: name for name, code in _V2_CODES.items()}
 _V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
 

@@ -11,7 +11,8 @@ class ZarrFacts:
     """A facet (``core.catalog.facets``) of catalogs of zarr arrays that may lack chunks.
 
     Args:
-        unstored: key of a tensor that may lack chunks → whether only the indexes of its shards show it.
+        unstored: key of a tensor that may lack chunks → whether only the indexes of its shards show
+            it.
     """
 
     unstored: Mapping[str, bool] = field(default_factory=dict)

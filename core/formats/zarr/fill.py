@@ -1,16 +1,17 @@
 """Chunks of zarr arrays that are not stored and are read as the array's fill value.
 
-zarr-python (``write_empty_chunks=False``, the default) and tensorstore (``store_data_equal_to_fill_value``, off by
-default; Orbax 0.6) do not store a chunk whose elements all equal the fill value. In zarr 2 ``null`` as fill value
-leaves such elements undefined; both libraries read zeros.
+zarr-python (``write_empty_chunks=False``, the default) and tensorstore
+(``store_data_equal_to_fill_value``, off by default; Orbax 0.6) do not store a chunk whose elements
+all equal the fill value. In zarr 2 ``null`` as fill value leaves such elements undefined; both
+libraries read zeros.
 
 Fill values of ``.zarray`` and ``zarr.json``::
 
     true · -7 · 1.5 · "NaN" · "Infinity" · "-Infinity" · [re, im] for complex types
     "0x7fc00000"    zarr 3 only: the bits of a float, most significant digit first
 
-Not supported (a missing chunk is then an error): values that the element type cannot hold, and texts for
-structured types, which are base64.
+Not supported (a missing chunk is then an error): values that the element type cannot hold, and
+texts for structured types, which are base64.
 
 Source: zarr 2 and 3 specifications; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 """
@@ -175,7 +176,9 @@ def lost_files(store: ReadStore) -> tuple[str, ...]:
 
 
 def _unreadable(store: ReadStore) -> Iterator[str]:
-    """Yield the names below a store that have no data, such as links to files that were moved away."""
+    """Yield the names below a store that have no data, such as links to files that were moved
+    away.
+    """
     if not isinstance(store, LocalStore):
         return
     folders = [""]

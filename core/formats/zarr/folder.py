@@ -1,4 +1,6 @@
-"""A zarr array as a directory of metadata and chunks, read and written in the same way for zarr 2 and zarr 3."""
+"""A zarr array as a directory of metadata and chunks, read and written in the same way for zarr 2
+and zarr 3.
+"""
 
 from __future__ import annotations
 

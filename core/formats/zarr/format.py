@@ -1,4 +1,5 @@
-"""Megatron-core's distributed checkpoint, backend ``zarr``: a directory of zarr 2 arrays. And any other such directory.
+"""Megatron-core's distributed checkpoint, backend ``zarr``: a directory of zarr 2 arrays. And any
+other such directory.
 
 On disk::
 
@@ -14,17 +15,19 @@ On disk::
 
 Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later ones cannot read it any more.
 
-The catalog has the schema of ``torch_dist``: a ShardedObject has the key ``rng_state/shard_0.1_2.2`` and a list of one
-value; ``common``, and from it ``args`` and ``iteration``, are the common state's.
+The catalog has the schema of ``torch_dist``: a ShardedObject has the key
+``rng_state/shard_0.1_2.2`` and a list of one value; ``common``, and from it ``args`` and
+``iteration``, are the common state's.
 
-A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has no common state and
-no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
+A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has
+no common state and no objects. A tensor's key is its path, ``/`` between names. Written is always
+what Megatron would write.
 
-A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is the fill value
-(``zarr.fill``).
+A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is
+the fill value (``zarr.fill``).
 
-Not supported, refused by name: what ``zarr.metadata2`` does not support; on writing, tensors whose pieces are no
-regular grid.
+Not supported, refused by name: what ``zarr.metadata2`` does not support; on writing, tensors whose
+pieces are no regular grid.
 
 Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
 ``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.
@@ -234,8 +237,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             state, nested as in the skeleton. ``common`` is written as well.
 
     Raises:
-        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name, zarr
-            lacks its dtype, or an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name,
+            zarr lacks its dtype, or an object has not been loaded.
     """
     check_keys(target.tensors, reserved=_RESERVED)
     images: list[FileImage] = []

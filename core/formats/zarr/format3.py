@@ -9,22 +9,26 @@ On disk::
         ├── zarr.json                   (``zarr.metadata3``)
         └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr.shards``)
 
-A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
-array tells of itself. A chunk that is absent is the fill value (``zarr.fill``); in a group that this project wrote,
-whose attributes have "ckpt", it is an error.
+A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is
+not looked at: every array tells of itself. A chunk that is absent is the fill value
+(``zarr.fill``); in a group that this project wrote, whose attributes have "ckpt", it is an error.
 
-Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
-64 MiB is cut into bands of at most 16 MiB inside its file, so that readers that decode whole chunks stay small; as the
-bands follow each other in C order, the data is still one run of bytes.
+Written chunks are the pieces that the source has where they form a regular grid, else one chunk a
+tensor. A piece above 64 MiB is cut into bands of at most 16 MiB inside its file, so that readers
+that decode whole chunks stay small; as the bands follow each other in C order, the data is still
+one run of bytes.
 
-``Catalog.iteration`` is set where the root's attributes tell it. Honoured on writing: ``iteration``, and
-``WriteOptions.shard_bytes``: the size above which a piece is sharded (its bands get at most a quarter of it).
+``Catalog.iteration`` is set where the root's attributes tell it. Honoured on writing:
+``iteration``, and
+``WriteOptions.shard_bytes``: the size above which a piece is sharded (its bands get at most a
+    quarter of it).
 
-Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
-refuses such arrays; tensorstore opens them. A note says so where they are written.
+Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats,
+under whatever name, and refuses such arrays; tensorstore opens them. A note says so where they are
+written.
 
-Not supported, refused by name: what ``zarr.metadata3`` does not support; on writing, tensors whose pieces are no
-regular grid.
+Not supported, refused by name: what ``zarr.metadata3`` does not support; on writing, tensors whose
+pieces are no regular grid.
 
 Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
 """
@@ -141,7 +145,9 @@ def _metadata_file(folder: str) -> str:
 
 
 def _own_attributes(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return what this project wrote into the root's attributes; None in a group of other software."""
+    """Return what this project wrote into the root's attributes; None in a group of other
+    software.
+    """
     attributes = metadata.get("attributes")
     own = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
     return own if isinstance(own, dict) else None
@@ -183,11 +189,12 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     own ``zarr.json``.
 
     Args:
-        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk or a shard.
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk
+            or a shard.
 
     Raises:
-        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name, zarr
-            lacks its dtype, or an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name,
+            zarr lacks its dtype, or an object has not been loaded.
     """
     shard_bytes = target.write.shard_bytes
     if shard_bytes is None:
@@ -235,7 +242,9 @@ def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | No
 
 
 def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> FileImage:
-    """Return the image of a chunk's file: its dense bytes and, for a shard, the index after them."""
+    """Return the image of a chunk's file: its dense bytes and, for a shard, the index after
+    them.
+    """
     placed = (PlacedArray(0, array),)
     if inner_shape is None:
         return FileImage(path, array.n_bytes, placed)

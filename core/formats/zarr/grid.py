@@ -1,7 +1,7 @@
 """Chunk grids of zarr arrays: pure geometry.
 
-A grid cuts a tensor into chunks of one shape, from its origin. The chunks at the upper edges may reach beyond the
-tensor; they are stored in full nevertheless. An axis of extent 0 has no chunk.
+A grid cuts a tensor into chunks of one shape, from its origin. The chunks at the upper edges may
+reach beyond the tensor; they are stored in full nevertheless. An axis of extent 0 has no chunk.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class ChunkNames:
     Args:
         rank: number of axes of the array.
         separator: ``.`` or ``/``, between the numbers.
-        has_prefix: names begin with ``c`` (zarr 3's default encoding); a scalar's one chunk is ``c``, else ``0``.
+        has_prefix: names begin with ``c`` (zarr 3's default encoding); a scalar's one chunk is
+            ``c``, else ``0``.
     """
 
     rank: int

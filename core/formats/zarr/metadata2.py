@@ -10,10 +10,11 @@ On disk::
 
 Versions: 2.
 
-Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in tests/golden),
-zarr-python 3.1.6 and tensorstore 0.1.86.
+Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in
+tests/golden), zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported: filters, and the codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not list.
+Not supported: filters, and the codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not
+list.
 """
 
 from __future__ import annotations

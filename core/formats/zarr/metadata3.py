@@ -15,8 +15,9 @@ Versions: 3 (specification 3.0 and 3.1).
 
 Source: zarr 3 specification; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported, refused by name: grids other than the regular one, storage transformers, data types that are extensions,
-codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr.decode`` does not decode.
+Not supported, refused by name: grids other than the regular one, storage transformers, data types
+that are extensions, codecs around a shard, shards within shards, indexes that are compressed, and
+what ``zarr.decode`` does not decode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Shards of zarr 3 (``sharding_indexed``): one file with many chunks, so that large tensors stay few files.
+"""Shards of zarr 3 (``sharding_indexed``): one file with many chunks, so that large tensors stay
+few files.
 
 Byte picture (the index may also stand in front)::
 
@@ -6,11 +7,11 @@ Byte picture (the index may also stand in front)::
     [u64 offset, u64 bytes] …      one pair per inner chunk, C order, little endian; 2⁶⁴−1 twice: it is missing
     [u32 CRC-32C of the pairs]     if the index codecs say so
 
-Written shards hold the array's elements in C order, cut into inner chunks that are bands of it, so that the data of a
-shard is one dense run.
+Written shards hold the array's elements in C order, cut into inner chunks that are bands of it, so
+that the data of a shard is one dense run.
 
-Source: zarr 3 specification, codec ``sharding_indexed`` 1.0; shards written by zarr-python 3.1.6 and tensorstore
-0.1.86.
+Source: zarr 3 specification, codec ``sharding_indexed`` 1.0; shards written by zarr-python 3.1.6
+and tensorstore 0.1.86.
 """
 
 from __future__ import annotations

@@ -29,15 +29,15 @@ def folders_of(
 
     Directories inside arrays are not visited.
 
-    Directories whose names begin with a dot, or end with ``.sync`` (the locks that Megatron's zarr backend left), are
-    ignored.
+    Directories whose names begin with a dot, or end with ``.sync`` (the locks that Megatron's zarr
+    backend left), are ignored.
 
     Args:
         is_array: returns whether a directory ("" for the root) with these files is an array.
 
     Raises:
-        UnsafeError: directories are nested too deeply (a link may lead in a circle), or a name is not
-            valid text.
+        UnsafeError: directories are nested too deeply (a link may lead in a circle), or a name is
+            not valid text.
     """
     waiting = [""]
     while waiting:

@@ -3,15 +3,18 @@
 ``quantization_config`` (``compression_config`` before 2024) names a method. A module ``X`` then
 stores these tensors instead of, or in addition to, ``X.weight``:
 
-====================  ==========================================================================================
+====================
+==========================================================================================
  method                tensors of ``X``
-====================  ==========================================================================================
+====================
+==========================================================================================
  fp8                   ``weight`` in float8, ``weight_scale_inv`` (one for each block, or for all)
  gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
  bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``, ``weight.quant_map`` …
  compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
  others                not known: every name that begins with ``X.`` is taken to belong to it
-====================  ==========================================================================================
+====================
+==========================================================================================
 
 Some software keeps the method in a file of its own (``OWN_FILES``).
 

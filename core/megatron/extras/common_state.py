@@ -1,8 +1,11 @@
-"""The entries of a Megatron checkpoint other than the model, and what becomes of them when the layout changes.
+"""The entries of a Megatron checkpoint other than the model, and what becomes of them when the
+layout changes.
 
-=====================================  =================================================================================
+=====================================
+=================================================================================
  entry                                  policy
-=====================================  =================================================================================
+=====================================
+=================================================================================
  ``args``                               copied, sizes updated (``core.megatron.model.args``); all ranks agree on the
                                         fields of the layout
  ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order, and it
@@ -11,17 +14,20 @@
  ``opt_param_scheduler``                kept; equal on all ranks
  ``num_floating_point_operations…``     kept
  ``rng_state``                          one per rank: kept in torch_dist, and for ranks that were there before;
-                                        otherwise left out, with a note (``core.megatron.extras.random_states``)
+                                        otherwise left out, with a note
+                                        (``core.megatron.extras.random_states``)
  ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
  ``content_metadata``                   torch_dist only
  ``optimizer``, ``distrib_optim.pt``    ``core.catalog.optimizer_keys``; left out on request
  anything else                          kept if it is equal on all ranks, otherwise left out, with a note
-=====================================  =================================================================================
+=====================================
+=================================================================================
 
-Random states have the keys that torch_dist gives them, ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, wherever they came
-from.
+Random states have the keys that torch_dist gives them, ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``,
+wherever they came from.
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``, ``load_checkpoint``.
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``,
+    ``load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -87,11 +93,12 @@ def check_version(common: Mapping[object, object], *, has_old_names: bool = Fals
     """Return the ``checkpoint_version`` of a checkpoint, and raise if it is too old to be read.
 
     Args:
-        has_old_names: the model has the names of ``megatron.legacy``; ``core.megatron.placement.qkv_order`` puts its
-            rows in order.
+        has_old_names: the model has the names of ``megatron.legacy``;
+            ``core.megatron.placement.qkv_order`` puts its rows in order.
 
     Raises:
-        UnsupportedError: the version is below 2.0, or absent, which means 0, and the names are not old ones.
+        UnsupportedError: the version is below 2.0, or absent, which means 0, and the names are not
+            old ones.
         CorruptError: the version is not a number.
     """
     version = common.get("checkpoint_version", 0)
@@ -118,8 +125,8 @@ def iteration_of(common: Mapping[object, object]) -> int | None:
 def same(first: object, second: object) -> bool:
     """Return whether two inert trees are equal.
 
-    Tensors are equal if their keys are, without the part before the first colon (the rank directory); their content is
-    for the engine to compare. Shared and cyclic parts are safe.
+    Tensors are equal if their keys are, without the part before the first colon (the rank
+    directory); their content is for the engine to compare. Shared and cyclic parts are safe.
     """
     pairs = [(first, second)]
     compared: set[tuple[int, int]] = set()
@@ -142,7 +149,9 @@ def same(first: object, second: object) -> bool:
 
 
 def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
-    """Return the parts of two containers of one type that must be equal; None if the containers differ already."""
+    """Return the parts of two containers of one type that must be equal; None if the containers
+    differ already.
+    """
     if isinstance(a, Inert):
         assert isinstance(b, Inert)
         if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
@@ -215,7 +224,8 @@ def plan_entry(
         value: an inert tree with ``TensorLeaf``s.
         name: what the arrays' names begin with.
         coords: coordinates of the rank.
-        weights: remembered sizes of what several ranks' entries share: a part without tensors is then not copied.
+        weights: remembered sizes of what several ranks' entries share: a part without tensors is
+            then not copied.
 
     Raises:
         CorruptError: as for ``renamed_leaves``.
@@ -286,7 +296,9 @@ def is_ordered(container: object) -> bool:
 
 
 def module_versions(container: object) -> dict[str, object]:
-    """Return the ``_metadata`` of a state dict (module name → what torch notes about it); {} without one."""
+    """Return the ``_metadata`` of a state dict (module name → what torch notes about it); {}
+    without one.
+    """
     metadata = as_mapping((attributes(container) or {}).get("_metadata")) or {}
     return {name: value for name, value in metadata.items() if isinstance(name, str)}
 

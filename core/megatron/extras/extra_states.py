@@ -1,24 +1,31 @@
-"""Extra states: what modules keep besides their parameters, and what becomes of it when the layout changes.
+"""Extra states: what modules keep besides their parameters, and what becomes of it when the layout
+changes.
 
-The local implementation has none (``None``). Transformer Engine pickles its FP8 state into a uint8 tensor or a
-``BytesIO``, of no bytes where FP8 is off. With delayed scaling it holds what was measured (``amax_history_fwd``,
-``scale_fwd`` …), otherwise only the recipe. Nothing of it is cut over ranks, and no rule can cut it:
+The local implementation has none (``None``). Transformer Engine pickles its FP8 state into a uint8
+tensor or a ``BytesIO``, of no bytes where FP8 is off. With delayed scaling it holds what was
+measured (``amax_history_fwd``, ``scale_fwd`` …), otherwise only the recipe. Nothing of it is cut
+over ranks, and no rule can cut it:
 
-==================================================  ==================================================================
+==================================================
+==================================================================
  a state that is                                     becomes
-==================================================  ==================================================================
+==================================================
+==================================================================
  ``None`` or of no bytes                             the same
  the same on all ranks that hold it                  the same, on all ranks of the destination that hold it
  not the same, or holds tensors                      ``None``, with a note: Transformer Engine makes it anew, and
                                                      measures again where the scaling is delayed
  of all grouped experts of a rank together           kept if EP does not change, otherwise ``None``, with a note
  of each expert, where files have them together      ``None`` for all together, with a note if it held something
-==================================================  ==================================================================
+==================================================
+==================================================================
 
-``None`` is what Megatron's strict loading needs, and what every version of Transformer Engine takes for "nothing".
+``None`` is what Megatron's strict loading needs, and what every version of Transformer Engine takes
+for "nothing".
 
-Source: Megatron-LM d98e8a64 ``core/extensions/transformer_engine.py`` ``_fp8_extra_state_is_persistent`` and
-``TEGroupedLinear``; TransformerEngine 2.x ``module/base.py`` ``get_extra_state``, ``set_extra_state``.
+Source: Megatron-LM d98e8a64 ``core/extensions/transformer_engine.py``
+``_fp8_extra_state_is_persistent`` and ``TEGroupedLinear``; TransformerEngine 2.x ``module/base.py``
+``get_extra_state``, ``set_extra_state``.
 """
 
 from __future__ import annotations
@@ -44,13 +51,14 @@ _MEASURED = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
 def disagreement(
     values: Sequence[object], arrays: Sequence[StoredArray], store: ReadStore | None
 ) -> str | None:
-    """Return why a state cannot be kept, in words for a note; None if all ranks that hold it hold the same.
+    """Return why a state cannot be kept, in words for a note; None if all ranks that hold it hold
+    the same.
 
     Args:
         values: states of ranks that are not a tensor.
         arrays: states of the other ranks.
-        store: the checkpoint's files, to compare states without a stored CRC; None leaves those to the copying, which
-            compares replicas.
+        store: the checkpoint's files, to compare states without a stored CRC; None leaves those to
+            the copying, which compares replicas.
     """
     if any(isinstance(leaf, TensorLeaf) for value in values for leaf in walk(value)):
         return "it holds tensors, which belong to one layout; Transformer Engine makes it anew"
@@ -70,7 +78,9 @@ def disagreement(
 
 
 def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
-    """Return whether arrays hold the same bytes; True where that can be neither shown nor refuted."""
+    """Return whether arrays hold the same bytes; True where that can be neither shown nor
+    refuted.
+    """
     first = arrays[0]
     if any((array.dtype, array.shape) != (first.dtype, first.shape) for array in arrays):
         return False
@@ -110,7 +120,8 @@ def adapt_expert_states(
     *,
     expert_names: str | None,
 ) -> Catalog:
-    """Return the global form with the extra states of experts as the destination's rank files have them.
+    """Return the global form with the extra states of experts as the destination's rank files have
+    them.
 
     States that hold something and become ``None`` are added to the catalog's ``dropped``.
 
@@ -156,7 +167,8 @@ def _new_state_keys(
     *,
     expert_names: str | None,
 ) -> Mapping[str, str | None]:
-    """Return the key of every experts' state that cannot be kept → the key of the empty state in its place.
+    """Return the key of every experts' state that cannot be kept → the key of the empty state in
+    its place.
 
     None stands for no state at all.
     """

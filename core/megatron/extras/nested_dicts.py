@@ -11,10 +11,11 @@
     │   └── output_layer             OrderedDict  weight
     └── word_embeddings_for_head     OrderedDict  weight                         (last of several pipeline stages)
 
-Names are those of the path, joined by dots (``language_model.encoder.layers.0.input_norm.weight``), and a nesting tells
-at which dots a dict ends, so that writing gives the same dicts.
+Names are those of the path, joined by dots (``language_model.encoder.layers.0.input_norm.weight``),
+and a nesting tells at which dots a dict ends, so that writing gives the same dicts.
 
-Source: Megatron-LM 00caa53a ``megatron/legacy/model/{language_model,gpt_model,bert_model,t5_model}.py``.
+Source: Megatron-LM 00caa53a
+    ``megatron/legacy/model/{language_model,gpt_model,bert_model,t5_model}.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from core.pickle.inert import as_mapping, make_ordered_dict
 
 MAX_DEPTH = 8
 Nesting = Mapping[str, bool]
-"""The names of a state dict (``""``) and of the dicts within it → whether each is an OrderedDict."""
+"""The names of a state dict (``""``) and of the dicts within it → whether each is an
+OrderedDict.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ def flattened(container: object, *, rank: str) -> FlatDict:
         rank: the rank's directory, for messages.
 
     Raises:
-        CorruptError: the state dict is not a dict, is nested too deeply, or has two entries of one name.
+        CorruptError: the state dict is not a dict, is nested too deeply, or has two entries of one
+            name.
     """
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)

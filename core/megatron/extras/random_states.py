@@ -1,7 +1,8 @@
 """Random states when the layout changes.
 
-Megatron ranks draw random numbers from streams: data parallel ranks share theirs, tensor and pipeline parallel ranks
-do not, and ranks that cut or distribute experts have one more (``expert-parallel-rng``, seeded by the ranks of EP and
+Megatron ranks draw random numbers from streams: data parallel ranks share theirs, tensor and
+pipeline parallel ranks do not, and ranks that cut or distribute experts have one more
+(``expert-parallel-rng``, seeded by the ranks of EP and
 ETP). So a state goes to the rank with the same TP, PP, EP and ETP rank at the same TP and PP sizes, or nowhere::
 
     TP2 PP2        → TP2 PP2 VPP2    kept: the same ranks, with more chunks
@@ -9,9 +10,9 @@ ETP). So a state goes to the rank with the same TP, PP, EP and ETP rank at the s
     TP2 PP1 EP2    → TP2 PP1 EP4     left out: EP ranks 2 and 3 were not
     TP2 PP2        → TP4 PP1         left out: Megatron needs --no-load-rng
 
-torch_dist keeps the states with the sizes in its arguments: Megatron asks for them only at those sizes. There they have
-the keys ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, those of the first data parallel rank; Megatron-Bridge adds the data
-parallel rank where there is expert parallelism.
+torch_dist keeps the states with the sizes in its arguments: Megatron asks for them only at those
+sizes. There they have the keys ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, those of the first data
+parallel rank; Megatron-Bridge adds the data parallel rank where there is expert parallelism.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``get_rng_state``, ``load_checkpoint``,
 ``core/tensor_parallel/random.py`` ``model_parallel_cuda_manual_seed``.
@@ -121,7 +122,8 @@ def kept_states(
     Args:
         own: parallel sizes of the run that saved.
         topology: parallel sizes of the destination.
-        rng: ``keep`` refuses to leave the states out; None leaves them out where they cannot be kept.
+        rng: ``keep`` refuses to leave the states out; None leaves them out where they cannot be
+            kept.
 
     Raises:
         UnsupportedError: ``rng`` is ``keep``, and the states cannot be kept.
@@ -146,7 +148,8 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         has_ranks: whether it keeps those of every rank, and not only one for each (TP, PP).
 
     Raises:
-        UsageError: ``rng`` is ``keep``, but there is nothing to keep, or the destination cannot store it.
+        UsageError: ``rng`` is ``keep``, but there is nothing to keep, or the destination cannot
+            store it.
     """
     states = [key for key in catalog.objects if key.startswith(f"{RNG}/")]
     if rng == "keep" and not (states and has_place):
@@ -170,7 +173,8 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
 
 
 def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, TensorMeta]:
-    """Return the hidden tensors without those to which only removed objects, or states of ranks, refer.
+    """Return the hidden tensors without those to which only removed objects, or states of ranks,
+    refer.
 
     Args:
         removed: keys of the objects.

@@ -1,11 +1,13 @@
 """The training arguments that a layout depends on.
 
-``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``facts_of`` reads what resharding needs from it;
-``core.megatron.model.new_args`` writes it for new sizes. In torch_dist only ``padded_vocab_size`` changes: such a
-checkpoint loads at any sizes, and Megatron asks it for random states exactly if its sizes equal those of the run; new
-sizes without new random states would make a checkpoint that cannot be loaded.
+``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``facts_of`` reads what
+resharding needs from it; ``core.megatron.model.new_args`` writes it for new sizes. In torch_dist
+only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and Megatron asks it for
+random states exactly if its sizes equal those of the run; new sizes without new random states would
+make a checkpoint that cannot be loaded.
 
-Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; arguments of the checkpoints in tests/golden.
+Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; arguments of the checkpoints
+    in tests/golden.
 """
 
 from __future__ import annotations
@@ -102,11 +104,12 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     """Read everything that resharding needs to know from the training arguments.
 
     Args:
-        names: what the tensors' names tell (``Rules.model_of``), which the arguments do not: GPT, BERT and T5 have the
-            same ones. None for a GPT model.
+        names: what the tensors' names tell (``Rules.model_of``), which the arguments do not: GPT,
+            BERT and T5 have the same ones. None for a GPT model.
 
     Raises:
-        UnsupportedError: an argument is missing, or says that the model is of a kind that is not resharded.
+        UnsupportedError: an argument is missing, or says that the model is of a kind that is not
+            resharded.
         CorruptError: an argument makes no sense.
     """
     fields = fields_of(args)
@@ -223,8 +226,9 @@ def _stacks(
 ) -> dict[str, int]:
     """Return the number of layers of every stack, the main one first.
 
-    Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has ``num_layers`` of them,
-    whatever ``decoder_num_layers`` says. So where there are two stacks, a count that is there decides among the two.
+    Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has
+    ``num_layers`` of them, whatever ``decoder_num_layers`` says. So where there are two stacks, a
+    count that is there decides among the two.
     """
     n_layers = _required_size(fields, "num_layers")
     if len(kind.stacks) == 1:
@@ -257,7 +261,8 @@ def _moe_pattern(fields: Mapping[str, object], n_layers: int) -> list[bool]:
     """Return for every layer whether it has experts: every n-th one, or those of a list.
 
     Raises:
-        CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
+        CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a
+            layer.
     """
     pattern = _pattern(fields, "moe_layer_freq", n_layers)
     if pattern is not None:
@@ -272,7 +277,8 @@ def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int
     Those are all but every n-th one, or those of a list.
 
     Raises:
-        CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
+        CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1,
+            one a layer.
 
     Source: megatron-core 0.16.1 ``models/gpt/experimental_attention_variant_module_specs.py``.
     """
@@ -343,7 +349,8 @@ def _expert_names(fields: Mapping[str, object]) -> str:
 def _vocab_size(fields: Mapping[str, object]) -> int | None:
     """Return the rows of the true vocabulary, or None if the arguments do not say.
 
-    The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says: the end of a document.
+    The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says:
+    the end of a document.
     """
     size = size_in(fields, "vocab_size")
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")

@@ -1,4 +1,6 @@
-"""What must be true of a model before its layout is changed: it is complete, and its shapes fit its arguments."""
+"""What must be true of a model before its layout is changed: it is complete, and its shapes fit its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def check_complete(
     layers of one kind.
 
     Args:
-        report: takes the problems (rules ``layout.tensor``, ``.layers``, ``.experts``); raises them, if none is given.
+        report: takes the problems (rules ``layout.tensor``, ``.layers``, ``.experts``); raises
+            them, if none is given.
 
     Raises:
         MissingShardError: something is missing; the error names it.
@@ -64,9 +67,9 @@ def check_predictions(facts: ModelFacts, topology: Topology) -> None:
     """Raise for rank files with multi-token prediction that Megatron cannot keep properly.
 
     Raises:
-        UnsupportedError: multi-token prediction, shared embeddings and several pipeline stages: the last stage has an
-            output layer of its own, which is neither used nor trained, and megatron-core 0.16.1 fails to save it as
-            torch_dist.
+        UnsupportedError: multi-token prediction, shared embeddings and several pipeline stages: the
+            last stage has an output layer of its own, which is neither used nor trained, and
+            megatron-core 0.16.1 fails to save it as torch_dist.
     """
     if facts.n_predictions and facts.is_tied and topology.pp > 1:
         raise UnsupportedError(
@@ -231,7 +234,8 @@ def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
 
     An fc1 with twice the rows of fc2's columns has a gate.
 
-    The arguments name only some of the gated activations (``--swiglu``); a plain MLP never has such shapes.
+    The arguments name only some of the gated activations (``--swiglu``); a plain MLP never has such
+    shapes.
 
     Args:
         shapes: global shapes by global name.
@@ -247,7 +251,9 @@ def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
 
 
 def gate_notes(from_args: ModelFacts, from_shapes: ModelFacts) -> list[str]:
-    """Return the note that shapes say that MLPs are gated where the arguments do not; [] otherwise."""
+    """Return the note that shapes say that MLPs are gated where the arguments do not; []
+    otherwise.
+    """
     if from_args.is_gated == from_shapes.is_gated:
         return []
     return ["MLPs are gated, as the shapes of fc1 and fc2 say; the arguments (swiglu) do not"]
@@ -273,7 +279,8 @@ def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
     """Raise unless the rows of the fused QKV weight fit the heads of the arguments.
 
     Raises:
-        CorruptError: the rows are not those of the heads and groups, with or without an output gate.
+        CorruptError: the rows are not those of the heads and groups, with or without an output
+            gate.
     """
     if facts.head_dim is None:
         return

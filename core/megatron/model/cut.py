@@ -132,7 +132,8 @@ def cut_of(
         n_rows: rows of the true vocabulary, or None where nothing says.
 
     Raises:
-        UnsupportedError: a size does not divide, or the padded vocabulary of the destination is not known.
+        UnsupportedError: a size does not divide, or the padded vocabulary of the destination is not
+            known.
         CorruptError: the tensor has no such axis.
     """
     axis, n = rule.cut_axis, topology.size_of(rule.group)
@@ -197,7 +198,8 @@ def check_target(topology: Topology, facts: ModelFacts) -> None:
     """Raise for sizes that Megatron or the model's experts cannot have.
 
     Raises:
-        UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not divide.
+        UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not
+            divide.
     """
     if topology.vpp > 1 and topology.pp == 1:
         layout = None if topology.pipeline is None else topology.pipeline.layout

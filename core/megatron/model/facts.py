@@ -3,7 +3,8 @@
 Sizes, the kinds of its layers, and where the layers live at any number of pipeline stages.
 ``core.megatron.model.args.facts_of`` reads them from the training arguments.
 
-Source: as in ``core.megatron.model.args``; how layers are distributed, as in ``core.megatron.model.pipeline``.
+Source: as in ``core.megatron.model.args``; how layers are distributed, as in
+    ``core.megatron.model.pipeline``.
 """
 
 from __future__ import annotations
@@ -37,23 +38,30 @@ class ModelFacts:
         hidden_size: channels of the residual stream, or None.
         is_gated: the MLP has a gate.
         is_tied: input and output embeddings are one tensor.
-        is_local: the parameters have the names of the local implementation, not Transformer Engine's.
+        is_local: the parameters have the names of the local implementation, not Transformer
+            Engine's.
         is_mla: multi-latent attention.
         vocab_size: true rows of the vocabulary, or None where the run did not say.
-        divisible_by: padded vocabulary sizes are multiples of this times TP; None if the vocabulary is not padded.
+        divisible_by: padded vocabulary sizes are multiples of this times TP; None if the vocabulary
+            is not padded.
         pipeline: how the run distributes its layers over the pipeline stages.
         n_experts: routed experts of a layer that has them, or None.
         moe_layers: global numbers of the layers that have them.
         is_stacked: torch_dist stacks the layers, because they are alike.
-        expert_names: how rank files name experts (``core.megatron.rules.experts``), or None without experts.
+        expert_names: how rank files name experts (``core.megatron.rules.experts``), or None without
+            experts.
         linear_layers: global numbers of the layers with linear attention.
-        is_allotted: the arguments give shares of the kinds of layers, without saying which is which.
-        is_prediction_renamed: rank files call the layer of a multi-token prediction ``mtp_model_layer``.
+        is_allotted: the arguments give shares of the kinds of layers, without saying which is
+            which.
+        is_prediction_renamed: rank files call the layer of a multi-token prediction
+            ``mtp_model_layer``.
         pattern: the kinds of layers of a hybrid model, or None.
         n_predictions: layers of multi-token prediction.
-        sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
+        sizes: the arguments that are positive numbers; rules name some of them as sizes of
+            parameters.
         kind: what kind of model it is.
-        stacks: beginning of the names of layers → number of layers, for every stack that the model has.
+        stacks: beginning of the names of layers → number of layers, for every stack that the model
+            has.
     """
 
     topology: Topology
@@ -116,7 +124,8 @@ class ModelFacts:
             pipeline: how layers are distributed; None for ``pipeline_at``.
 
         Raises:
-            UnsupportedError: the layers do not divide, or a model of two stacks is to have several stages.
+            UnsupportedError: the layers do not divide, or a model of two stacks is to have several
+                stages.
             UsageError: ``pipeline`` does not fit them.
             CorruptError: the run's own way does not fit them.
         """
@@ -184,7 +193,9 @@ class ModelFacts:
 
 
 def pipeline_notes(facts: ModelFacts, pipeline: Pipeline) -> list[str]:
-    """Return the note that layers are no longer distributed in the run's own way; [] if they are."""
+    """Return the note that layers are no longer distributed in the run's own way; [] if they
+    are.
+    """
     if facts.pipeline.is_even or pipeline == facts.pipeline:
         return []
     now = "evenly" if pipeline.is_even else str(pipeline)

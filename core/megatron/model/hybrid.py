@@ -1,6 +1,7 @@
 r"""Hybrid models: which kind each layer is, and where a pattern cuts them into pipeline stages.
 
-One symbol a layer; ``|`` ends a model chunk (chunks in the order of layers: virtual stages outermost), ``/`` comes
+One symbol a layer; ``|`` ends a model chunk (chunks in the order of layers: virtual stages
+outermost), ``/`` comes
 before the layers of each multi-token prediction::
 
     hybrid_override_pattern = "M-M*-"          megatron-core 0.9 to 0.16

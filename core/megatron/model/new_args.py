@@ -1,10 +1,11 @@
 """The training arguments of rank files with new sizes.
 
 Changed are the sizes and what follows from them (``tensor_model_parallel_size``, ``world_size``,
-``padded_vocab_size`` …); every other argument stays as it was, and none is added but those without which the new
-layout would not be known.
+``padded_vocab_size`` …); every other argument stays as it was, and none is added but those without
+which the new layout would not be known.
 
-Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpoints in tests/golden.
+Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpoints in
+    tests/golden.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def _stage_and_dp(
 ) -> tuple[int, int]:
     """Return (ranks of a pipeline stage, data parallel size) with new sizes.
 
-    There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP
-    and EP could not co-vary otherwise.
+    There stay as many copies of the experts as there were (of the whole stage, in models without),
+    and more where TP and EP could not co-vary otherwise.
     """
     dp, cp = (value if isinstance(value := fields.get(name), int) else 1 for name in _COPIES)
     n_copies = max(1, own.tp * cp * dp // (own.expert_tp * own.ep))

@@ -1,8 +1,10 @@
-"""The consecutive parts of an axis that is cut: what a rule says they are, and how large they are in a model.
+"""The consecutive parts of an axis that is cut: what a rule says they are, and how large they are
+in a model.
 
-A rule names its parts by sizes, ``parts = ["mamba_inner", "mamba_groups", "mamba_groups", 4]``: numbers, training
-arguments, sums and products of them (``"linear_num_key_heads * linear_key_head_dim"``), and sizes that ``[[size]]``
-rows take from shapes. One size that nothing says follows from the extent of the axis. Of several lists the first whose
+A rule names its parts by sizes, ``parts = ["mamba_inner", "mamba_groups", "mamba_groups", 4]``:
+numbers, training arguments, sums and products of them (``"linear_num_key_heads *
+linear_key_head_dim"``), and sizes that ``[[size]]`` rows take from shapes. One size that nothing
+says follows from the extent of the axis. Of several lists the first whose
 sum is the extent holds::
 
     in_proj of Mamba-2    (2d + 2gN + h, H)   z, x, B, C, dt     d and h are known from out_proj and A_log: gN follows

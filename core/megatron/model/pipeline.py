@@ -1,6 +1,7 @@
 """How a model's layers are distributed over pipeline stages and model chunks.
 
-Chunks are numbered with the virtual stages outermost: chunk ``v * PP + p`` is model chunk v of stage p, and its first
+Chunks are numbered with the virtual stages outermost: chunk ``v * PP + p`` is model chunk v of
+stage p, and its first
 layer is the one behind all layers of the chunks before it. So only the number of layers of each chunk has to be known::
 
     8 layers, PP 2, VPP 2             chunk     0       1       2       3
@@ -9,14 +10,16 @@ layer is the one behind all layers of the chunks before it. So only the number o
     embedding and loss count, PP 2, VPP 2: 6    1       2       2       1
     layout "Et|tt||tttL"  (6 layers)            1       2       0       3
 
-A layout string has one part for every chunk, ``|`` between them: ``E`` the embedding, ``t`` a layer, ``m`` a layer of
-multi-token prediction, ``L`` the loss; ``(…)*n`` and ``x*n`` repeat, commas mean nothing. Embedding and loss must be
-its first and last letters; Megatron builds them in the first and last chunk even where these are empty.
+A layout string has one part for every chunk, ``|`` between them: ``E`` the embedding, ``t`` a
+layer, ``m`` a layer of multi-token prediction, ``L`` the loss; ``(…)*n`` and ``x*n`` repeat, commas
+mean nothing. Embedding and loss must be its first and last letters; Megatron builds them in the
+first and last chunk even where these are empty.
 
 Source: megatron-core 0.16.1 ``transformer/transformer_block.py`` ``get_num_layers_to_build``,
-``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (what is refused); for the
-stage of the embedding alone Megatron-LM ``megatron/legacy/model/transformer.py``. tests/megatron/model/test_stages.py
-compares with megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later.
+``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (what is
+refused); for the stage of the embedding alone Megatron-LM ``megatron/legacy/model/transformer.py``.
+tests/megatron/model/test_stages.py compares with megatron-core. Layout strings: not in
+megatron-core 0.12, in 0.15 and later.
 """
 
 from __future__ import annotations
@@ -51,9 +54,11 @@ class Pipeline:
 
     Args:
         first, last: layers of the first and last stage, where they were set (uneven pipelines).
-        counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first (last) chunk.
+        counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first
+            (last) chunk.
         layout: the letters of every chunk, in the order of their numbers, or None.
-        has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older Megatron).
+        has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older
+            Megatron).
 
     Raises:
         UsageError: two of the options contradict each other.
@@ -102,7 +107,8 @@ class Pipeline:
         """Return the part of the distribution that still means something at other sizes.
 
         Args:
-            has_pp, has_vpp: whether the number of stages (of model chunks a stage) is still the same.
+            has_pp, has_vpp: whether the number of stages (of model chunks a stage) is still the
+                same.
         """
         if has_pp and (has_vpp or self.layout is None):
             return self
@@ -113,8 +119,8 @@ class Pipeline:
 class LayerSplit:
     """The number of layers in every model chunk.
 
-    Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum of all counts
-    before it in (vp, pp) order.
+    Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum
+    of all counts before it in (vp, pp) order.
 
     Args:
         counts: ``counts[vp_rank][pp_rank]``, in layers.

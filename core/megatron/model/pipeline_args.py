@@ -1,15 +1,20 @@
-"""The distribution of layers over pipeline stages in the training arguments: reading and writing it.
+"""The distribution of layers over pipeline stages in the training arguments: reading and writing
+it.
 
-=============================================  =======================================================================
+=============================================
+=======================================================================
  argument                                       as
-=============================================  =======================================================================
+=============================================
+=======================================================================
  ``decoder_first_pipeline_num_layers``          a number or None; of transformer configurations
-                                                ``num_layers_in_first_pipeline_stage``, and the same for the last stage
+                                                ``num_layers_in_first_pipeline_stage``, and the same
+                                                for the last stage
  ``account_for_embedding_in_pipeline_split``    a bool, and the same for the loss
  ``pipeline_model_parallel_layout``             a string, lists of words, or a pickled ``PipelineParallelLayerLayout``,
                                                 which is read from its attributes and never called
  ``standalone_embedding_stage``                 a bool, of older Megatron
-=============================================  =======================================================================
+=============================================
+=======================================================================
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
 ``transformer/pipeline_parallel_layer_layout.py``.

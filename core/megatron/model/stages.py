@@ -14,8 +14,8 @@ class Stages:
 
     Args:
         pp, vpp: pipeline stages, and model chunks a stage.
-        splits: beginning of the names of layers (``decoder.layers.``) → their distribution, the main stack
-            first.
+        splits: beginning of the names of layers (``decoder.layers.``) → their distribution, the
+            main stack first.
         mtp: (vp, pp) of the chunk of multi-token prediction; None for the last one.
     """
 
@@ -54,8 +54,8 @@ class Stages:
         """Return (vp, pp) of the chunk at a named place of the model.
 
         Args:
-            place: ``first`` or ``last`` chunk, that of the ``last_layer`` of the main stack, or that of multi-token
-                prediction, ``mtp``.
+            place: ``first`` or ``last`` chunk, that of the ``last_layer`` of the main stack, or
+                that of multi-token prediction, ``mtp``.
         """
         if place == "first":
             return (0, 0)

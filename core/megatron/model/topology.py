@@ -7,12 +7,14 @@ Directory names (``core.formats.megatron.format``)::
     mp_rank_{tp:02d}_{ep:03d}            EP > 1 and PP == 1: the same shape as the line above
     mp_rank_{tp:02d}_{pp:03d}_{ep:03d}   both
 
-A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair exists. So names are never parsed: the
-sizes come from the training arguments, the names follow from the sizes, and the two sets are compared.
+A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair exists. So names are
+never parsed: the sizes come from the training arguments, the names follow from the sizes, and the
+two sets are compared.
 
-Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``, ``core/parallel_state.py``
-``RankGenerator``. With ``use_tp_pp_dp_mapping`` ranks are numbered otherwise, but the same ones write: Megatron then
-wants TP × CP = ETP × EP (or one pipeline stage), at which the pairs of the first stage's ranks are those of all.
+Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``,
+``core/parallel_state.py`` ``RankGenerator``. With ``use_tp_pp_dp_mapping`` ranks are numbered
+otherwise, but the same ones write: Megatron then wants TP × CP = ETP × EP (or one pipeline stage),
+at which the pairs of the first stage's ranks are those of all.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Topology:
         vpp: model chunks a stage (virtual pipeline).
         ep: expert parallel size.
         etp: tensor parallel size of experts; None means the same as ``tp``.
-        pipeline: how layers are distributed over the stages; None leaves that to the training arguments
-            (``core.megatron.model.facts.ModelFacts.pipeline_at``).
+        pipeline: how layers are distributed over the stages; None leaves that to the training
+            arguments (``core.megatron.model.facts.ModelFacts.pipeline_at``).
 
     Raises:
         UsageError: a size is not a positive integer.
@@ -158,9 +160,9 @@ def rank_dirs(
 
     Each maps names of directories to the coordinates of their ranks.
 
-    Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
-    write changed over time: the newest rule comes first, and last what ``core.megatron.reshard.to_ranks`` writes, the
-    files that any run of these sizes asks for.
+    Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary,
+    and which ranks write changed over time: the newest rule comes first, and last what
+    ``core.megatron.reshard.to_ranks`` writes, the files that any run of these sizes asks for.
 
     Args:
         topology: the run's sizes.
@@ -168,7 +170,8 @@ def rank_dirs(
         cp: context parallel size.
 
     Raises:
-        UnsupportedError: two ranks would write different experts to one file, or the sizes do not divide.
+        UnsupportedError: two ranks would write different experts to one file, or the sizes do not
+            divide.
     """
     check_rank_files(topology)
     full_set = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}

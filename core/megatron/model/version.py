@@ -9,12 +9,13 @@
 
 From 0.17 on there is no legacy GroupedMLP (``experts.weight1``).
 
-A loader takes the states of its first group out of a file's first group: in another order, or with a group more or
-less, it fails or trains with states of other parameters.
+A loader takes the states of its first group out of a file's first group: in another order, or with
+a group more or less, it fails or trains with states of other parameters.
 
-Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
-``core/transformer/transformer_config.py``; that 0.14 was the first to list empty groups, its tag in Megatron-LM.
-tests/real_megatron loads what is written for 0.12 and 0.16 into 0.12.1 and 0.16.1.
+Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
+``_get_param_groups``, ``core/transformer/transformer_config.py``; that 0.14 was the first to list
+empty groups, its tag in Megatron-LM. tests/real_megatron loads what is written for 0.12 and 0.16
+into 0.12.1 and 0.16.1.
 
 Not supported: versions before 0.12.
 """

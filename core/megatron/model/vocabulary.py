@@ -1,9 +1,9 @@
 """The true size of the vocabulary, and the padding that Megatron adds to it.
 
-Stored rows are padded to a multiple of a number times TP, so that the padding depends on the layout. Where the true
-size is known, the global form has exactly the true rows, and the destination gets zero rows behind them, as
-Megatron's own loader makes them. Where the true size is not known, all rows stay as they are, and only the
-same TP size can be written.
+Stored rows are padded to a multiple of a number times TP, so that the padding depends on the
+layout. Where the true size is known, the global form has exactly the true rows, and the destination
+gets zero rows behind them, as Megatron's own loader makes them. Where the true size is not known,
+all rows stay as they are, and only the same TP size can be written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def find_true_rows(
 
 
 def explains(facts: ModelFacts, n_rows: int, stored: int) -> bool:
-    """Return whether ``stored`` rows are a vocabulary of ``n_rows``, without padding or with that of some TP size."""
+    """Return whether ``stored`` rows are a vocabulary of ``n_rows``, without padding or with that
+    of some TP size.
+    """
     return stored in {
         n_rows,
         *(facts.padded_rows(n_rows, tp=tp) for tp in (facts.topology.tp, *_TP_SIZES)),
@@ -100,8 +102,8 @@ def cut_vocab(
     Args:
         shapes: name → stored shape of the tensors that have a row for each token.
         n_rows: rows of the true vocabulary, or None.
-        target_tp: TP size of the destination: padding stays where the destination has exactly as much, so that its
-            rows move unchanged. None cuts it everywhere.
+        target_tp: TP size of the destination: padding stays where the destination has exactly as
+            much, so that its rows move unchanged. None cuts it everywhere.
     """
     if n_rows is None:
         return CutVocab(shapes, ())
@@ -119,7 +121,9 @@ def cut_vocab(
 
 
 def rows_of(catalog: Catalog, given: int | None) -> int | None:
-    """Return the rows of the true vocabulary: the number that the caller gives, else the one that ``unshard`` found."""
+    """Return the rows of the true vocabulary: the number that the caller gives, else the one that
+    ``unshard`` found.
+    """
     model = catalog.facet(MegatronModel)
     return given if given is not None or model is None else model.vocab_size
 

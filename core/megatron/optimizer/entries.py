@@ -1,4 +1,5 @@
-"""The description of an optimizer apart from its tensors: an entry of the common state, or an object.
+"""The description of an optimizer apart from its tensors: an entry of the common state, or an
+object.
 
 megatron-core's common state (torch_dist, zarr), the tensors being elsewhere::
 
@@ -11,8 +12,8 @@ megatron-core's common state (torch_dist, zarr), the tensors being elsewhere::
 
     optimizer: {0: …, 1: …}                chained ones: of what all share, and of experts
 
-The parameters of a group are not listed: Megatron matches a group with its own one of the same ``wd_mult``,
-``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
+The parameters of a group are not listed: Megatron matches a group with its own one of the same
+``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
 
 Formats without a layout (DCP, torch, safetensors …) get one of this project's::
 
@@ -23,8 +24,9 @@ Formats without a layout (DCP, torch, safetensors …) get one of this project's
     ├── param_groups: [{lr, …, params: [global names]}, …]
     └── grad_scaler …
 
-Source: Megatron-LM d98e8a64 and megatron-core 0.12.1, 0.16.1 ``core/optimizer/{optimizer,distrib_optimizer}.py``,
-pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``).
+Source: Megatron-LM d98e8a64 and megatron-core 0.12.1, 0.16.1
+``core/optimizer/{optimizer,distrib_optimizer}.py``, pinned in tests/golden (``mcore*_torch_dist``,
+``mcore0121_zarr``).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class ReadEntries:
     Args:
         optimizer: kind, groups and other entries.
         steps: keys of the tensors that are the number of steps; all are equal.
-        sharding: how the distributed optimizer's states are kept, or None where the entry does not say.
+        sharding: how the distributed optimizer's states are kept, or None where the entry does not
+            say.
         dropped: parts that are left out, with the reason.
     """
 
@@ -77,7 +80,8 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
 
     Args:
         entry: inert, as in the module's docstring.
-        states: names of the states that there are tensors of, in order; masters are called ``fp32_param``.
+        states: names of the states that there are tensors of, in order; masters are called
+            ``fp32_param``.
 
     Raises:
         UnsupportedError: the entry is of no known form.

@@ -1,8 +1,10 @@
 """In which form a checkpoint keeps its optimizer's state, told from key names alone.
 
-=================================  =====================================================================================
+=================================
+=====================================================================================
  name                               what is stored
-=================================  =====================================================================================
+=================================
+=====================================================================================
  ``megatron_float16``               rank files: fp32 masters and Adam state of each parameter, by number, per TP/PP rank
  ``megatron_distributed``           rank files: ``distrib_optim.pt``, flat buffers of all parameters of a TP/PP rank
  ``per_parameter``                  torch_dist: one global tensor a parameter and moment (not distributed)
@@ -13,7 +15,8 @@
  ``torch_by_name``                  DCP and others: moments under the parameter's name
  ``torch_by_number``                ``torch.optim`` state dict: moments under the parameter's number
  ``other``                          optimizer entries in none of these forms
-=================================  =====================================================================================
+=================================
+=====================================================================================
 
 Source: tests/golden (Megatron-LM d98e8a64, megatron-core 0.12.1 and 0.16.1, torch 2.13);
 docs/facts/reshard.md 7.
@@ -83,7 +86,8 @@ def optim_format_of(
 
     Args:
         tensor_keys, object_keys: without rank directories.
-        has_flattened: the metadata lists reformulated shapes (``nd_reformulated_orig_global_shape``).
+        has_flattened: the metadata lists reformulated shapes
+            (``nd_reformulated_orig_global_shape``).
     """
     keys = [key for key in tensor_keys if key.startswith("distrib_optim") or is_optimizer_key(key)]
     states = [key for key in keys if role_of(key) != "other"]

@@ -2,18 +2,21 @@
 
 No name is stored, neither in rank files nor in torch_dist. What is known:
 
-* Groups are made of the parameters that are trained, in the order of the state dict, chunk by chunk; buffers, extra
-  states and frozen parameters are in none. A tied copy of the embedding is a parameter of its own.
-* A group's settings tell what it is made of (``wd_mult`` 0: biases and vectors; ``is_expert_parallel``: experts that
-  expert parallelism distributes; another learning rate: embedding and output, or with MuP the matrices between). Which
-  vectors are exempt from weight decay is a ``Policy``, of which the training arguments name one.
+* Groups are made of the parameters that are trained, in the order of the state dict, chunk by
+  chunk; buffers, extra states and frozen parameters are in none. A tied copy of the embedding is a
+  parameter of its own.
+* A group's settings tell what it is made of (``wd_mult`` 0: biases and vectors;
+  ``is_expert_parallel``: experts that expert parallelism distributes; another learning rate:
+  embedding and output, or with MuP the matrices between). Which vectors are exempt from weight
+  decay is a ``Policy``, of which the training arguments name one.
 * How many parameters a group has, and their shapes.
 
-``assign`` looks for the assignment that fits all of that, and compares masters with weights where it can. Groups stand
-in another order on every stage before megatron-core 0.16, so their place tells nothing.
+``assign`` looks for the assignment that fits all of that, and compares masters with weights where
+it can. Groups stand in another order on every stage before megatron-core 0.16, so their place tells
+nothing.
 
-Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
-``get_standard_config_overrides``.
+Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
+``_get_param_groups``, ``get_standard_config_overrides``.
 """
 
 from __future__ import annotations
@@ -57,9 +60,10 @@ class Policy:
     """The way in which a run sorts parameters into groups.
 
     Args:
-        exempt: what weight decay leaves alone: ``vectors`` and biases, those but not ``qk_norms``, or those and
-            ``embeddings``.
-        own_lr: what has a learning rate of its own: the ``ends`` of the model, or ``matrices`` (MuP).
+        exempt: what weight decay leaves alone: ``vectors`` and biases, those but not ``qk_norms``,
+            or those and ``embeddings``.
+        own_lr: what has a learning rate of its own: the ``ends`` of the model, or ``matrices``
+            (MuP).
         trained: ``all`` parameters, or only ``adapters``.
     """
 
@@ -151,7 +155,8 @@ class Slots:
     Args:
         settings: the stored settings.
         shapes: shapes of the states of each entry; None where there are none.
-        masters: shapes of the masters, which only fp16 and bf16 parameters have; None where the optimizer has none.
+        masters: shapes of the masters, which only fp16 and bf16 parameters have; None where the
+            optimizer has none.
     """
 
     settings: Mapping[str, object]
@@ -162,7 +167,9 @@ class Slots:
 Assignment = tuple[tuple[int, ...], ...]
 """For every group, which parameters it has, in order."""
 Agrees = Callable[[int, int, int], bool]
-"""Tells whether a master belongs to a parameter: (parameter, group, number of the master in the group)."""
+"""Tells whether a master belongs to a parameter: (parameter, group, number of the master in the
+group).
+"""
 
 
 def assign(
@@ -284,8 +291,8 @@ def _ways(
 ) -> list[Assignment]:
     """Return up to two assignments that fit, whatever the settings say; parameters may be frozen.
 
-    Goes through the parameters once. A state is how many entries and masters of each group are taken; it keeps two of
-    the ways that lead to it.
+    Goes through the parameters once. A state is how many entries and masters of each group are
+    taken; it keeps two of the ways that lead to it.
     """
     # Two ways are enough to know that the assignment is not certain.
     frontier: dict[_State, list[_Way]] = {tuple((0, 0) for _ in groups): [None]}
@@ -312,7 +319,9 @@ def _ways(
 
 
 def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, int] | None:
-    """Return how much of a group is taken with one more parameter; None if its shape does not fit."""
+    """Return how much of a group is taken with one more parameter; None if its shape does not
+    fit.
+    """
     entry, master = taken
     if entry == len(group.shapes) or group.shapes[entry] not in (None, param.shape):
         return None

@@ -1,8 +1,9 @@
 """Whether a master belongs to a weight: rounded to the weight's dtype, it is the weight.
 
-Megatron makes the weights anew from their fp32 masters at every step, so a checkpoint's masters round to its weights,
-bit for bit (to nearest even). A few elements tell: what is compared is a sample from the beginning, the middle and the
-end of both. Where the weights are fp32 themselves, sample and weight are equal.
+Megatron makes the weights anew from their fp32 masters at every step, so a checkpoint's masters
+round to its weights, bit for bit (to nearest even). A few elements tell: what is compared is a
+sample from the beginning, the middle and the end of both. Where the weights are fp32 themselves,
+sample and weight are equal.
 
 Source: Megatron-LM d98e8a64 ``core/optimizer/optimizer.py`` ``_copy_main_params_to_model_params``.
 """
@@ -250,8 +251,8 @@ MOST = 64
 def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
     """Return the parameters, among a sample, whose masters do not round to their weights.
 
-    Names say what belongs to what, so that this is no proof of a mapping; but weights that were edited, or taken from
-    another step than the optimizer, show themselves.
+    Names say what belongs to what, so that this is no proof of a mapping; but weights that were
+    edited, or taken from another step than the optimizer, show themselves.
 
     Args:
         catalog: the global per-layer form, of a checkpoint that stores states by name.

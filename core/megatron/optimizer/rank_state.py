@@ -1,4 +1,6 @@
-"""The optimizer of rank files as values: the tensors of a rank, and which stored array is which state of them."""
+"""The optimizer of rank files as values: the tensors of a rank, and which stored array is which
+state of them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class Param:
     """A tensor in a rank's state dict.
 
     Args:
-        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and
-            takes its optimizer's states as well, whose shape is the same.
+        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` tells what it is called in
+            the whole model, and takes its optimizer's states as well, whose shape is the same.
         name: in the chunk, without ``model.``; local numbers.
         array: weights of the tensor.
     """
@@ -95,10 +97,11 @@ class OptimizerFiles(Protocol):
     """The optimizer in the files of all ranks, which is added rank by rank.
 
     Attributes:
-        files: coordinates → distrib_optim.pt (``core.megatron.optimizer.flat.content.OptimFile``), where there is such
-            a file.
+        files: coordinates → distrib_optim.pt (``core.megatron.optimizer.flat.content.OptimFile``),
+            where there is such a file.
         arrays: by name, those of parameters' states in model_optim_rng.pt.
-        beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it goes to.
+        beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it
+            goes to.
         notes, dropped: for the catalog's fields of these names.
     """
 

@@ -19,13 +19,15 @@ class ReshardTarget:
     """An optimizer in the global per-layer form, and the layout that it is to have.
 
     Args:
-        catalog: the model in the global per-layer form, with the optimizer's states among its tensors.
+        catalog: the model in the global per-layer form, with the optimizer's states among its
+            tensors.
         optimizer: the catalog's, without its tensors.
         topology: sizes of the destination.
         facts: facts about the source.
         rules: the layout's table.
         cuts: how the destination cuts every tensor, states included.
-        version: the megatron-core that is to load the result; None for the one that wrote the source.
+        version: the megatron-core that is to load the result; None for the one that wrote the
+            source.
     """
 
     catalog: Catalog

@@ -1,12 +1,13 @@
 """The param groups of an optimizer at another layout.
 
-Groups are those of the source. Only experts may come to other ones: with expert parallelism they have groups, and a
-chained optimizer, of their own (``is_expert_parallel``); without, they are in the groups of dense parameters. Which of
-them a rank lists, and in which order, depends on megatron-core's version (``core.megatron.model.version``): on the one
-that is to load the result, or, where nobody says, on the one that wrote the source.
+Groups are those of the source. Only experts may come to other ones: with expert parallelism they
+have groups, and a chained optimizer, of their own (``is_expert_parallel``); without, they are in
+the groups of dense parameters. Which of them a rank lists, and in which order, depends on
+megatron-core's version (``core.megatron.model.version``): on the one that is to load the result,
+or, where nobody says, on the one that wrote the source.
 
-Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
-``get_megatron_optimizer``.
+Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
+``_get_param_groups``, ``get_megatron_optimizer``.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
         params: global name of every parameter that is trained → number of its axes.
 
     Raises:
-        UnsupportedError: no policy tells which parameters the source's groups have, two groups that become one have
-            different settings, or the target's version would describe them in another way.
+        UnsupportedError: no policy tells which parameters the source's groups have, two groups that
+            become one have different settings, or the target's version would describe them in
+            another way.
         CorruptError: a parameter is in no group.
     """
     optimizer, rules, version = target.optimizer, target.rules, target.version
@@ -140,8 +142,8 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
     """Return a group's settings as a version has them.
 
     Raises:
-        UnsupportedError: the version needs a setting that the group lacks, or describes its learning rate in
-            another way.
+        UnsupportedError: the version needs a setting that the group lacks, or describes its
+            learning rate in another way.
     """
     missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
     if missing:
@@ -165,7 +167,8 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
 def _in_order(
     groups: Mapping[tuple[object, ...], Mapping[str, object]],
 ) -> list[tuple[object, ...]]:
-    """Return groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
+    """Return groups with the usual learning rate in the order of 0.16: with weight decay, without;
+    dense ones first.
 
     Raises:
         UnsupportedError: two groups are alike in weight decay and experts.
@@ -190,10 +193,11 @@ _FOUND_BY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr")
 
 
 def _splits(target: ReshardTarget) -> bool | None:
-    """Return whether experts have groups of their own at the destination; None means those that they have.
+    """Return whether experts have groups of their own at the destination; None means those that
+    they have.
 
-    Without expert parallelism, some versions give them groups of their own where their TP size is another; then what
-    the source does decides, if it shows it.
+    Without expert parallelism, some versions give them groups of their own where their TP size is
+    another; then what the source does decides, if it shows it.
     """
     if not any(EXPERT in group.settings for group in target.optimizer.groups):
         return None
@@ -252,7 +256,9 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
 def _groups_by_policy(
     policy: Policy, target: ReshardTarget, params: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of the group that a policy gives each parameter; {} if it cannot tell the groups apart."""
+    """Return the number of the group that a policy gives each parameter; {} if it cannot tell the
+    groups apart.
+    """
     wanted = [traits_of(group.settings) for group in target.optimizer.groups]
     if len(set(wanted)) < len(wanted):
         return {}

@@ -39,7 +39,9 @@ class ModelChunk:
     known: dict[str, tuple[str, Expert | None]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Name → (name with its layer renumbered, the expert in that); for all ranks of one ``where``."""
+    """Name → (name with its layer renumbered, the expert in that); for all ranks of one
+    ``where``.
+    """
 
     @property
     def n_experts(self) -> int:
@@ -51,7 +53,8 @@ class ModelChunk:
 
         The first number is the name's own place for other parameters.
 
-        Experts of all ranks are to stand one after the other, where those of one rank stand in its file.
+        Experts of all ranks are to stand one after the other, where those of one rank stand in its
+        file.
         """
         first: dict[str, int] = {}
         places = {}

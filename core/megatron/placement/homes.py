@@ -138,7 +138,8 @@ def homes_at(
         topology: sizes of the destination.
         facts: facts about the source.
         pipeline: how layers are distributed; None for ``facts.pipeline_at``.
-        expert_names: how files name experts; None for the source's way, legacy grouped ones one by one.
+        expert_names: how files name experts; None for the source's way, legacy grouped ones one by
+            one.
 
     Raises:
         UnsupportedError, UsageError, CorruptError: as ``facts.stages``.

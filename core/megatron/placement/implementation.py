@@ -1,4 +1,5 @@
-"""Renaming of a model's modules for the other transformer implementation, whose arithmetic is the same.
+"""Renaming of a model's modules for the other transformer implementation, whose arithmetic is the
+same.
 
 Megatron's ``local`` implementation has norms of their own; Transformer Engine's are part of the linear that follows::
 
@@ -7,9 +8,10 @@ Megatron's ``local`` implementation has norms of their own; Transformer Engine's
     pre_mlp_layernorm.weight  (dense layers)  mlp.linear_fc1.layer_norm_weight
     self_attention.q_layernorm.weight  (MLA)  self_attention.linear_q_up_proj.layer_norm_weight
 
-A layer with experts keeps ``pre_mlp_layernorm`` in both, and a latent attention its ``input_layernorm``. torch_dist has
-the fused names for both, except that the local implementation's map renames the norm before experts as well, so that
-such a checkpoint loads only where it was saved.
+A layer with experts keeps ``pre_mlp_layernorm`` in both, and a latent attention its
+``input_layernorm``. torch_dist has the fused names for both, except that the local implementation's
+map renames the norm before experts as well, so that such a checkpoint loads only where it was
+saved.
 
 Source: megatron-core 0.16.1 ``models/gpt/gpt_layer_specs.py``.
 """
@@ -118,7 +120,9 @@ def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: boo
 
 
 def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> str:
-    """Return the key of a tensor, or of an optimizer's state, under the names of the other implementation."""
+    """Return the key of a tensor, or of an optimizer's state, under the names of the other
+    implementation.
+    """
     state = state_of(key)
     if state is not None:
         return state_key(state[0], _renamed(state[1], facts, rules, to_fused=to_fused))

@@ -1,4 +1,5 @@
-"""Parameters that torch_dist stores in parts, one tensor for each: joined when read, parted when written.
+"""Parameters that torch_dist stores in parts, one tensor for each: joined when read, parted when
+written.
 
 ::
 
@@ -7,10 +8,12 @@
     decoder.layers.0.mixer.in_proj.weight.x        (d, H)                …
     decoder.layers.0.mixer.in_proj.weight.dt       (h, H)
 
-and so for an optimizer's states. Which parameters: rules with ``names``. Parts with names of several words
-(``linear_q_down_proj.weight``) are those of models without a joined layer: when read, they stay what they are.
+and so for an optimizer's states. Which parameters: rules with ``names``. Parts with names of
+several words (``linear_q_down_proj.weight``) are those of models without a joined layer: when read,
+they stay what they are.
 
-Source: megatron-core 0.16.1 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net.py`` ``_split_tensor_factory``.
+Source: megatron-core 0.16.1 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net.py``
+    ``_split_tensor_factory``.
 """
 
 from __future__ import annotations

@@ -44,9 +44,10 @@ def origins_of(
     """Return for every global per-layer name where it comes from.
 
     Args:
-        names: key of the source → Megatron's name of the tensor, which may stack layers and experts.
-        report: takes the problems (rules ``layout.stacks``, ``.entries``), whose subjects are then left out; raises
-            them, if none is given.
+        names: key of the source → Megatron's name of the tensor, which may stack layers and
+            experts.
+        report: takes the problems (rules ``layout.stacks``, ``.entries``), whose subjects are then
+            left out; raises them, if none is given.
 
     Raises:
         CorruptError: two tensors are one, or a stack has other extents than the model.

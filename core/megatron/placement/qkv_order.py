@@ -1,6 +1,7 @@
 """The rows of query, key and value in checkpoints of before ``checkpoint_version`` 2.0.
 
-A rank's fused weight (and bias) of n heads with c channels each, whose parts are query, key and value (or key and
+A rank's fused weight (and bias) of n heads with c channels each, whose parts are query, key and
+value (or key and
 value, for attention to an encoder)::
 
     version        order of the rows     row of (head, part, channel)
@@ -8,8 +9,9 @@ value, for attention to an encoder)::
     1.0            [head, channel, part]  (head * c + channel) * parts + part
     2.0 and later  [head, part, channel]  (head * parts + part) * c + channel
 
-It is the rank's rows that are ordered so: a tensor is put in order shard by shard, before shards are joined. Where rows
-lie is metadata: every part of every head is a fragment of its own, strided for version 1.0.
+It is the rank's rows that are ordered so: a tensor is put in order shard by shard, before shards
+are joined. Where rows lie is metadata: every part of every head is a fragment of its own, strided
+for version 1.0.
 
 Source: Megatron-LM 00caa53a ``training/checkpointing.py`` ``fix_query_key_value_ordering``.
 """
@@ -102,7 +104,8 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
         n_rows: rows of one rank's shard.
 
     Raises:
-        UnsupportedError: a version that never was, or heads that share keys, which no such version had.
+        UnsupportedError: a version that never was, or heads that share keys, which no such version
+            had.
         CorruptError: the rows are not those of the arguments' heads.
     """
     match = _FUSED.search(name)

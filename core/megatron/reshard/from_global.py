@@ -1,11 +1,14 @@
-"""Checkpoints that store global tensors under Megatron's names, brought into the global per-layer form.
+"""Checkpoints that store global tensors under Megatron's names, brought into the global per-layer
+form.
 
-torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L, rows, columns)) and
-the experts of a layer (``mlp.experts.experts.linear_fc2.weight``, (L, E, rows, columns), or (E, rows, columns) in a
-model whose layers differ), names norms as Transformer Engine fuses them, and wraps every extra state in an object of
-its own. DCP and torch files hold the keys that they were given: usually per-layer ones, with ``model.`` before them.
+torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L,
+rows, columns)) and the experts of a layer (``mlp.experts.experts.linear_fc2.weight``, (L, E, rows,
+columns), or (E, rows, columns) in a model whose layers differ), names norms as Transformer Engine
+fuses them, and wraps every extra state in an object of its own. DCP and torch files hold the keys
+that they were given: usually per-layer ones, with ``model.`` before them.
 
-The result is the form of ``core.megatron.reshard.from_ranks``, with names as rank files of this model would have them.
+The result is the form of ``core.megatron.reshard.from_ranks``, with names as rank files of this
+model would have them.
 """
 
 from __future__ import annotations
@@ -226,7 +229,9 @@ def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rul
 
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether global tensors, their objects loaded, have Megatron's names and training arguments."""
+    """Return whether global tensors, their objects loaded, have Megatron's names and training
+    arguments.
+    """
     if catalog.is_rank_local:
         return False
     beginnings = tuple(prefix + stack for prefix in _PREFIXES for stack in rules.main_stacks)
@@ -238,7 +243,9 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
 
 
 def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether tensors have Megatron's names for attention, which no other model has in such layers."""
+    """Return whether tensors have Megatron's names for attention, which no other model has in such
+    layers.
+    """
     attention = [key for key in catalog.tensors if ".self_attention." in key]
     return any(
         rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention
@@ -292,7 +299,9 @@ def without_prefix(prefix: str, key: str) -> str:
 
 
 def _torch_dist_facts(catalog: Catalog) -> dict[type, object]:
-    """Return the facet that torch_dist writes again; shapes of the optimizer's tensors go with their old form."""
+    """Return the facet that torch_dist writes again; shapes of the optimizer's tensors go with
+    their old form.
+    """
     facts = catalog.facet(TorchDistFacts)
     if facts is None:
         return {}
@@ -325,7 +334,9 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
 
 
 def _skeleton_entries(catalog: Catalog) -> dict[object, object]:
-    """Return the entries that a nested file holds besides the model, objects in place of their leaves."""
+    """Return the entries that a nested file holds besides the model, objects in place of their
+    leaves.
+    """
 
     def value_of(entry: LeafEntry) -> object:
         if isinstance(entry.leaf, ObjectLeaf):
@@ -371,8 +382,8 @@ def _rename_objects(
 ) -> _RenamedObjects:
     """Give extra states the names of their layers.
 
-    Random states, and other ShardedObjects of single ranks, keep their keys. Other objects are in the common state,
-    which is not repeated.
+    Random states, and other ShardedObjects of single ranks, keep their keys. Other objects are in
+    the common state, which is not repeated.
     """
     states = {key: StoredObject(key, value=value) for key, value in entries.sharded.items()}
     objects: dict[str, StoredObject] = {}

@@ -1,21 +1,26 @@
-"""From rank-local names and shapes to global ones: the rank files of a Megatron checkpoint as one model.
+"""From rank-local names and shapes to global ones: the rank files of a Megatron checkpoint as one
+model.
 
 The result is the *global per-layer form*, which ``core.megatron.reshard.to_ranks`` and
-``core.megatron.reshard.to_torch_dist`` take. Keys are names as rank files have them, without ``model.``; layers and
-experts are numbered over the whole model, shapes are those of the whole tensors, and there is one fragment for every
+``core.megatron.reshard.to_torch_dist`` take. Keys are names as rank files have them, without
+``model.``; layers and experts are numbered over the whole model, shapes are those of the whole
+tensors, and there is one fragment for every
 piece that a rank holds. What several ranks hold gives several fragments with one box; the engine compares them::
 
     decoder.layers.3.input_layernorm.weight                          or self_attention.linear_qkv.layer_norm_weight,
-                                                                     whichever the model's rank files have
+                                                                     whichever the model's rank
+                                                                     files have
     decoder.layers.3.mlp.router.weight
     decoder.layers.3.mlp.shared_experts.linear_fc1.weight            gated: all gate rows, then all up rows
-    decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank files say
+    decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank
+    files say
 
 An optimizer's states are tensors as well (``core.catalog.optimizer_keys``).
 
-The result has the fields ``args`` (``core.megatron.model.args.facts_of`` says which arguments matter), ``iteration``,
-``common`` (the other top-level entries, ``args`` among them; ``core.megatron.extras.common_state``), ``optimizer``,
-``notes`` and ``dropped``, and the facets ``MegatronModel`` and ``Topology`` (the source's).
+The result has the fields ``args`` (``core.megatron.model.args.facts_of`` says which arguments
+matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
+``core.megatron.extras.common_state``), ``optimizer``, ``notes`` and ``dropped``, and the facets
+``MegatronModel`` and ``Topology`` (the source's).
 
 Objects: extra states per layer, and random states.
 """
@@ -84,7 +89,9 @@ def unshard_ranks(
     target_tp: int | None,
     store: ReadStore | None,
 ) -> Catalog:
-    """Return the global form of a rank catalog (``core.megatron.reshard.reshard.unshard`` explains the arguments)."""
+    """Return the global form of a rank catalog (``core.megatron.reshard.reshard.unshard`` explains
+    the arguments).
+    """
     _check_all_ranks(catalog)
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
@@ -228,7 +235,9 @@ def _set_old_rows(tensors: Mapping[str, RankTensor], version: float, facts: Mode
 
 
 def _optimizer_kind(catalog: Catalog, model: RankModel) -> str | None:
-    """Return the kind of the optimizer in the files, in words for people; None if they have none."""
+    """Return the kind of the optimizer in the files, in words for people; None if they have
+    none.
+    """
     rank_facts = catalog.facet(RankFacts)
     if rank_facts is not None and rank_facts.optimizer_kind is not None:
         return str(rank_facts.optimizer_kind)
@@ -286,7 +295,8 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
 def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
     """Cut what its rule replicates where every rank has only its share of the rows.
 
-    A single rank does not show it; then it is assumed for latent attention in the local implementation, which cuts.
+    A single rank does not show it; then it is assumed for latent attention in the local
+    implementation, which cuts.
 
     Returns:
         Whether some tensor is cut so.
@@ -310,7 +320,8 @@ def global_shape_of(
         like: the parameter, where the tensor is a state of it: shapes must be the parameter's.
 
     Raises:
-        CorruptError: ranks differ in dtype or shape, or the tensor lacks the axis that its rule cuts.
+        CorruptError: ranks differ in dtype or shape, or the tensor lacks the axis that its rule
+            cuts.
     """
     first = tensor.parts[0]
     axis = tensor.rule.cut_axis
@@ -377,7 +388,9 @@ class _RankFragments:
     copies: Mapping[str, Sequence[StoredArray]]
     facts: ModelFacts
     _pieces: dict[object, list[ShardPiece]] = field(default_factory=dict, init=False)
-    """Pieces of tensors that were asked for before, by rule and shape: such tensors are cut alike."""
+    """Pieces of tensors that were asked for before, by rule and shape: such tensors are cut
+    alike.
+    """
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
         """Return one fragment for every piece that a rank holds of a tensor."""

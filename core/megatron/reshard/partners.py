@@ -1,4 +1,5 @@
-"""Tensors that go together; they are checked because comparing layers with each other misses what all of them lack.
+"""Tensors that go together; they are checked because comparing layers with each other misses what
+all of them lack.
 
 A layer with one of these has the other::
 
@@ -39,7 +40,8 @@ _FUSED_NORM = "layer_norm_weight"
 
 
 def check_partners(names: Iterable[str], kind: ModelKind, rules: Rules, *, report: Report) -> None:
-    """Report tensors that are missing in all layers of a stack, though each layer has their partner.
+    """Report tensors that are missing in all layers of a stack, though each layer has their
+    partner.
 
     Args:
         names: names of the model's tensors, one for each layer.
@@ -102,7 +104,8 @@ def _missing(subs: set[str]) -> Iterator[tuple[str, str]]:
 def _missing_norms(subs: set[str]) -> Iterator[tuple[str, str]]:
     """Yield (missing norm, the norm that the layer has).
 
-    Attention and MLP both begin with a norm, which may be fused into the first linear, or neither does.
+    Attention and MLP both begin with a norm, which may be fused into the first linear, or neither
+    does.
     """
     mlp = {sub for sub in subs if sub.startswith("mlp.")}
     if _QKV not in subs or not mlp:

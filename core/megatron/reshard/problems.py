@@ -1,7 +1,7 @@
 """All problems with the layout of a Megatron checkpoint, not only the first.
 
-``core.megatron.reshard.from_ranks`` and ``core.megatron.reshard.from_global`` stop at the first problem; here the same
-checks report it and go on.
+``core.megatron.reshard.from_ranks`` and ``core.megatron.reshard.from_global`` stop at the first
+problem; here the same checks report it and go on.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class Understood:
 def understood(
     catalog: Catalog, rules: Rules, *, report: Report, sample: Collection[str] | None = None
 ) -> Understood | None:
-    """Read the model of a catalog with Megatron's names, as far as it is understood, and report its problems.
+    """Read the model of a catalog with Megatron's names, as far as it is understood, and report its
+    problems.
 
     Args:
-        catalog: a catalog of rank files, which may be incomplete, or of global tensors, its objects loaded.
-        report: takes the problems: the rules of ``merge_ranks``, ``origins_of`` and ``check_complete``, and
-            ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
+        catalog: a catalog of rank files, which may be incomplete, or of global tensors, its objects
+            loaded.
+        report: takes the problems: the rules of ``merge_ranks``, ``origins_of`` and
+            ``check_complete``, and ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
         sample: rank directories that stand for all others, which are like them; None for all.
 
     Returns:
@@ -115,7 +117,9 @@ def _read_ranks(
 def _sampled(
     facts: ModelFacts, ranks: Mapping[Coords, tuple[str, object]], sample: Collection[str]
 ) -> tuple[ModelFacts, Mapping[Coords, tuple[str, object]]]:
-    """Return the sampled ranks and the facts for them: the experts of one rank are taken for all that there are."""
+    """Return the sampled ranks and the facts for them: the experts of one rank are taken for all
+    that there are.
+    """
     ep = facts.topology.ep
     sampled = {
         tuple(number for number in coords if number[0] != "ep"): file

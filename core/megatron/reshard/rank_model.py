@@ -1,7 +1,8 @@
-"""The rank files of a Megatron checkpoint, merged into one model: what every rank holds, under its global name.
+"""The rank files of a Megatron checkpoint, merged into one model: what every rank holds, under its
+global name.
 
-``core.megatron.reshard.from_ranks`` makes global tensors of the result, ``core.megatron.reshard.rank_optimizer`` finds
-the parameters' optimizer states with its help.
+``core.megatron.reshard.from_ranks`` makes global tensors of the result,
+``core.megatron.reshard.rank_optimizer`` finds the parameters' optimizer states with its help.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def merge_ranks(
     """Merge the chunks of all ranks under global names, each name with its place in the model.
 
     Args:
-        report: takes the problems (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``),
-            whose subjects are then left out; raises them, if none is given.
+        report: takes the problems (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``,
+            ``.entries``), whose subjects are then left out; raises them, if none is given.
     """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)
@@ -172,7 +173,9 @@ def _add_file(
 
 
 def _add_head(model: RankModel, facts: ModelFacts) -> None:
-    """Add what the dict of the embedding's copy looks like, which a single pipeline stage does not have."""
+    """Add what the dict of the embedding's copy looks like, which a single pipeline stage does not
+    have.
+    """
     head, embedding = (name.rpartition(".")[0] for name in (facts.kind.head, facts.kind.embedding))
     model.nesting.setdefault(head, model.nesting.get(embedding, True))
     if embedding in model.versions and head not in model.versions:
@@ -181,7 +184,9 @@ def _add_head(model: RankModel, facts: ModelFacts) -> None:
 
 
 def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> None:
-    """Report TP ranks whose shards are in no file: older Megatron left out ranks whose experts another one holds."""
+    """Report TP ranks whose shards are in no file: older Megatron left out ranks whose experts
+    another one holds.
+    """
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
         error = MissingShardError(
@@ -280,7 +285,9 @@ def _add_state(
 
 
 def _class_of(leaf: object) -> str:
-    """Return a pickle's word for a value: a tensor's subclass, else the function that makes the value."""
+    """Return a pickle's word for a value: a tensor's subclass, else the function that makes the
+    value.
+    """
     if not isinstance(leaf, Inert):
         return type(leaf).__name__
     classes = [str(part) for part in leaf.args if isinstance(part, Global)]
@@ -288,7 +295,9 @@ def _class_of(leaf: object) -> str:
 
 
 def _add_expert_states(model: RankModel, rules: Rules) -> None:
-    """Give legacy grouped experts, which have no extra states, the empty ones that the other modules have."""
+    """Give legacy grouped experts, which have no extra states, the empty ones that the other
+    modules have.
+    """
     if not any(values[0] is None for values in model.extra_states.values()):
         return
     for name in model.tensors:
@@ -354,7 +363,9 @@ def _check_layers(
 def _check_names(
     names: Sequence[str], other_names: Sequence[str], report: Report, *, rank: str, other: str
 ) -> None:
-    """Report names that only one of two ranks of a stage has (experts are numbered anew in each)."""
+    """Report names that only one of two ranks of a stage has (experts are numbered anew in
+    each).
+    """
     missing, extra = sorted(set(other_names) - set(names)), sorted(set(names) - set(other_names))
     if missing:
         report(

@@ -1,9 +1,9 @@
 """The optimizer of rank files, in the two forms that Megatron-LM has for it.
 
-``core.megatron.optimizer.numbered`` reads and writes the FP32 and Float16 optimizers, which lie in model_optim_rng.pt;
-``core.megatron.optimizer.flat`` the distributed optimizer of distrib_optim.pt. By the form, ``read_states`` returns
-which stored array of a rank is which state of which parameter, and ``optimizer_files`` the files that a destination
-will have.
+``core.megatron.optimizer.numbered`` reads and writes the FP32 and Float16 optimizers, which lie in
+model_optim_rng.pt; ``core.megatron.optimizer.flat`` the distributed optimizer of distrib_optim.pt.
+By the form, ``read_states`` returns which stored array of a rank is which state of which parameter,
+and ``optimizer_files`` the files that a destination will have.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def read_states(
         catalog: ``core.formats.megatron.format``'s.
         files: all ranks.
         store: to compare masters with weights; None leaves that out.
-        report: takes the problems of single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
-            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), whose subjects are then left out;
-            raises them, if none is given.
+        report: takes the problems of single ranks (rules ``optim.numbers``, ``.groups``,
+            ``.states``, ``.shape``, ``.step``, ``.settings``, ``.entries``, ``.buffers``,
+            ``.missing``), whose subjects are then left out; raises them, if none is given.
 
     Raises:
-        UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state is whose.
+        UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state
+            is whose.
         CorruptError: ranks contradict each other.
     """
     ranks = catalog.facet(RankFacts)

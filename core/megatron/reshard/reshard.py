@@ -6,8 +6,8 @@
     torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
     DCP, torch ──┘   (``core.megatron.reshard.from_ranks``)                 └── stack ──▶ torch_dist
 
-The rules are data: ``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. What is not handled yet is
-refused by name.
+The rules are data: ``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. What
+is not handled yet is refused by name.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ def unshard(
     """Return the global per-layer form of a Megatron checkpoint.
 
     Args:
-        catalog: a rank catalog (``core.formats.megatron.format``), or a torch_dist, DCP or torch catalog whose tensors
-            have Megatron's names: stacked or per layer, with or without ``model.`` before them. Its objects should have
-            been loaded (``core.opening.objects.loaded``); extra states that have not been are left as they are, under
-            their old keys.
+        catalog: a rank catalog (``core.formats.megatron.format``), or a torch_dist, DCP or torch
+            catalog whose tensors have Megatron's names: stacked or per layer, with or without
+            ``model.`` before them. Its objects should have been loaded
+            (``core.opening.objects.loaded``); extra states that have not been are left as they are,
+            under their old keys.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes the training arguments' word.
         optim: ``carry`` optimizer state, ``drop`` it with a note, or ``refuse`` it.
         keep_padded_vocab: count padding rows as true ones.
-        target_tp: the TP size that the result is meant for; padding rows are then kept where that size needs exactly as
-            many, so that they move unchanged. None cuts them wherever the true vocabulary is known.
-        store: the checkpoint's files, where masters are to be compared with weights; None leaves that out.
+        target_tp: the TP size that the result is meant for; padding rows are then kept where that
+            size needs exactly as many, so that they move unchanged. None cuts them wherever the
+            true vocabulary is known.
+        store: the checkpoint's files, where masters are to be compared with weights; None leaves
+            that out.
 
     Returns:
         A catalog as ``core.megatron.reshard.from_ranks`` describes it.

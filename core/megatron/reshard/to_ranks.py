@@ -1,10 +1,12 @@
-"""From the global per-layer form to rank files of a topology: the target catalog of ``core.formats.megatron.format``.
+"""From the global per-layer form to rank files of a topology: the target catalog of
+``core.formats.megatron.format``.
 
-Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new array, named
-``<rank dir>:<path in the file>``, which is yet to be placed. The target has the fields ``args`` (updated),
-``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
-``RankFacts.transposed`` names tensors whose axes are in the other order in files, and in this catalog; the source's
-must be brought into that order (``core.megatron.rules.experts.transposed``).
+Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new
+array, named ``<rank dir>:<path in the file>``, which is yet to be placed. The target has the fields
+``args`` (updated), ``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets
+``RankFacts`` and ``Topology``. ``RankFacts.transposed`` names tensors whose axes are in the other
+order in files, and in this catalog; the source's must be brought into that order
+(``core.megatron.rules.experts.transposed``).
 
 Experts keep their kind. The legacy grouped one exists until megatron-core 0.16.
 """
@@ -63,7 +65,8 @@ def shard(
     version: MegatronVersion | None = None,
     experts: str | None = None,
 ) -> TargetCatalog:
-    """Plan the rank files of a topology, and return their target catalog (the module's docstring describes it).
+    """Plan the rank files of a topology, and return their target catalog (the module's docstring
+    describes it).
 
     Args:
         catalog: the global per-layer form, its objects loaded.
@@ -71,13 +74,15 @@ def shard(
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
         rng: ``keep`` refuses to leave random states out (``core.megatron.extras.random_states``).
-        version: the megatron-core that is to load the files; None writes the optimizer as the source's did.
-        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps their kind.
+        version: the megatron-core that is to load the files; None writes the optimizer as the
+            source's did.
+        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps their
+            kind.
 
     Raises:
         UsageError: ``experts`` is given, but there are no legacy grouped ones.
-        UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, random
-            states that cannot be kept, or a vocabulary of unknown size.
+        UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be
+            written yet, random states that cannot be kept, or a vocabulary of unknown size.
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
@@ -173,7 +178,8 @@ def _keys(cuts: Mapping[str, Cut], *, of_states: bool) -> list[str]:
 def _expert_names(
     catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None, experts: str | None
 ) -> str | None:
-    """Return how the rank files name experts: as the source's did, unless each is to become a module.
+    """Return how the rank files name experts: as the source's did, unless each is to become a
+    module.
 
     Raises:
         UsageError: ``experts`` is given, but the experts are not legacy grouped ones.
@@ -295,11 +301,15 @@ class _ShardPlan:
         return self.model.facet(MegatronModel) or MegatronModel()
 
     def chunk_name(self, vp_rank: int) -> str:
-        """Return the top-level entry of a model chunk: ``model``, or ``model0`` … where a rank has several."""
+        """Return the top-level entry of a model chunk: ``model``, or ``model0`` … where a rank has
+        several.
+        """
         return "model" if self.topology.vpp == 1 else f"model{vp_rank}"
 
     def find_homes(self) -> tuple[dict[str, list[Home]], list[str]]:
-        """Return (key → where every copy of the tensor lives, what the user should know about it)."""
+        """Return (key → where every copy of the tensor lives, what the user should know about
+        it).
+        """
         homes = {key: self.places.homes(key) for key in self.model.tensors}
         tied = tied_of(self.model, self.facts, self.rules) if self.topology.pp > 1 else None
         if tied is None:
@@ -316,8 +326,8 @@ class _ShardPlan:
     def extra_states(self) -> dict[str, object]:
         """Return the extra states by global name.
 
-        torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an empty one have it
-        too.
+        torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an
+        empty one have it too.
         """
         states = {
             key: item.value
@@ -381,7 +391,9 @@ class _TopLevelEntries:
     dropped: Sequence[str]
 
     def of(self, rank: Rank) -> Iterator[tuple[object, object]]:
-        """Yield (name, value) of a rank's entries in order; ``model`` and ``optimizer`` have the value None."""
+        """Yield (name, value) of a rank's entries in order; ``model`` and ``optimizer`` have the
+        value None.
+        """
         for name in self.names:
             if name in ("model", OPTIMIZER):
                 yield name, None
@@ -427,7 +439,8 @@ class _PlannedChunk:
         name: top-level entry of the chunk.
         container: state dict of the chunk, whose tensors name the arrays.
         arrays: the arrays by name.
-        parts: (name of an array, key of a tensor) → the array of just that tensor, where the first joins several.
+        parts: (name of an array, key of a tensor) → the array of just that tensor, where the first
+            joins several.
         params: the tensors in the order of the file.
     """
 
@@ -447,7 +460,8 @@ class _PlannedFiles:
         arrays: the model's arrays by name.
         parts: as in ``_PlannedChunk``, of all chunks.
         extras: key of a tensor outside of the model → the arrays that it goes to.
-        holders: (pipeline stage, expert parallel rank, or None for all) → the ranks there, with their directories.
+        holders: (pipeline stage, expert parallel rank, or None for all) → the ranks there, with
+            their directories.
     """
 
     ranks: dict[Coords, tuple[str, object]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""The global per-layer form as torch_dist: stacked keys, fused names, one chunk for the part that each rank holds.
+"""The global per-layer form as torch_dist: stacked keys, fused names, one chunk for the part that
+each rank holds.
 
 Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous model::
 
@@ -8,12 +9,13 @@ Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous model:
     decoder.layers.mlp.linear_fc1._extra_state/shard_3_8       object: the extra state of layer 3 of 8, in a list
     decoder.layers.mlp.experts.experts.linear_fc2.weight  (L, E, rows, columns)    one chunk per expert of the rank
 
-Models whose layers differ, or may (``moe_layer_freq``), keep one key per layer: ``decoder.layers.3.mlp.experts.experts.
-linear_fc2.weight`` (E, rows, columns). The output layer has neither an extra state nor, where embeddings are shared, a
-weight. An optimizer's states are stacked, cut and named as their parameters
-(``core.megatron.optimizer.sharded.write``).
+Models whose layers differ, or may (``moe_layer_freq``), keep one key per layer:
+``decoder.layers.3.mlp.experts.experts. linear_fc2.weight`` (E, rows, columns). The output layer has
+neither an extra state nor, where embeddings are shared, a weight. An optimizer's states are
+stacked, cut and named as their parameters (``core.megatron.optimizer.sharded.write``).
 
-Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden (``mcore*_torch_dist``).
+Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden
+    (``mcore*_torch_dist``).
 """
 
 from __future__ import annotations
@@ -97,21 +99,23 @@ def stack(
 ) -> Stacked:
     """Return the source and target catalogs of a torch_dist checkpoint.
 
-    The training arguments keep the sizes of the run that saved (``core.megatron.model.args`` says why): torch_dist
-    loads at any sizes.
+    The training arguments keep the sizes of the run that saved (``core.megatron.model.args`` says
+    why): torch_dist loads at any sizes.
 
     Args:
         catalog: the global per-layer form, its objects loaded.
         topology: which ranks' chunks to write; ranks are numbered as in ``Topology.ranks``.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
-        format: ``torch_dist`` or ``zarr``; the optimizer's state gets the form that readers of that one load.
-        is_stacked: True for one key for all layers, False for one for each; None for Megatron's choice for such a
-            model.
+        format: ``torch_dist`` or ``zarr``; the optimizer's state gets the form that readers of that
+            one load.
+        is_stacked: True for one key for all layers, False for one for each; None for Megatron's
+            choice for such a model.
 
     Raises:
         UsageError: layers that differ are to be stacked.
-        UnsupportedError, UnknownTensorError, CorruptError: as for ``core.megatron.reshard.to_ranks.shard``.
+        UnsupportedError, UnknownTensorError, CorruptError: as for
+            ``core.megatron.reshard.to_ranks.shard``.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
@@ -247,7 +251,9 @@ class _StackedNames:
 def _is_homogeneous(
     catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules
 ) -> bool:
-    """Return whether all layers of the main stack have the same tensors, of the same shapes, dtypes and usual kinds."""
+    """Return whether all layers of the main stack have the same tensors, of the same shapes, dtypes
+    and usual kinds.
+    """
     kinds: dict[tuple[str, str], set[tuple[object, ...]]] = {}
     count: dict[tuple[str, str], int] = {}
     for key in cuts:  # an optimizer's states are not names of layers
@@ -268,7 +274,8 @@ def _group_tensors(
     """Return torch_dist's key → the tensors that it stacks, in the order of their keys.
 
     Raises:
-        UnsupportedError: a stack lacks layers or experts, because the optimizer has states of some only.
+        UnsupportedError: a stack lacks layers or experts, because the optimizer has states of some
+            only.
     """
     groups: dict[str, list[_StackedTensor]] = {}
     for key in cuts:
@@ -303,7 +310,9 @@ class _StackedModel:
     groups: Mapping[str, Sequence[_StackedTensor]]
 
     def metas(self, *, is_target: bool) -> dict[str, TensorMeta]:
-        """Return the metadata of every key: with the shapes of the destination, or those of the source."""
+        """Return the metadata of every key: with the shapes of the destination, or those of the
+        source.
+        """
         metas: dict[str, TensorMeta] = {}
         for key, group in self.groups.items():
             first = self.catalog.tensors[group[0].key]
@@ -322,7 +331,9 @@ class _StackedModel:
         )
 
     def target_fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the chunks of a key, in the order of the ranks that write them: the first that holds each."""
+        """Return the chunks of a key, in the order of the ranks that write them: the first that
+        holds each.
+        """
         if key not in self.groups:
             meta = self.catalog.meta(key)
             array = PlannedArray(key, meta.dtype, meta.shape)
@@ -385,8 +396,8 @@ def _extra_states(
 ) -> _ExtraStates:
     """Return the extra states by global name, those of grouped experts one for each expert.
 
-    The state that a rank keeps for all of its experts is packed by Transformer Engine and cannot be told apart here; an
-    empty one is empty for each.
+    The state that a rank keeps for all of its experts is packed by Transformer Engine and cannot be
+    told apart here; an empty one is empty for each.
 
     Args:
         tensors: keys of states that are tensors.
@@ -413,7 +424,8 @@ def _extra_states(
 def _sharded_objects(
     catalog: Catalog, states: Mapping[str, object], names: _StackedNames
 ) -> dict[str, StoredObject]:
-    """Return the ShardedObjects: extra states per layer and expert, random states and others of the source.
+    """Return the ShardedObjects: extra states per layer and expert, random states and others of the
+    source.
 
     Each lies in the file of the first rank that has it.
     """
@@ -450,7 +462,9 @@ def _sharded_objects(
 
 
 def _notes_of_lost_states(states: Mapping[str, object], rules: Rules) -> list[str]:
-    """Return a note for every extra state that torch_dist has no place for and that holds something."""
+    """Return a note for every extra state that torch_dist has no place for and that holds
+    something.
+    """
     return [
         f"{key} (torch_dist checkpoints of GPT models have no place for it)"
         for key, value in states.items()
@@ -465,7 +479,9 @@ def _common_state(
     optimizer: StackedOptimizer,
     format: str,
 ) -> dict[object, object]:
-    """Return the common state of a torch_dist checkpoint; its arguments keep the sizes of the run that saved."""
+    """Return the common state of a torch_dist checkpoint; its arguments keep the sizes of the run
+    that saved.
+    """
     padded = next(
         (cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"),
         None,

@@ -12,13 +12,15 @@
 The common form is ``sequential``, numbered over the model. The rows are data: ``[[experts]]`` in
 ``megatron/rules/*.toml``.
 
-A parameter of legacy grouped experts is declared as a matrix, but used as another one: ``weight1`` of shape
-(h, n * r), for n experts of r rows of fc1, is a C-order (n, h, r) array, and each expert's (h, r) is its weight
-transposed; ``weight2`` of shape (n * c, h) is an (n, c, h) array in the same way. So an expert's weight is a strided
-view, and cutting ``weight1`` by columns would mix the experts. To write them, the weights of experts are transposed on
-both sides (``transposed``), and a parameter is joined of dense arrays.
+A parameter of legacy grouped experts is declared as a matrix, but used as another one: ``weight1``
+of shape (h, n * r), for n experts of r rows of fc1, is a C-order (n, h, r) array, and each expert's
+(h, r) is its weight transposed; ``weight2`` of shape (n * c, h) is an (n, c, h) array in the same
+way. So an expert's weight is a strided view, and cutting ``weight1`` by columns would mix the
+experts. To write them, the weights of experts are transposed on both sides (``transposed``), and a
+parameter is joined of dense arrays.
 
-Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP``, tests/golden (``moe_grouped``).
+Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP``, tests/golden
+(``moe_grouped``).
 """
 
 from __future__ import annotations
@@ -172,7 +174,8 @@ def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
     """Return a catalog in which some matrices are transposed; no data moves.
 
     Raises:
-        UnsupportedError: a matrix is stored in a form that has no strides; raised when its fragments are asked for.
+        UnsupportedError: a matrix is stored in a form that has no strides; raised when its
+            fragments are asked for.
     """
     if not keys:
         return catalog

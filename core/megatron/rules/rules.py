@@ -1,7 +1,7 @@
 """Layout rules as data: finding the rule of a parameter. ``core.megatron.rules.tables`` reads them.
 
-Rules are ordered; the first whose pattern fits a name decides. There is no catch-all: a name without a rule is an error
-that proposes one. ``megatron/rules/megatron.toml`` explains the fields.
+Rules are ordered; the first whose pattern fits a name decides. There is no catch-all: a name
+without a rule is an error that proposes one. ``megatron/rules/megatron.toml`` explains the fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ NEEDS_AXIS = ("split", "vocab")
 
 
 UNKNOWN_SOURCE = "--unknown replicate"
-"""The source of the rule of tensors that no row fits, where the user says that they are replicated."""
+"""The source of the rule of tensors that no row fits, where the user says that they are
+replicated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,16 @@ class Rule:
         axis: the axis that ``split`` and ``vocab`` cut, else None.
         parts: ``whole``, ``gated`` or ``named``, which ``segments`` are then.
         segments: lists of the sizes of parts; the first that fits a tensor holds.
-        names: what torch_dist puts behind the name for each part, which it stores as a tensor of its own; () for none.
+        names: what torch_dist puts behind the name for each part, which it stores as a tensor of
+            its own; () for none.
         group: ``tp`` or ``etp``.
         unit: ``heads`` or None.
         divides: sizes that the number of shards must divide as well.
         extent: arguments whose sum is the extent of axis 0 (for each head, with ``unit``), or ().
         tied: name of the tensor that this one copies in models with shared embeddings, or None.
         later: what the parameter belongs to if it is not handled yet, else None.
-        single: for tensors of one element: what those with more belong to, which are not handled; else None.
+        single: for tensors of one element: what those with more belong to, which are not handled;
+            else None.
         source: where the rule was established.
         where: the row: its number and file.
     """
@@ -86,7 +90,8 @@ class ModelKind:
         stacks: beginnings of the names of its layers, that of the main stack first.
         embedding: the tensor of the input embedding.
         output: the tensor of the output layer, where it is a tensor of its own.
-        head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
+        head: the copy of the embedding that the last of several pipeline stages has where the two
+            are shared.
         is_legacy: it has the names of ``megatron.legacy``, which only rank files have.
     """
 
@@ -154,7 +159,8 @@ class Rules:
         buffers: patterns of tensors that are no parameters.
         sizes: sizes that shapes tell.
         unstacked: beginnings of names within layers that torch_dist never stacks.
-        renamed: beginnings of names within layers that differ between newer rank files and torch_dist.
+        renamed: beginnings of names within layers that differ between newer rank files and
+            torch_dist.
         inner: pattern of the beginning of names of a layer that is within another layer, or None.
         tells_numbers_apart: a rule fits some layers or experts and not others.
     """
@@ -252,7 +258,9 @@ class Rules:
         return any(rule.source == UNKNOWN_SOURCE for rule in self.rules)
 
     def is_unknown(self, name: str) -> bool:
-        """Return whether a parameter has a rule only because the user said ``--unknown replicate``."""
+        """Return whether a parameter has a rule only because the user said ``--unknown
+        replicate``.
+        """
         rule = self._first_fit(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
@@ -444,8 +452,8 @@ def proposal(
 ) -> str:
     """Return a row that might fit an unknown tensor, in TOML, with the reason for it.
 
-    Shards of which one axis is the model's hidden size are cut on the other, as linear layers are; what has the hidden
-    size on all its axes, although there are several shards, is not cut.
+    Shards of which one axis is the model's hidden size are cut on the other, as linear layers are;
+    what has the hidden size on all its axes, although there are several shards, is not cut.
     """
     # Numbers of layers and experts become patterns.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))

@@ -1,4 +1,6 @@
-"""Reading of the tables of layout rules: ``megatron/rules/*.toml``, which ``megatron.toml`` explains, and of users."""
+"""Reading of the tables of layout rules: ``megatron/rules/*.toml``, which ``megatron.toml``
+explains, and of users.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,12 @@ def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
 
     Args:
         extra: the user's file, or None.
-        unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the complete tensor, and the
-            ranks of the source must hold equal ones.
+        unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the
+            complete tensor, and the ranks of the source must hold equal ones.
 
     Raises:
-        UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
+        UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and
+            the row.
         MissingShardError, StorageError: the file cannot be read.
     """
     return _load_own_rules(unknown) if extra is None else _load_all_rules(extra, unknown)
@@ -63,7 +66,9 @@ def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
 
 @lru_cache
 def _load_own_rules(unknown: str) -> Rules:
-    """Load the project's rules, which are parsed once: planning one job after the other asks for them repeatedly."""
+    """Load the project's rules, which are parsed once: planning one job after the other asks for
+    them repeatedly.
+    """
     return _load_all_rules(None, unknown)
 
 

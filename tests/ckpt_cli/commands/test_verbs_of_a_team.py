@@ -1,4 +1,6 @@
-"""The verbs that look at checkpoints, run by the ranks of a team: the lead prints what one process prints."""
+"""The verbs that look at checkpoints, run by the ranks of a team: the lead prints what one process
+prints.
+"""
 
 from __future__ import annotations
 

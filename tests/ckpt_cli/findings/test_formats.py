@@ -1,4 +1,6 @@
-"""What programs read: JSON, JUnit, SARIF, GitHub's commands; each is held against the rules of its specification."""
+"""What programs read: JSON, JUnit, SARIF, GitHub's commands; each is held against the rules of its
+specification.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,8 @@ def test_json_holds_every_finding_with_all_its_parts() -> None:
     assert HOSTILE in [one.get("file") for one in first["findings"]]
 
 
-# JUnit: what the schemas of Jenkins' xUnit plugin (junit-10.xsd) and of Ant's JUnit task both allow, save for what
-# Ant's asks of a suite beside: time stamp, host name and an empty system-out.
+# JUnit: what the schemas of Jenkins' xUnit plugin (junit-10.xsd) and of Ant's JUnit task both
+# allow, save for what Ant's asks of a suite beside: time stamp, host name and an empty system-out.
 CHILDREN = {
     "testsuites": ["testsuite*"],
     "testsuite": ["properties?", "testcase*", "system-out?"],

@@ -1,4 +1,6 @@
-"""What the whole runs of this directory have in common: one source, and what one process makes of it."""
+"""What the whole runs of this directory have in common: one source, and what one process makes of
+it.
+"""
 
 from __future__ import annotations
 

@@ -6,12 +6,14 @@
                        ├─ plug ─ host1 10.77.0.2
                        └─ …
 
-A host has its own network, host name, processes, /dev/shm and temporary directory. It can be killed with all that runs
-on it, and its plug can be pulled, which looks to both sides as a broken cable does: nobody is told, packets are lost.
-Files are shared by all hosts, as on a cluster file system, except the directories that are said to be private.
+A host has its own network, host name, processes, /dev/shm and temporary directory. It can be killed
+with all that runs on it, and its plug can be pulled, which looks to both sides as a broken cable
+does: nobody is told, packets are lost. Files are shared by all hosts, as on a cluster file system,
+except the directories that are said to be private.
 
-Linux only. Needs ``ip``, ``unshare`` and ``nsenter``, and root or the right to make user namespaces. Nothing is left on
-the machine: everything belongs to the processes of the switch, which end with this one, however it ends.
+Linux only. Needs ``ip``, ``unshare`` and ``nsenter``, and root or the right to make user
+namespaces. Nothing is left on the machine: everything belongs to the processes of the switch, which
+end with this one, however it ends.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Host:
         cwd: Path | None = None,
         output_path: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a command on this host; both its outputs go to a file, or else come in ``stdout``."""
+        """Starts a command on this host; both its outputs go to a file, or else come in
+        ``stdout``.
+        """
         with ExitStack() as stack:
             process = subprocess.Popen(
                 [*self.enter, *map(str, command)],
@@ -85,14 +89,17 @@ class Host:
         return process
 
     def signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """Sends a signal to a command of ``start``; the process that one sees from outside only waits for it."""
+        """Sends a signal to a command of ``start``; the process that one sees from outside only
+        waits for it.
+        """
         for pid in _children(process.pid):
             os.kill(pid, number)
 
     def kill(self) -> None:
         """SIGKILL to everything on this host at once, as by a power cut.
 
-        The plug is pulled first: a machine that lost power tells nobody of the end of its connections.
+        The plug is pulled first: a machine that lost power tells nobody of the end of its
+        connections.
         """
         self.unplug()
         self.end()
@@ -119,8 +126,8 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
 
     Args:
         n: up to 250.
-        private_dirs: directory → directory under which every host has one of its own (named after the host) that it
-            sees in place of the first.
+        private_dirs: directory → directory under which every host has one of its own (named after
+            the host) that it sees in place of the first.
 
     Raises:
         NotPermittedError: with the reason.
@@ -216,10 +223,11 @@ def _ended(host: Host) -> None:
 
 @contextmanager
 def _first_process(unshare: Sequence[str], script: str) -> Iterator[int]:
-    """The process id, as seen from here, of the first process of new namespaces, in which ``script`` has been run.
+    """The process id, as seen from here, of the first process of new namespaces, in which
+    ``script`` has been run.
 
-    It lives until the pipe to it is closed, be it by the death of this process, and everything in the namespaces dies
-    with it.
+    It lives until the pipe to it is closed, be it by the death of this process, and everything in
+    the namespaces dies with it.
     """
     starter = subprocess.Popen(
         [

@@ -1,13 +1,16 @@
 r"""scripts/hosts: runs a command on each of several hosts, made of namespaces on this machine.
 
-The hosts are called host0, host1, … and reach each other by these names; they share all files. {number} and {name} in
-the command stand for those of the host. For example, resharding on two hosts of which one is killed after 20 s:
+The hosts are called host0, host1, … and reach each other by these names; they share all files.
+{number} and {name} in the command stand for those of the host. For example, resharding on two hosts
+of which one is killed after 20 s:
 
-  scripts/hosts 2 --kill host1@20 -- ckpt launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint host0:29400 \
+  scripts/hosts 2 --kill host1@20 -- ckpt launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint
+  host0:29400 \
       --max-restarts 0 --timeout 10 -- reshard SRC DST --tp-new 4
 
-Exits with the first code that is not 0 of a host that was not killed, with 1 if a command outlives --limit, and with
-77, saying why, where hosts cannot be made: that takes Linux and root, or the right to make user namespaces.
+Exits with the first code that is not 0 of a host that was not killed, with 1 if a command outlives
+--limit, and with 77, saying why, where hosts cannot be made: that takes Linux and root, or the
+right to make user namespaces.
 """
 
 from __future__ import annotations

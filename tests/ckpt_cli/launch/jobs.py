@@ -1,4 +1,6 @@
-"""Whole runs of ``ckpt launch`` for the tests: a source that takes a while to copy, commands, and what they leave."""
+"""Whole runs of ``ckpt launch`` for the tests: a source that takes a while to copy, commands, and
+what they leave.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(
     command: tuple[str | Path, ...], output_path: Path, more: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a command; stdout goes to a file, and stderr to one beside it that ends in ``.err``."""
+    """Starts a command; stdout goes to a file, and stderr to one beside it that ends in
+    ``.err``.
+    """
     with output_path.open("wb") as output, output_path.with_suffix(".err").open("wb") as errors:
         return subprocess.Popen(
             [str(word) for word in command],
@@ -133,12 +137,16 @@ def wait_for(
 
 
 def is_copying(dst: Path) -> bool:
-    """Whether a job has begun to copy tensors: its files have their size from the beginning, but hold zeros."""
+    """Whether a job has begun to copy tensors: its files have their size from the beginning, but
+    hold zeros.
+    """
     return any(_holds_data(path) for path in (stage_dir_of(dst) / "data").glob("*"))
 
 
 def _holds_data(path: Path) -> bool:
-    """Whether one of the places looked at, one in each MiB, is not zero; the source has no zeros to speak of."""
+    """Whether one of the places looked at, one in each MiB, is not zero; the source has no zeros to
+    speak of.
+    """
     with path.open("rb", buffering=0) as file:
         for place in range(1 << 19, path.stat().st_size, 1 << 20):
             file.seek(place)
@@ -148,7 +156,9 @@ def _holds_data(path: Path) -> bool:
 
 
 def workers_below(pid: int) -> Iterator[int]:
-    """Process ids of the workers that a process has started, directly or not, in the order of their start."""
+    """Process ids of the workers that a process has started, directly or not, in the order of their
+    start.
+    """
     for child in children(pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         if b"ckpt_cli.worker" in words:

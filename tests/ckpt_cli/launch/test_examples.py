@@ -1,4 +1,6 @@
-"""docs/examples: the files for Slurm, MPI and Kubernetes are well formed, and their commands are ones that parse."""
+"""docs/examples: the files for Slurm, MPI and Kubernetes are well formed, and their commands are
+ones that parse.
+"""
 
 from __future__ import annotations
 

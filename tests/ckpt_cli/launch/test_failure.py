@@ -1,4 +1,6 @@
-"""ckpt_cli.launch.failure: the worker that is told about is the one that failed, not those that it took along."""
+"""ckpt_cli.launch.failure: the worker that is told about is the one that failed, not those that it
+took along.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ckpt launch`` on one host, from the command line to the files: real processes, PyTorch's agent between them."""
+"""``ckpt launch`` on one host, from the command line to the files: real processes, PyTorch's agent
+between them.
+"""
 
 from __future__ import annotations
 

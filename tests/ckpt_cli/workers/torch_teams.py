@@ -1,4 +1,6 @@
-"""Teams of forked processes that talk through torch.distributed, as workers do, but without the 3 s of importing it."""
+"""Teams of forked processes that talk through torch.distributed, as workers do, but without the 3 s
+of importing it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def joined(
 def run_torch_team(
     n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """What ``function(team, *args)`` returns or raises on each of ``n`` ranks; None for a rank that died."""
+    """What ``function(team, *args)`` returns or raises on each of ``n`` ranks; None for a rank that
+    died.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()

@@ -1,4 +1,6 @@
-"""Several workers write one destination: the same bytes as one process, whatever the format, and whoever is killed."""
+"""Several workers write one destination: the same bytes as one process, whatever the format, and
+whoever is killed.
+"""
 
 from __future__ import annotations
 

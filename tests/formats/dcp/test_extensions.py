@@ -270,7 +270,9 @@ def test_a_compressed_object_that_is_cut_names_itself(compressed: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks that saved without collectives, one after the other, each in a process group that does nothing."""
+    """Two ranks that saved without collectives, one after the other, each in a process group that
+    does nothing.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore

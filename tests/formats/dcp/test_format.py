@@ -60,7 +60,9 @@ DTYPES = (
 
 
 def counted(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:
-    """A tensor whose bytes count up, so that no two regions are equal; bool alternates irregularly."""
+    """A tensor whose bytes count up, so that no two regions are equal; bool alternates
+    irregularly.
+    """
     n = int(np.prod(shape))
     size = torch.empty((), dtype=dtype).element_size()
     if dtype == torch.bool:

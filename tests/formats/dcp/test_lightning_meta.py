@@ -1,4 +1,6 @@
-"""Lightning's meta.pt beside a DCP checkpoint: its entries are read, and written to a meta.pt again."""
+"""Lightning's meta.pt beside a DCP checkpoint: its entries are read, and written to a meta.pt
+again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""core.formats.dcp.metadata: columns of a .metadata, by two readers that agree, and a writer that torch reads."""
+"""core.formats.dcp.metadata: columns of a .metadata, by two readers that agree, and a writer that
+torch reads.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +186,9 @@ def test_both_readers_agree_on_every_golden_checkpoint(golden: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 def test_the_contained_reader_gives_what_the_other_gives(golden: Path) -> None:
-    """It gives nothing, and every large .metadata is read slowly, if its imports need another package."""
+    """It gives nothing, and every large .metadata is read slowly, if its imports need another
+    package.
+    """
     data = max((path.read_bytes() for path in metadata_files(golden)), key=len)
     found = dcp_metadata._parse_by_c(data)
     if found is None:

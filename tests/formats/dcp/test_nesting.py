@@ -1,4 +1,6 @@
-"""What training systems save as DCP: the nesting that users expect, the iteration, the arguments, the optimizer."""
+"""What training systems save as DCP: the nesting that users expect, the iteration, the arguments,
+the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def by_torch(src: Path, dst: Path) -> Any:
 
 
 def in_order(node: Any) -> Any:
-    """The same dicts with sorted keys: torch's converter takes entries in the order in which it loads them."""
+    """The same dicts with sorted keys: torch's converter takes entries in the order in which it
+    loads them.
+    """
     if isinstance(node, dict):
         return {key: in_order(node[key]) for key in sorted(node)}
     return [in_order(item) for item in node] if isinstance(node, list) else node
@@ -104,7 +108,9 @@ def torchtitan() -> dict[str, Any]:
 
 
 def fsdp_dtensor() -> dict[str, Any]:
-    """Megatron-FSDP: global tensors under ``module.``, beside what Megatron saves with every checkpoint."""
+    """Megatron-FSDP: global tensors under ``module.``, beside what Megatron saves with every
+    checkpoint.
+    """
     names = [f"module.{name}" for name in NAMES]
     args = argparse.Namespace(num_layers=2, hidden_size=4, tensor_model_parallel_size=1, bf16=True)
     return {

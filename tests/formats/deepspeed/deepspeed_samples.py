@@ -1,4 +1,6 @@
-"""DeepSpeed checkpoints made by hand: parameters cut the slow way, files written by ``torch.save``."""
+"""DeepSpeed checkpoints made by hand: parameters cut the slow way, files written by
+``torch.save``.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Zero:
         gap: elements of padding behind every parameter (ZeRO-1 and 2).
         has_slices: whether files say where each parameter lies.
         pads: whether the padding at the end is stored with the masters.
-        sub_groups: ZeRO-3: elements of each flat group on a rank; None for one flat group per group.
+        sub_groups: ZeRO-3: elements of each flat group on a rank; None for one flat group per
+            group.
         step: of the optimizer.
     """
 

@@ -1,6 +1,7 @@
 """DeepSpeed's own engine over universal checkpoints that we wrote.
 
-A process of its own trains nothing: it makes an engine, loads, and answers with what the optimizer then holds.
+A process of its own trains nothing: it makes an engine, loads, and answers with what the optimizer
+then holds.
 """
 
 from __future__ import annotations

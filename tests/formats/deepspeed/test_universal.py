@@ -285,7 +285,9 @@ def test_missing_state_is_said(tmp_path: Path) -> None:
 
 
 def test_unknown_groups_are_as_many_as_there_could_be(tmp_path: Path) -> None:
-    """DeepSpeed walks its own groups and these side by side, and does not load what has no partner."""
+    """DeepSpeed walks its own groups and these side by side, and does not load what has no
+    partner.
+    """
     names = ("a", "b", "c")
     arrays = {name: torch.ones(2) for name in names} | {
         f"optimizer.state.{n}.exp_avg": torch.ones(2) for n in names

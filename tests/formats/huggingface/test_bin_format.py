@@ -1,4 +1,6 @@
-"""Directories with a sharded pytorch_model.bin, or a single one and the files of Hugging Face beside it."""
+"""Directories with a sharded pytorch_model.bin, or a single one and the files of Hugging Face
+beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small files beside the weights: which are carried, byte for byte, and the configuration within bounds."""
+"""Small files beside the weights: which are carried, byte for byte, and the configuration within
+bounds.
+"""
 
 from __future__ import annotations
 

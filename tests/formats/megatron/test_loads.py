@@ -1,7 +1,7 @@
 """megatron-core's own loader over directories that we wrote.
 
-One process without a GPU and with one rank (gloo over an in-memory store) loads every case; it answers with what it saw
-as JSON, so that this process never imports megatron-core.
+One process without a GPU and with one rank (gloo over an in-memory store) loads every case; it
+answers with what it saw as JSON, so that this process never imports megatron-core.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def without_args(catalog: Catalog) -> dict[object, object]:
 
 @pytest.fixture(scope="module")
 def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """Case name → what megatron-core saw; the original is ``<name>``, ours ``<name>:ours`` and ``<name>:whole``."""
+    """Case name → what megatron-core saw; the original is ``<name>``, ours ``<name>:ours`` and
+    ``<name>:whole``.
+    """
     root = tmp_path_factory.mktemp("megatron")
     cases: dict[str, dict[str, object]] = {}
     for number, name in enumerate((*LOADABLE, *HEAD)):

@@ -1,4 +1,6 @@
-"""OCDBT databases of zarr arrays, written by tensorstore as Orbax does it, and Orbax's own checkpoints."""
+"""OCDBT databases of zarr arrays, written by tensorstore as Orbax does it, and Orbax's own
+checkpoints.
+"""
 
 from __future__ import annotations
 

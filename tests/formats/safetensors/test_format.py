@@ -141,7 +141,8 @@ MIXED = {
 }
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------
+# ---- reading
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied"])
@@ -243,7 +244,8 @@ def test_a_tensor_called_as_a_format_is_no_alias(tmp_path: Path) -> None:
     assert catalog.aliases == {} and list(catalog.tensors) == ["pt"]
 
 
-# ---- directories that contradict themselves -----------------------------------------------------------------------
+# ---- directories that contradict themselves
+# -----------------------------------------------------------------------
 
 
 def file_bytes(**tensors: torch.Tensor) -> bytes:
@@ -437,7 +439,8 @@ def test_one_file_of_a_series_says_so() -> None:
     assert "file 1 of 2" in notes and OBJECTS_FILE in notes
 
 
-# ---- writing ------------------------------------------------------------------------------------------------------
+# ---- writing
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_written_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
@@ -596,7 +599,8 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
     assert caught.value.key == "z" and "--exclude" in str(caught.value.hint)
 
 
-# ---- what lies around the tensors ---------------------------------------------------------------------------------
+# ---- what lies around the tensors
+# ---------------------------------------------------------------------------------
 
 
 def with_settings(source: Catalog) -> Catalog:
@@ -678,7 +682,8 @@ def test_nesting_and_optimizer_of_a_torch_file_survive_a_directory(tmp_path: Pat
     assert value["optimizer"]["state"][0]["step"] == 3
 
 
-# ---- the real readers, and the contract ---------------------------------------------------------------------------
+# ---- the real readers, and the contract
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The header of a safetensors file: every rule broken once, and what is laid out against what safetensors writes."""
+"""The header of a safetensors file: every rule broken once, and what is laid out against what
+safetensors writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A torch file keeps the classes of its objects through a conversion; --weights-only sets them aside."""
+"""A torch file keeps the classes of its objects through a conversion; --weights-only sets them
+aside.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_objects_in_a_common_state_stay_what_they_were(tmp_path: Path) -> None:
 
 
 def test_a_dcp_names_what_it_sets_aside(golden: Path, tmp_path: Path) -> None:
-    """torch imports the classes that a DCP's objects name, so Megatron's cannot be loaded without Megatron."""
+    """torch imports the classes that a DCP's objects name, so Megatron's cannot be loaded without
+    Megatron.
+    """
     report = converted(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "b", "dcp")
     (note,) = [note for note in report.notes if "set aside" in note]
     assert "needs megatron: args (argparse.Namespace)" in note
@@ -178,7 +182,9 @@ def test_weights_only_is_refused_where_no_torch_file_is_written(tmp_path: Path) 
 
 
 def lightning_file() -> dict[str, Any]:
-    """A checkpoint with the entries of Lightning 2.6, whose ``save_hyperparameters`` collected numpy scalars."""
+    """A checkpoint with the entries of Lightning 2.6, whose ``save_hyperparameters`` collected
+    numpy scalars.
+    """
     return {
         "epoch": 1,
         "global_step": 4,

@@ -1,4 +1,6 @@
-"""Streams of torch before 1.6 are read like zips: those that torch still writes, and older ones made by hand."""
+"""Streams of torch before 1.6 are read like zips: those that torch still writes, and older ones
+made by hand.
+"""
 
 from __future__ import annotations
 

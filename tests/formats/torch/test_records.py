@@ -1,4 +1,6 @@
-"""Records that other programs deflated, and those of a big-endian machine, read through encodings."""
+"""Records that other programs deflated, and those of a big-endian machine, read through
+encodings.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def encoding_of(catalog: Catalog, key: str) -> RecordEncoding | None:
 
 
 def big_endian(data: bytes) -> bytes:
-    """A torch zip as a big-endian machine writes it; every storage holds numbers of the dtype that its tensors have."""
+    """A torch zip as a big-endian machine writes it; every storage holds numbers of the dtype that
+    its tensors have.
+    """
     catalog, _ = opened(data)
     widths: list[tuple[int, int]] = []
     for key, meta in catalog.tensors.items():
@@ -219,10 +223,12 @@ CONTENT = bytes(range(64)) * 4
 
 
 def packed(pickle: bytes | None = None, content: bytes = CONTENT, **changes: object) -> bytes:
-    """A deflated zip of one tensor of 64 floats, some statements of its directory and local headers changed.
+    """A deflated zip of one tensor of 64 floats, some statements of its directory and local headers
+    changed.
 
     Args:
-        changes: ``raw`` (the deflated data), ``size`` and ``crc`` of ``data/0`` as both headers state them.
+        changes: ``raw`` (the deflated data), ``size`` and ``crc`` of ``data/0`` as both headers
+            state them.
     """
     raw = changes.get("raw")
     machine = zlib.compressobj(wbits=-15)

@@ -1,4 +1,6 @@
-"""The container of torch.save: reading its directory, and laying one out byte for byte as torch does."""
+"""The container of torch.save: reading its directory, and laying one out byte for byte as torch
+does.
+"""
 
 from __future__ import annotations
 

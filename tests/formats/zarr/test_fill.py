@@ -1,4 +1,6 @@
-"""Zarr chunks that are not stored: groups of zarr-python and tensorstore, against what these libraries read."""
+"""Zarr chunks that are not stored: groups of zarr-python and tensorstore, against what these
+libraries read.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def filled_by_tensorstore(value: object, dtype: str, zarr_format: int) -> bytes | None:
-    """An element of an array without chunks, as tensorstore reads it; None if it refuses the metadata."""
+    """An element of an array without chunks, as tensorstore reads it; None if it refuses the
+    metadata.
+    """
     if zarr_format == 3:
         plain = {"name": "bytes", "configuration": {"endian": "little"}}
         grid = {"name": "regular", "configuration": {"chunk_shape": [1]}}
@@ -138,7 +142,9 @@ def test_a_fill_value_is_the_element_that_tensorstore_reads(dtype: str, zarr_for
 def group_by_zarr_python(
     folder: Path, zarr_format: int, **arrays: tuple[str, object]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write arrays of (7, 5) in chunks of (2, 3), of which some equal the fill value; return what zarr-python reads."""
+    """Write arrays of (7, 5) in chunks of (2, 3), of which some equal the fill value; return what
+    zarr-python reads.
+    """
     group: Any = zarr_python.open_group(folder, mode="w", zarr_format=zarr_format)
     for name, (dtype, fill) in arrays.items():
         element = np.frombuffer(fill_bytes(fill, dtype, zarr_format=zarr_format) or b"", dtype)[0]

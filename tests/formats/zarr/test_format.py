@@ -64,7 +64,9 @@ SIBLINGS = {
     "dense_gqa/tp2_pp2_optim": "mcore0121_torch_dist/dense_gqa/tp2_pp2_optim",
     "moe_seq/tp2_pp2_ep2": "mcore0121_torch_dist/moe_seq/tp2_pp2_ep2",
 }
-"""Case → the torch_dist checkpoint that the same megatron-core wrote of the same state at the same layout."""
+"""Case → the torch_dist checkpoint that the same megatron-core wrote of the same state at the same
+layout.
+"""
 
 
 def folder_of(golden: Path, case: str) -> Path:

@@ -130,7 +130,9 @@ PACKED = "decoder.layers.1.mlp.experts.linear_fc1._extra_state"
 
 
 def grouped(golden: Path, target: Path, case: str, state: Any) -> Path:
-    """moe_seq with the names of Transformer Engine's grouped experts, and a state for all experts of a rank."""
+    """moe_seq with the names of Transformer Engine's grouped experts, and a state for all experts
+    of a rank.
+    """
 
     def change(folder: str, name: str, value: Any) -> Any:
         return value

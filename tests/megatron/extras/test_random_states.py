@@ -1,4 +1,6 @@
-"""Random states, the other entries of a training run, and copies that differ, when the layout changes."""
+"""Random states, the other entries of a training run, and copies that differ, when the layout
+changes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ MOE = Model(layers=2, experts=4, moe=(1,))
 
 
 def seeded(topology: Topology) -> Any:
-    """The global form of a model whose ranks have a random state each: the text of its coordinates."""
+    """The global form of a model whose ranks have a random state each: the text of its
+    coordinates.
+    """
     _, catalog = MOE.catalog(topology)
     ranks = {}
     for coords, (folder, root) in ranks_of(catalog).items():

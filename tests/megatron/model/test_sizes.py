@@ -1,4 +1,6 @@
-"""Sizes that divide and sizes that do not: heads, groups, gates, vocabularies, experts; what the errors say."""
+"""Sizes that divide and sizes that do not: heads, groups, gates, vocabularies, experts; what the
+errors say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The distribution of layers over pipeline stages: against megatron-core, and whole models at uneven layouts."""
+"""The distribution of layers over pipeline stages: against megatron-core, and whole models at
+uneven layouts.
+"""
 
 from __future__ import annotations
 
@@ -238,7 +240,9 @@ def configurations() -> list[Options]:
 
 
 def layouts() -> list[Options]:
-    """Layout strings: random cuts, empty chunks, repetitions, with and without multi-token prediction."""
+    """Layout strings: random cuts, empty chunks, repetitions, with and without multi-token
+    prediction.
+    """
     random.seed(7)
     found: list[Options] = []
     for _ in range(300):

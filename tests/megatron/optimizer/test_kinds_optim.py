@@ -1,4 +1,6 @@
-"""Optimizers of models of other kinds, whose weights megatron-core itself has cut (``kinds_oracle.py``)."""
+"""Optimizers of models of other kinds, whose weights megatron-core itself has cut
+(``kinds_oracle.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Other software reads the optimizer that we wrote: megatron-core 0.16.1 torch_dist, tensorstore zarr."""
+"""Other software reads the optimizer that we wrote: megatron-core 0.16.1 torch_dist, tensorstore
+zarr.
+"""
 
 from __future__ import annotations
 

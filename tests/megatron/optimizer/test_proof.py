@@ -62,7 +62,9 @@ def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
 
 
 def edges() -> bytes:
-    """float32 bits around every place where rounding to 16 bits turns: ties, subnormals, overflow, NaNs; and others."""
+    """float32 bits around every place where rounding to 16 bits turns: ties, subnormals, overflow,
+    NaNs; and others.
+    """
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
     lows = np.array(
         [0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32

@@ -1,4 +1,6 @@
-"""Names of rank directories, trackers and destinations: what is there, what should be, and what is written."""
+"""Names of rank directories, trackers and destinations: what is there, what should be, and what is
+written.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def reshard(src: Path, dst: Path, *options: object) -> int:
 
 
 def runs() -> list[dict[str, int | str]]:
-    """Runs of all sizes at which every rank has a file of its own, with one, two and three copies."""
+    """Runs of all sizes at which every rank has a file of its own, with one, two and three
+    copies.
+    """
     found: list[dict[str, int | str]] = []
     orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
     for tp, pp, ep, cp, copies, order in product(

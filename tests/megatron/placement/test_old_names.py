@@ -1,7 +1,8 @@
-"""Models of megatron.legacy: nested dicts of older names, and the row orders of before checkpoint_version 2.0.
+"""Models of megatron.legacy: nested dicts of older names, and the row orders of before
+checkpoint_version 2.0.
 
-Megatron's own rank files are rewritten under old names (``old_names``); what then is resharded must equal the rewritten
-files of the wanted layout.
+Megatron's own rank files are rewritten under old names (``old_names``); what then is resharded must
+equal the rewritten files of the wanted layout.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def tensors_in(model: Any) -> Iterator[torch.Tensor]:
 
 
 def optimizer_of(weights: list[torch.Tensor]) -> dict[str, Any]:
-    """A Float16 optimizer's state dict whose states tell which weight they belong to; matrices have weight decay."""
+    """A Float16 optimizer's state dict whose states tell which weight they belong to; matrices have
+    weight decay.
+    """
     groups = [[w for w in weights if w.dim() == 2], [w for w in weights if w.dim() != 2]]
     ordered = [weight.float() for group in groups for weight in group]
     settings = {

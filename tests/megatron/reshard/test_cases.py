@@ -1,7 +1,7 @@
 """The list of tricky cases of resharding, each with the tests that show its result.
 
-The numbers and expectations are those of the project's study of resharding; a case without a test is a gap, so every
-test named here must exist.
+The numbers and expectations are those of the project's study of resharding; a case without a test
+is a gap, so every test named here must exist.
 """
 
 from __future__ import annotations

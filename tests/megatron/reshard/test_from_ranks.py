@@ -83,7 +83,9 @@ def test_every_piece_lies_where_megatron_recorded_it(golden: Path, model: str, c
 def _joined(
     expected: set[tuple[str, str, Box, tuple[int, ...]]],
 ) -> set[tuple[str, str, Box, tuple[int, ...]]]:
-    """The same with the parts of a tensor (gate and up, say) as one piece where one rank holds all of them."""
+    """The same with the parts of a tensor (gate and up, say) as one piece where one rank holds all
+    of them.
+    """
     n_held: dict[tuple[str, str], int] = {}
     for array, key, box, _ in expected:
         n_held[array, key] = n_held.get((array, key), 0) + box.n_elements

@@ -1,6 +1,8 @@
-"""BERT and T5: what megatron-core itself builds, cuts and saves at one layout becomes what it saves at another.
+"""BERT and T5: what megatron-core itself builds, cuts and saves at one layout becomes what it saves
+at another.
 
-The oracle is ``text_models``: its values come from the offsets that the models' own ``sharded_state_dict`` states.
+The oracle is ``text_models``: its values come from the offsets that the models' own
+``sharded_state_dict`` states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Layouts that no golden checkpoint has, on synthetic models: odd sizes, Transformer Engine's names, uneven stages."""
+"""Layouts that no golden checkpoint has, on synthetic models: odd sizes, Transformer Engine's
+names, uneven stages.
+"""
 
 from __future__ import annotations
 

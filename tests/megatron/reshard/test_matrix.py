@@ -1,4 +1,6 @@
-"""Every golden checkpoint of Megatron, resharded to every other layout, equals what Megatron itself saved there."""
+"""Every golden checkpoint of Megatron, resharded to every other layout, equals what Megatron itself
+saved there.
+"""
 
 from __future__ import annotations
 

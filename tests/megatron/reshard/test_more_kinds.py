@@ -1,7 +1,8 @@
-"""Kinds of parameters that megatron-core 0.16.1 does not build on a CPU: Mamba-1, adapters, experts in one parameter.
+"""Kinds of parameters that megatron-core 0.16.1 does not build on a CPU: Mamba-1, adapters, experts
+in one parameter.
 
-The reference is a table of which axis is cut in which parts, and numpy; patterns of hybrid models and what is refused
-are here, too.
+The reference is a table of which axis is cut in which parts, and numpy; patterns of hybrid models
+and what is refused are here, too.
 """
 
 from __future__ import annotations
@@ -212,7 +213,9 @@ BLOCK = ATTENTION | MLP
 
 
 def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
-    """A model with one multi-token prediction, whose own layers are in a layer called ``mtp_model_layer``."""
+    """A model with one multi-token prediction, whose own layers are in a layer called
+    ``mtp_model_layer``.
+    """
     own: dict[str, tuple[Shape, Place]] = {
         "enorm.weight": ((8,), REPLICATED),
         "hnorm.weight": ((8,), REPLICATED),

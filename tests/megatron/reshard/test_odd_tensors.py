@@ -1,7 +1,8 @@
-"""Rank files whose tensors torch saved in unusual ways: views, shared and large storages, dtypes, devices, no elements.
+"""Rank files whose tensors torch saved in unusual ways: views, shared and large storages, dtypes,
+devices, no elements.
 
-Megatron's own files are saved again with such tensors; what then is resharded must equal Megatron's file of the wanted
-layout.
+Megatron's own files are saved again with such tensors; what then is resharded must equal Megatron's
+file of the wanted layout.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ def test_tensors_of_no_and_of_one_element(golden: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_device_are_read_without_it(golden: Path, tmp_path: Path) -> None:
-    """torch tags storages with their device: a copy of the file, whose pickle says ``cuda:3`` instead of ``cpu``."""
+    """torch tags storages with their device: a copy of the file, whose pickle says ``cuda:3``
+    instead of ``cpu``.
+    """
     source = tmp_path / "a"
     rewritten(sources(golden) / "tp2_pp1", tmp_path / "plain", lambda folder, name, value: value)
     for folder, path in rank_dirs(tmp_path / "plain").items():
@@ -228,7 +231,9 @@ def test_parameters_and_plain_tensors_are_the_same(golden: Path, tmp_path: Path)
 
 
 def test_tensors_that_share_a_storage_get_their_own(golden: Path, tmp_path: Path) -> None:
-    """The same tensor under two names, as torch saves shared parameters: one storage, two entries."""
+    """The same tensor under two names, as torch saves shared parameters: one storage, two
+    entries.
+    """
     first, second = (f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (0, 1))
     held: dict[str, torch.Tensor] = {}
 

@@ -1,4 +1,6 @@
-"""core.megatron.reshard.reshard.shard: rank files of another topology must equal those that Megatron saved there."""
+"""core.megatron.reshard.reshard.shard: rank files of another topology must equal those that
+Megatron saved there.
+"""
 
 from __future__ import annotations
 

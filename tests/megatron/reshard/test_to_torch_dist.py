@@ -1,4 +1,6 @@
-"""core.megatron.reshard.reshard.stack: a torch_dist checkpoint as Megatron itself would have written it."""
+"""core.megatron.reshard.reshard.stack: a torch_dist checkpoint as Megatron itself would have
+written it.
+"""
 
 from __future__ import annotations
 

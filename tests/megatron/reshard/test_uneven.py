@@ -1,4 +1,6 @@
-"""Golden weights at uneven layouts, through the command line: what every chunk holds, the arguments, and back again."""
+"""Golden weights at uneven layouts, through the command line: what every chunk holds, the
+arguments, and back again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models at uneven pipeline layouts as megatron-core 0.16.1 builds them: from even ones, to them, to each other."""
+"""Models at uneven pipeline layouts as megatron-core 0.16.1 builds them: from even ones, to them,
+to each other.
+"""
 
 from __future__ import annotations
 

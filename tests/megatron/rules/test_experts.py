@@ -1,4 +1,6 @@
-"""Layouts of experts that no golden checkpoint has: Transformer Engine's names, shared experts, layers without any."""
+"""Layouts of experts that no golden checkpoint has: Transformer Engine's names, shared experts,
+layers without any.
+"""
 
 from __future__ import annotations
 

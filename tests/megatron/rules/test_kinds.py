@@ -1,4 +1,6 @@
-"""Kinds of models beside the usual GPT: as megatron-core 0.16.1 itself cuts them, in every layout from every other."""
+"""Kinds of models beside the usual GPT: as megatron-core 0.16.1 itself cuts them, in every layout
+from every other.
+"""
 
 from __future__ import annotations
 

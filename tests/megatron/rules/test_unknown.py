@@ -1,4 +1,6 @@
-"""Tensors that no rule fits: refused with a row that might, or replicated on request if the ranks hold the same."""
+"""Tensors that no rule fits: refused with a row that might, or replicated on request if the ranks
+hold the same.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A distributed optimizer's flat buffers for the synthetic models, made step by step as a run would.
+"""A distributed optimizer's flat buffers for the synthetic models, made step by step as a run
+would.
 
-Shares no code with ``core.megatron.optimizer.flat.buffers``: buffers are laid out in memory, with all padding, and what
-files leave out is then cut away. What stands between parameters is NaN, so that nobody takes it for a value.
+Shares no code with ``core.megatron.optimizer.flat.buffers``: buffers are laid out in memory, with
+all padding, and what files leave out is then cut away. What stands between parameters is NaN, so
+that nobody takes it for a value.
 """
 
 from __future__ import annotations

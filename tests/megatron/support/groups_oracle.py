@@ -1,6 +1,8 @@
-"""How megatron-core itself sorts parameters into groups: a script of its own process, which needs megatron-core.
+"""How megatron-core itself sorts parameters into groups: a script of its own process, which needs
+megatron-core.
 
-Prints JSON: for each case, the groups as (settings, names) in order. Names and shapes come as JSON from standard input.
+Prints JSON: for each case, the groups as (settings, names) in order. Names and shapes come as JSON
+from standard input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Small models of other kinds than GPT's usual ones, as megatron-core itself cuts them: see ``kinds_oracle.py``."""
+"""Small models of other kinds than GPT's usual ones, as megatron-core itself cuts them: see
+``kinds_oracle.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""What megatron-core itself makes of small models: a script of its own process, which needs megatron-core and no GPU.
+"""What megatron-core itself makes of small models: a script of its own process, which needs
+megatron-core and no GPU.
 
     python kinds_oracle.py FOLDER < cases.json
 
-Every rank of every case is built in turn on a backend without communication. Megatron's ``sharded_state_dict`` says
-where each of its elements is in the global tensors; the rank's weights are set to a function of key and global index
-accordingly. What is written: ``CASE.RANK.safetensors``, the rank's parameters; ``CASE.dist.safetensors``, the tensors
-of torch_dist; ``CASE.json``, the names of every rank in order and the coordinates of ranks.
+Every rank of every case is built in turn on a backend without communication. Megatron's
+``sharded_state_dict`` says where each of its elements is in the global tensors; the rank's weights
+are set to a function of key and global index accordingly. What is written:
+``CASE.RANK.safetensors``, the rank's parameters; ``CASE.dist.safetensors``, the tensors of
+torch_dist; ``CASE.json``, the names of every rank in order and the coordinates of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ warnings.simplefilter("ignore")
 
 
 def stubbed() -> None:
-    """Stands in for packages and calls that models need for being built, though not for having parameters."""
+    """Stands in for packages and calls that models need for being built, though not for having
+    parameters.
+    """
     import torch
 
     torch.cuda.synchronize = lambda *args, **kwargs: None

@@ -1,4 +1,6 @@
-"""Golden Megatron checkpoints for the tests of layouts: reading them, and the oracle beside them."""
+"""Golden Megatron checkpoints for the tests of layouts: reading them, and the oracle beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def fused(name: str) -> str:
 
 
 def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[str, Bytes]:
-    """The arrays of a target catalog, by the slow way: every region has exactly one source, or is zero by rule."""
+    """The arrays of a target catalog, by the slow way: every region has exactly one source, or is
+    zero by rule.
+    """
     arrays: dict[str, Bytes] = {}
     known: dict[str, np.ndarray] = {}
     for key, meta in (*target.tensors.items(), *target.hidden.items()):

@@ -1,7 +1,8 @@
 """Run with megatron-core: the coordinates of all ranks of a training run, by its ``RankGenerator``.
 
-stdin: a JSON list of ``{world, tp, pp, ep, etp, cp, order}``. stdout: for each a list of ``[tp, pp, ep, dp, edp]``, one
-a rank, or null where the pipeline groups of dense and expert ranks differ, which Megatron refuses.
+stdin: a JSON list of ``{world, tp, pp, ep, etp, cp, order}``. stdout: for each a list of ``[tp, pp,
+ep, dp, edp]``, one a rank, or null where the pipeline groups of dense and expert ranks differ,
+which Megatron refuses.
 """
 
 from __future__ import annotations

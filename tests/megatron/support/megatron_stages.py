@@ -1,7 +1,8 @@
 """Run with megatron-core: what it makes of distributions of layers over pipeline stages.
 
-stdin: a JSON list of configurations, of transformer's arguments. stdout: for each a list of ``[count, offset, n_mtp]``,
-one for every chunk with the virtual stages outermost, or the name of the error.
+stdin: a JSON list of configurations, of transformer's arguments. stdout: for each a list of
+``[count, offset, n_mtp]``, one for every chunk with the virtual stages outermost, or the name of
+the error.
 """
 
 from __future__ import annotations

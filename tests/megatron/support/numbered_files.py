@@ -1,6 +1,8 @@
-"""Rank files of the synthetic models as a run with a Float16 or FP32 optimizer saves them: real ones, of torch.save.
+"""Rank files of the synthetic models as a run with a Float16 or FP32 optimizer saves them: real
+ones, of torch.save.
 
-Groups, numbers and masters are made rank by rank as Megatron makes them; no code is shared with ``core``.
+Groups, numbers and masters are made rank by rank as Megatron makes them; no code is shared with
+``core``.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Style:
     """How a run's optimizer looks.
 
     Args:
-        order: ``sorted`` as since core 0.16; ``seen``: a rank's own groups first, then those of others; ``own``: no
-            others, as before 0.14.
+        order: ``sorted`` as since core 0.16; ``seen``: a rank's own groups first, then those of
+            others; ``own``: no others, as before 0.14.
         has_masters: a Float16Optimizer, of a bf16 model.
         steps: parameters count their steps themselves, as torch's Adam does.
         native: ends of names of parameters that are fp32 in a bf16 model.
@@ -230,7 +232,9 @@ def change(root: Path, folder: str, edit: Any) -> None:
 
 
 def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
-    """Every rank's optimizer is the same tree: keys, order, numbers, settings, and every tensor bit for bit."""
+    """Every rank's optimizer is the same tree: keys, order, numbers, settings, and every tensor bit
+    for bit.
+    """
     found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
     assert list(found) == list(wanted)
     for name in wanted:

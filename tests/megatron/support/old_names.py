@@ -1,4 +1,5 @@
-"""Rank files of megatron.legacy, made of those that megatron-core saved: other names, nested dicts, older row orders.
+"""Rank files of megatron.legacy, made of those that megatron-core saved: other names, nested dicts,
+older row orders.
 
 A script of its own: it works on loaded tensors and shares no code with the rules.
 """
@@ -89,7 +90,9 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in the dicts of megatron.legacy, with what torch notes about the modules of each."""
+    """A state dict in the dicts of megatron.legacy, with what torch notes about the modules of
+    each.
+    """
     root: dict[str, Any] = {}
     for name, value in flat.items():
         into, start = root, ""
@@ -106,7 +109,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note(container: dict[str, Any]) -> None:
-    """Gives every OrderedDict the notes that ``Module.state_dict`` makes: the version of every module in it."""
+    """Gives every OrderedDict the notes that ``Module.state_dict`` makes: the version of every
+    module in it.
+    """
     for value in container.values():
         if isinstance(value, dict):
             _note(value)
@@ -194,7 +199,9 @@ def _is_plain(value: object) -> bool:
 
 
 def assert_same_nested(found_root: Path, wanted_root: Path) -> None:
-    """Every rank file holds the same nested model, in the same order, with the same bits, types and versions."""
+    """Every rank file holds the same nested model, in the same order, with the same bits, types and
+    versions.
+    """
     found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
     assert list(found) == list(wanted)
     for folder in wanted:

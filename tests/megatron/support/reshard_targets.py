@@ -1,4 +1,6 @@
-"""Destinations of an optimizer without tensors, for what depends on groups, sizes and arguments only."""
+"""Destinations of an optimizer without tensors, for what depends on groups, sizes and arguments
+only.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Small models cut into rank catalogs by plain numpy, for layouts and models that no golden checkpoint has.
+"""Small models cut into rank catalogs by plain numpy, for layouts and models that no golden
+checkpoint has.
 
-Every element has a unique value, so that a shifted or transposed piece cannot pass. The cutting shares no code with
-``core.arrays.sharding``.
+Every element has a unique value, so that a shifted or transposed piece cannot pass. The cutting
+shares no code with ``core.arrays.sharding``.
 """
 
 from __future__ import annotations
@@ -215,7 +216,9 @@ class Model:
         return shapes
 
     def local(self, name: str, array: np.ndarray, *, tp_rank: int, tp: int) -> np.ndarray:
-        """One rank's part of a global tensor; for those of experts, among the ranks that cut experts."""
+        """One rank's part of a global tensor; for those of experts, among the ranks that cut
+        experts.
+        """
         if "embeddings" in name or name.startswith("output_layer"):
             padded = np.zeros((self.rows(tp), array.shape[1]), array.dtype)
             padded[: len(array)] = array

@@ -1,8 +1,10 @@
-"""BERT and T5 as megatron-core builds them, for the tests: run as a program, with a JSON list of cases.
+"""BERT and T5 as megatron-core builds them, for the tests: run as a program, with a JSON list of
+cases.
 
-One process a rank, on gloo, without a GPU. Every parameter gets the values that its place in the global tensor has, by
-the offsets of the model's own ``sharded_state_dict``. Rank files are written as the training script writes them, and
-beside them a torch_dist checkpoint by megatron-core's own saving.
+One process a rank, on gloo, without a GPU. Every parameter gets the values that its place in the
+global tensor has, by the offsets of the model's own ``sharded_state_dict``. Rank files are written
+as the training script writes them, and beside them a torch_dist checkpoint by megatron-core's own
+saving.
 """
 
 from __future__ import annotations

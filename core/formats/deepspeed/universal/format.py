@@ -13,27 +13,28 @@ On disk::
             ├── exp_avg.pt, exp_avg_sq.pt …     the same for each state of the optimizer
             └── step.pt                         a bare tensor or number
 
-Read: what ``ds_to_universal.py`` writes, for ZeRO-1 and 2 (dicts, as above) and for ZeRO-3 (bare flat tensors, whose
-shapes stand in the model files, and the step in ``optimizer_state.pt`` alone). Keys are those of
-``core.formats.deepspeed.tree``, so that a checkpoint and its universal form have the same catalog. How parameters were
-cut by tensor parallelism (``cat_dim`` other than 0, ``vocab_tensor``, ``sub_param_shape`` …) becomes the object
-``universal.<parameter>``.
+Read: what ``ds_to_universal.py`` writes, for ZeRO-1 and 2 (dicts, as above) and for ZeRO-3 (bare
+flat tensors, whose shapes stand in the model files, and the step in ``optimizer_state.pt`` alone).
+Keys are those of ``core.formats.deepspeed.tree``, so that a checkpoint and its universal form have
+the same catalog. How parameters were cut by tensor parallelism (``cat_dim`` other than 0,
+``vocab_tensor``, ``sub_param_shape`` …) becomes the object ``universal.<parameter>``.
 
-Written: always dicts with whole shapes, and what the loaders of all stages look for, so that one checkpoint loads with
-every stage (0.19.8; ZeRO-3 of 0.17.0 reads bare tensors only, so it fails on these, ZeRO-1 and 2 do not). Objects:
-``optimizer.param_groups…`` and every other ``optimizer.…`` go to ``optimizer_state.pt``, ``universal.…`` into the
-parameters' files, all others to ``mp_rank_00_model_states.pt``; classes that the loader could not import are put aside
-(``core.formats.torch.weights_only``). Shared parameters are recorded, not repeated. 16-bit weights are refused:
-DeepSpeed would take them for masters.
+Written: always dicts with whole shapes, and what the loaders of all stages look for, so that one
+checkpoint loads with every stage (0.19.8; ZeRO-3 of 0.17.0 reads bare tensors only, so it fails on
+these, ZeRO-1 and 2 do not). Objects: ``optimizer.param_groups…`` and every other ``optimizer.…`` go
+to ``optimizer_state.pt``, ``universal.…`` into the parameters' files, all others to
+``mp_rank_00_model_states.pt``; classes that the loader could not import are put aside
+(``core.formats.torch.weights_only``). Shared parameters are recorded, not repeated. 16-bit weights
+are refused: DeepSpeed would take them for masters.
 
-Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the model file's 16-bit
-``module``, which the loader does not look at.
+Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the
+model file's 16-bit ``module``, which the loader does not look at.
 
 ``Catalog.iteration`` and the facet ``ZeroFacts`` are of the run that saved.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py``,
-``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``, ``runtime/engine.py`` (``load_checkpoint``); checkpoints that
-it wrote, pinned in tests/golden (``deepspeed_universal``).
+``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``, ``runtime/engine.py``
+(``load_checkpoint``); checkpoints that it wrote, pinned in tests/golden (``deepspeed_universal``).
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ _MAX_NAME_BYTES = 4096
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory is a universal checkpoint, or names one in ``latest_universal``."""
+    """Return whether the directory is a universal checkpoint, or names one in
+    ``latest_universal``.
+    """
     if store.entry is not None:
         return False
     return store.exists(LATEST) or any(

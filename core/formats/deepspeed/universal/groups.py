@@ -1,8 +1,9 @@
 """The optimizer's parameter groups in ``optimizer_state.pt`` of a universal checkpoint.
 
-ZeRO-1 and 2 walk their own groups and this list side by side and stop, silently, at the shorter one: groups that are
-left over keep the weights that they were made with (seen with 0.19.8). So empty entries, which change no setting, fill
-the list up to the number of parameters, save where it is DeepSpeed's own and names every parameter.
+ZeRO-1 and 2 walk their own groups and this list side by side and stop, silently, at the shorter
+one: groups that are left over keep the weights that they were made with (seen with 0.19.8). So
+empty entries, which change no setting, fill the list up to the number of parameters, save where it
+is DeepSpeed's own and names every parameter.
 
 ZeRO-3 gives all its groups the settings of the first entry.
 """
@@ -41,8 +42,9 @@ def param_groups(
 
     One without settings if there are none.
 
-    Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as torch flattens
-    them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal settings become a group.
+    Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as
+    torch flattens them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal
+    settings become a group.
 
     Args:
         names: names of all parameters that are written.

@@ -21,7 +21,9 @@ EXTRAS = "universal"
 
 MASTER = "fp32_param"
 STEP_COPY = "universal step"
-"""Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see ``for_universal``."""
+"""Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see
+``for_universal``.
+"""
 
 PACKAGES = frozenset({"deepspeed"})
 """Packages that the loader of a universal checkpoint has, in addition to torch and numpy."""

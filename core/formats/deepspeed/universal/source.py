@@ -24,8 +24,8 @@ def for_universal(catalog: Catalog) -> Catalog:
 
     Call this before the target catalog is made.
 
-    Masters (``optimizer.state.<name>.fp32_param``) replace the weights, one of the steps is added a second
-    time (``STEP_COPY``), and notes say what DeepSpeed will miss.
+    Masters (``optimizer.state.<name>.fp32_param``) replace the weights, one of the steps is added a
+    second time (``STEP_COPY``), and notes say what DeepSpeed will miss.
 
     Args:
         catalog: global tensors under their final names, objects loaded.

@@ -1,8 +1,10 @@
-"""Laying out a universal checkpoint; ``core.formats.deepspeed.universal.format`` describes its files.
+"""Laying out a universal checkpoint; ``core.formats.deepspeed.universal.format`` describes its
+files.
 
-The content follows what DeepSpeed's loaders ask for. ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and
-2 from ``step.pt``: it is stored in both. ZeRO-3 looks for another model file than the others: there are two, of which
-the second one is without client state that holds tensors.
+The content follows what DeepSpeed's loaders ask for. ZeRO-3 takes the step from
+``optimizer_state.pt``, ZeRO-1 and 2 from ``step.pt``: it is stored in both. ZeRO-3 looks for
+another model file than the others: there are two, of which the second one is without client state
+that holds tensors.
 """
 
 from __future__ import annotations

@@ -11,20 +11,21 @@ On disk (all numbers little endian; ``torch.zip.layout`` draws the headers byte 
     <root>/.data/serialization_id
     central directory · ZIP64 end record · ZIP64 locator · end record
 
-Records may come in any order, and all but ``data.pkl`` may be absent. The zip may lie at any offset of a bigger file,
-as the items of a DCP checkpoint do.
+Records may come in any order, and all but ``data.pkl`` may be absent. The zip may lie at any offset
+of a bigger file, as the items of a DCP checkpoint do.
 
-A zip states everything twice, and readers differ in which statement they believe (Python's ``zipfile`` the last of two
-equal names, torch the first). So every contradiction is refused: equal names, several roots, bytes before the first
-record, local headers that differ from the directory, records that overlap or reach outside. The CRCs are not checked
-here; 0 stands for "not computed" (``torch.serialization.set_crc32_options(False)``).
+A zip states everything twice, and readers differ in which statement they believe (Python's
+``zipfile`` the last of two equal names, torch the first). So every contradiction is refused: equal
+names, several roots, bytes before the first record, local headers that differ from the directory,
+records that overlap or reach outside. The CRCs are not checked here; 0 stands for "not computed"
+(``torch.serialization.set_crc32_options(False)``).
 
-torch stores its records; other programs that pack a file again deflate them. Both are read (``torch.zip.records`` makes
-the bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
-disks.
+torch stores its records; other programs that pack a file again deflate them. Both are read
+(``torch.zip.records`` makes the bytes of a deflated one). Not supported, refused by name: other
+compression, encrypted or patched entries, several disks.
 
-Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2``; files
-written by torch 2.13, pinned in tests/golden.
+Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``,
+``third_party/miniz-3.0.2``; files written by torch 2.13, pinned in tests/golden.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ if TYPE_CHECKING:
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
-"""Signature, version, flags, method, time, date, CRC, two sizes, length of the name, length of the extra field."""
+"""Signature, version, flags, method, time, date, CRC, two sizes, length of the name, length of the
+extra field.
+"""
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-"""Signature, two versions, flags, method, time, date, CRC, two sizes, three lengths, disk, two attributes, offset."""
+"""Signature, two versions, flags, method, time, date, CRC, two sizes, three lengths, disk, two
+attributes, offset.
+"""
 END = struct.Struct("<4sHHHHIIH")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR64 = struct.Struct("<4sIQI")
@@ -80,7 +85,8 @@ class Record:
         offset: byte address of its data in the file.
         n_bytes: length of its data.
         crc: CRC-32 of its data as the directory states it; 0 also means "not computed".
-        packed_bytes: length of its data in the file if they are deflated; None if they are stored as they are.
+        packed_bytes: length of its data in the file if they are deflated; None if they are stored
+            as they are.
     """
 
     offset: int

@@ -12,11 +12,12 @@ Byte by byte, as miniz writes it for ``torch.save``::
     central directory, its entries without "FB"
     ZIP64 end record and locator (always), end record
 
-Hence sizes alone give every offset, so that data may be written in any order, and its CRC, which stands behind it,
-later.
+Hence sizes alone give every offset, so that data may be written in any order, and its CRC, which
+stands behind it, later.
 
-Source: torch 2.13 ``caffe2/serialize/inline_container.cc`` (``getPadding``) and ``third_party/miniz-3.0.2/miniz.c``
-(``mz_zip_writer_add_mem_ex_v2``); compared byte by byte with files that it wrote, in tests.
+Source: torch 2.13 ``caffe2/serialize/inline_container.cc`` (``getPadding``) and
+``third_party/miniz-3.0.2/miniz.c`` (``mz_zip_writer_add_mem_ex_v2``); compared byte by byte with
+files that it wrote, in tests.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class ArchivePlan:
 
         Args:
             payloads: record name (without the root) → its bytes, for the records that are literal.
-            crc_of: CRC-32 of any other record, by its name; asked once each. Empty records are not asked for.
+            crc_of: CRC-32 of any other record, by its name; asked once each. Empty records are not
+                asked for.
 
         Yields:
             Offsets increase; the central directory comes in pieces.

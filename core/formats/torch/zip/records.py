@@ -4,16 +4,20 @@ Programs that pack a zip again deflate its records::
 
     data/0 in the file: raw deflate (RFC 1951) ── inflated ──▶ the storage, as long as the directory states
 
-and a machine with the other byte order (s390x) writes the numbers of its storages the other way round and the record
-``byteorder`` = ``big`` beside them. A tensor in such a record has an *encoding* (``core.catalog.stored``):
+and a machine with the other byte order (s390x) writes the numbers of its storages the other way
+round and the record ``byteorder`` = ``big`` beside them. A tensor in such a record has an
+*encoding* (``core.catalog.stored``):
 
 * big-endian and stored as it is, in C order: units of 4 MiB, turned round one by one;
-* deflated, or big-endian with strides: one unit, the whole tensor. Deflate has no random access, so every tensor that
-  lies in a deflated record inflates all of it, which also checks its length and its CRC.
+* deflated, or big-endian with strides: one unit, the whole tensor. Deflate has no random access, so
+  every tensor that lies in a deflated record inflates all of it, which also checks its length and
+  its CRC.
 
-No more is ever made of a deflated record than the directory states, and that was compared with the deflated length.
+No more is ever made of a deflated record than the directory states, and that was compared with the
+deflated length.
 
-Source: RFC 1951; torch 2.13 ``torch/serialization.py`` (``byteorder``), ``UntypedStorage.byteswap``.
+Source: RFC 1951; torch 2.13 ``torch/serialization.py`` (``byteorder``),
+    ``UntypedStorage.byteswap``.
 """
 
 from __future__ import annotations
@@ -251,7 +255,8 @@ def part_of_record(
     """Read some bytes of a record; a deflated one is inflated completely, and its CRC checked.
 
     Raises:
-        CorruptError: the deflated data are malformed, or have another length or CRC than the directory states.
+        CorruptError: the deflated data are malformed, or have another length or CRC than the
+            directory states.
         TruncatedError: the file ends too early.
     """
     if record.packed_bytes is None:

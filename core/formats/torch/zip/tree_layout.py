@@ -1,6 +1,7 @@
 """Laying out a torch zip: the pickle of an inert tree, and a record for every tensor in it.
 
-Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py`` (``_reduce_ex_internal``).
+Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
+    (``_reduce_ex_internal``).
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
 
 
 def _serialization_id(pickle: bytes, sizes: list[int]) -> bytes:
-    """Return 40 digits that depend on what the file describes (torch's depend on names and CRCs)."""
+    """Return 40 digits that depend on what the file describes (torch's depend on names and
+    CRCs).
+    """
     digest = hashlib.sha256(pickle)
     for size in sizes:
         digest.update(size.to_bytes(8, "little"))

@@ -1,7 +1,9 @@
-"""Laying out many torch zips that are alike: the ranks of a pipeline stage differ by their arrays only.
+"""Laying out many torch zips that are alike: the ranks of a pipeline stage differ by their arrays
+only.
 
-A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of
-that by a signature and makes the pickle and the places of the records once for each.
+A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes.
+``TreePlans`` describes all of that by a signature and makes the pickle and the places of the
+records once for each.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ class TreePlans:
         self._prefix = prefix
         self._plans: dict[tuple[object, ...], TreePlan] = {}
         self._opaque: dict[int, tuple[object, int | None]] = {}
-        """id of a container → (the container, so that its id stays its own; the number of its content, if it is large
-        and holds no tensor)."""
+        """id of a container → (the container, so that its id stays its own; the number of its
+        content, if it is large and holds no tensor).
+        """
         self._contents: dict[tuple[object, ...], int] = {}
         self._weights = ValueCounter()
 

@@ -1,6 +1,7 @@
 """Boxes of a global tensor that a run of a flattened shard holds.
 
-The distributed optimizer cuts flat buffers wherever it likes, so what one stored array has of a parameter is a run of
+The distributed optimizer cuts flat buffers wherever it likes, so what one stored array has of a
+parameter is a run of
 the elements of the rank's shard, in C order. A run is at most a few boxes::
 
     shard of shape (4, 5), elements 3–17        . . . 3 4      head of a row
@@ -8,7 +9,8 @@ the elements of the rank's shard, in C order. A run is at most a few boxes::
                                                 10 11 12 13 14
                                                 15 16 . . .    tail of a row
 
-each of which is consecutive in the array too, and so a ``core.catalog.stored.part_of`` it with the box's shape.
+each of which is consecutive in the array too, and so a ``core.catalog.stored.part_of`` it with the
+box's shape.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def fragments_of_run(
     Args:
         key: the tensor.
         run: a run of the shard.
-        pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``); what they leave out
-            (vocabulary padding) is in no fragment.
+        pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``);
+            what they leave out (vocabulary padding) is in no fragment.
         shape: shape of the shard, in elements.
 
     Yields:

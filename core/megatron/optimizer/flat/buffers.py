@@ -1,22 +1,25 @@
 """The distributed optimizer's flat buffers: where each parameter lies in them.
 
-Parameters of one model chunk, one dtype and one kind (experts that expert parallelism distributes, or the others) share
-a buffer, the last one first. A parameter starts at a multiple of 64 elements; a bucket ends as soon as it holds
-``bucket_size`` elements, and around an embedding that pipeline stages share. Buckets are padded at their end in
+Parameters of one model chunk, one dtype and one kind (experts that expert parallelism distributes,
+or the others) share a buffer, the last one first. A parameter starts at a multiple of 64 elements;
+a bucket ends as soon as it holds ``bucket_size`` elements, and around an embedding that pipeline
+stages share. Buckets are padded at their end in
 memory; files leave that padding out, but not what stands before a parameter inside a bucket::
 
     memory       | output_layer . . | norm . . . | fc2    pad || fc1 . . | qkv      pad ||
     file         | output_layer . . | norm . . . | fc2        || fc1 . . | qkv          ||
                  ^ multiple of 64 in its bucket
 
-So in a file a parameter starts at the next multiple of 64 after the one before, counted from its bucket's beginning,
-or exactly where that one ends, if a bucket ends there. Neither depends on how many ranks share the buffer.
+So in a file a parameter starts at the next multiple of 64 after the one before, counted from its
+bucket's beginning, or exactly where that one ends, if a bucket ends there. Neither depends on how
+many ranks share the buffer.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1, ``core/distributed/{param_and_grad_buffer,
-distributed_data_parallel}.py`` (checked in tests against 0.16.1's own class); for the arguments ``get_model`` of
-Megatron-LM's ``training/training.py``.
+distributed_data_parallel}.py`` (checked in tests against 0.16.1's own class); for the arguments
+``get_model`` of Megatron-LM's ``training/training.py``.
 
-Not supported: the layer-wise optimizer's buffers, those of Megatron-FSDP, and of parameters that are FP8 themselves.
+Not supported: the layer-wise optimizer's buffers, those of Megatron-FSDP, and of parameters that
+are FP8 themselves.
 """
 
 from __future__ import annotations
@@ -124,7 +127,9 @@ def fit_buckets(
 
 
 Fits = Callable[[int, int], bool]
-"""Tells whether a parameter (its place in the model's order) may start at an element of the buffer."""
+"""Tells whether a parameter (its place in the model's order) may start at an element of the
+buffer.
+"""
 
 _MAX_BRANCHES = 64
 
@@ -145,8 +150,8 @@ def discover(
 ) -> list[list[int]]:
     """Find the starts of the parameters in a file's buffer whose buckets are not stated anywhere.
 
-    Each starts where the one before ends (a new bucket), or at the next multiple of 64 of its bucket; megatron-core
-    0.12 may pad to another multiple before an embedding that stages share.
+    Each starts where the one before ends (a new bucket), or at the next multiple of 64 of its
+    bucket; megatron-core 0.12 may pad to another multiple before an embedding that stages share.
 
     Args:
         sizes: elements of the parameters, in the model's order.
@@ -206,9 +211,11 @@ class Bucketing:
     """The settings of buckets in the training arguments.
 
     Args:
-        has_buckets: whether buffers are cut into buckets (``overlap_grad_reduce``); None where nothing says.
+        has_buckets: whether buffers are cut into buckets (``overlap_grad_reduce``); None where
+            nothing says.
         size: elements after which a bucket ends (``ddp_bucket_size``).
-        n_parts: a bucket ends after the rank's parameters divided by this (``ddp_num_buckets``), or None.
+        n_parts: a bucket ends after the rank's parameters divided by this (``ddp_num_buckets``), or
+            None.
         is_chunk_alone: no chunk is cut (``overlap_param_gather_with_optimizer_step``).
         n_ranks: ranks that share a buffer.
     """
@@ -222,7 +229,8 @@ class Bucketing:
     def bucket_size(self, *, pp_rank: int, vp_rank: int, n_params: int) -> int | None:
         """Return the elements after which a bucket ends; None where there is only one.
 
-        Only the first stage's first chunk has several: the others' communication does not delay anybody.
+        Only the first stage's first chunk has several: the others' communication does not delay
+        anybody.
 
         Args:
             n_params: elements of all the rank's parameters.

@@ -3,16 +3,16 @@
 ::
 
     {'buckets_coalesced': True,
-     0: {(torch.bfloat16, torch.float32): {'param': fp32[n], 'exp_avg': fp32[n], 'exp_avg_sq': fp32[n],
-                                           'numel_unpadded': n}},
+     0: {(torch.bfloat16, torch.float32): {'param': fp32[n], 'exp_avg': fp32[n], 'exp_avg_sq':
+                                           fp32[n], 'numel_unpadded': n}},
      1: …}                                 one entry a buffer: (dtype of the parameters, dtype of their gradients)
     [that of dense parameters | None, that of experts | None]      of chained optimizers; None where another rank has it
     {0: {torch.float32: {'param': [fp32[m], …], …}}}               before 2024-02-13: a list of buckets
 
 torch_dist's ``dp_zero_gather_scatter`` keeps the same in an object.
 
-Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``,
-``load_parameter_state_from_dp_zero_legacy``), tests/golden.
+Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
+(``get_parameter_state_dp_zero``, ``load_parameter_state_from_dp_zero_legacy``), tests/golden.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Buffer:
     Args:
         number: number of the buffer in the file.
         dtype: dtype of the parameters; None where the file does not say (before 2024-02).
-        states: state → consecutive arrays of one axis; the masters are ``core.catalog.optimizer_keys.MASTER``.
+        states: state → consecutive arrays of one axis; the masters are
+            ``core.catalog.optimizer_keys.MASTER``.
         n_elements: elements of each state.
         buckets: elements of every bucket, where the file says.
     """

@@ -1,6 +1,7 @@
 """The parameter groups of a distributed optimizer, which ranks list without their parameters.
 
-Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/{__init__,distrib_optimizer,optimizer}.py``.
+Source: megatron-core 0.12.1 and 0.16.1
+    ``core/optimizer/{__init__,distrib_optimizer,optimizer}.py``.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def shared_groups(
 ) -> SharedGroups:
     """Combine the groups and other entries of an optimizer that all ranks describe.
 
-    Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only those that it had
-    parameters of. Where a data parallel rank's part of the buffers has no parameter of a group, Apex and Transformer
-    Engine count no steps there: ``step`` is that of the others.
+    Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only
+    those that it had parameters of. Where a data parallel rank's part of the buffers has no
+    parameter of a group, Apex and Transformer Engine count no steps there: ``step`` is that of the
+    others.
 
     Args:
-        entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained optimizers).
+        entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained
+            optimizers).
         note: takes (new key, old key) of every tensor among them.
         report: takes the problems of single ranks; raises them, if none is given.
 
@@ -129,7 +132,9 @@ class _GroupTable:
             self.groups[group_id] = (first_rank, ParamGroup({**group.settings, **steps}))
 
     def omits_empty(self) -> bool | None:
-        """Return True if an optimizer of dense parameters, or of experts, lacks groups of its kind; else None."""
+        """Return True if an optimizer of dense parameters, or of experts, lacks groups of its kind;
+        else None.
+        """
         for is_expert in (False, True):
             kind = {
                 group_id

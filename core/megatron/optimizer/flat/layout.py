@@ -1,4 +1,6 @@
-"""Which parameter is where in a stored buffer: computed from the arguments, else found by the values; always proven."""
+"""Which parameter is where in a stored buffer: computed from the arguments, else found by the
+values; always proven.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,14 @@ def find_starts(
     """Find where every parameter begins in a buffer.
 
     Args:
-        fits: whether the masters of a parameter (its place) may begin at an element, by their values; None where there
-            are no values to look at.
-        all_fit: whether all parameters fit where they are said to begin: what ``fits`` says of each, asked at once.
+        fits: whether the masters of a parameter (its place) may begin at an element, by their
+            values; None where there are no values to look at.
+        all_fit: whether all parameters fit where they are said to begin: what ``fits`` says of
+            each, asked at once.
 
     Raises:
-        UnsupportedError: no layout that Megatron makes has this length, the values contradict it, or several fit.
+        UnsupportedError: no layout that Megatron makes has this length, the values contradict it,
+            or several fit.
     """
     tried: list[list[int]] = []
     for starts in _computed(space):

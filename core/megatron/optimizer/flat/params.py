@@ -1,7 +1,9 @@
-"""How the parameters of a rank go into the distributed optimizer's buffers: by optimizer and by model chunk.
+"""How the parameters of a rank go into the distributed optimizer's buffers: by optimizer and by
+model chunk.
 
-Experts that expert parallelism distributes have an optimizer of their own, chained after that of all others; with
-``overlap_param_gather_with_optimizer_step`` the first model chunk's dense parameters have one, too.
+Experts that expert parallelism distributes have an optimizer of their own, chained after that of
+all others; with ``overlap_param_gather_with_optimizer_step`` the first model chunk's dense
+parameters have one, too.
 
 Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/__init__.py`` (``get_megatron_optimizer``),
 ``core/models/common/language_module/language_module.py`` (``setup_embeddings_and_output_layer``).
@@ -71,7 +73,8 @@ def is_distributed_expert(name: str, topology: Topology, rules: Rules) -> bool:
 def is_shared_embedding(name: str, topology: Topology, facts: ModelFacts, rules: Rules) -> bool:
     """Return whether a parameter is an embedding that pipeline stages share, with a copy in each.
 
-    The last stage has one as its output layer, if the two are tied, that of multi-token prediction another.
+    The last stage has one as its output layer, if the two are tied, that of multi-token prediction
+    another.
     """
     if topology.pp == 1 or not (facts.is_tied or facts.n_predictions):
         return False

@@ -1,11 +1,13 @@
-"""The distributed optimizer of rank files: its flat buffers in distrib_optim.pt, and the rest in model_optim_rng.pt.
+"""The distributed optimizer of rank files: its flat buffers in distrib_optim.pt, and the rest in
+model_optim_rng.pt.
 
-The file of one rank has all that the data parallel ranks hold together, so it does not depend on their number; a buffer
-lists no names. Which parameter is where follows from the order of the state dict
-(``core.megatron.optimizer.flat.buffers``) and is proven by the values (``core.megatron.optimizer.proof``).
+The file of one rank has all that the data parallel ranks hold together, so it does not depend on
+their number; a buffer lists no names. Which parameter is where follows from the order of the state
+dict (``core.megatron.optimizer.flat.buffers``) and is proven by the values
+(``core.megatron.optimizer.proof``).
 
-Read are files of megatron-core since its first with ``distrib_optim.pt`` (2023-05), before and after buckets were
-coalesced (2024-02). Not read: buffers of FP8 parameters.
+Read are files of megatron-core since its first with ``distrib_optim.pt`` (2023-05), before and
+after buckets were coalesced (2024-02). Not read: buffers of FP8 parameters.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def read_flat(
 
 @dataclass(frozen=True, slots=True)
 class _BufferReader:
-    """Reads the buffers of single ranks, and keeps what the user should know about them in ``notes``."""
+    """Reads the buffers of single ranks, and keeps what the user should know about them in
+    ``notes``.
+    """
 
     catalog: Catalog
     facts: ModelFacts
@@ -132,7 +136,9 @@ class _BufferReader:
     def _read_chunk(
         self, file: RankFile, params: Sequence[Param], buffers: Iterator[Buffer], n_rank: int
     ) -> Iterator[ParamState]:
-        """Yield the states of one model chunk: it has a buffer for each dtype, in the order in which dtypes appear."""
+        """Yield the states of one model chunk: it has a buffer for each dtype, in the order in
+        which dtypes appear.
+        """
         unread = list(params)
         while unread:
             buffer = next(buffers, None)
@@ -156,7 +162,9 @@ class _BufferReader:
     def _read_buffer(
         self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int
     ) -> Iterator[ParamState]:
-        """Yield the states in one buffer; where masters can be read, they prove where each parameter is."""
+        """Yield the states in one buffer; where masters can be read, they prove where each
+        parameter is.
+        """
         space = FlatSpace(
             params=[self._flat_param(param) for param in params],
             n_elements=buffer.n_elements,

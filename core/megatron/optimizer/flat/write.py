@@ -1,8 +1,9 @@
 """The distributed optimizer of rank files: writing distrib_optim.pt.
 
-Megatron loads the file only if its buffers are as long as its own, so they are laid out as a run with the target's
-arguments lays them out. Which ranks have which buffers is as Megatron does it: those of data parallel rank 0, so that
-with expert parallelism the dense parameters are in the files of the first TP ranks of a stage only.
+Megatron loads the file only if its buffers are as long as its own, so they are laid out as a run
+with the target's arguments lays them out. Which ranks have which buffers is as Megatron does it:
+those of data parallel rank 0, so that with expert parallelism the dense parameters are in the files
+of the first TP ranks of a stage only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class FlatFiles:
     """The distributed optimizer at a destination of rank files.
 
     Raises:
-        UnsupportedError: the arguments do not say how the target's buffers look, or a state has no place there.
+        UnsupportedError: the arguments do not say how the target's buffers look, or a state has no
+            place there.
         MissingShardError: a parameter lacks states.
         CorruptError: as for ``target_groups``.
     """
@@ -215,7 +217,8 @@ class FlatFiles:
     ) -> None:
         """Raise if a version before 0.15 lays a buffer out otherwise.
 
-        Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends without its padding.
+        Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends
+        without its padding.
         """
         if self._target.version is None or self._target.version >= MegatronVersion(0, 15):
             return

@@ -1,16 +1,18 @@
-"""The entry ``optimizer`` of a rank file whose states are numbered: FP32 and Float16 optimizers, alone or chained.
+"""The entry ``optimizer`` of a rank file whose states are numbered: FP32 and Float16 optimizers,
+alone or chained.
 
 ::
 
     FP32Optimizer     {"state": {id: {["step",] "exp_avg", "exp_avg_sq"}}, "param_groups": [{…, "params": [id …]}]}
-    Float16Optimizer  {"optimizer": the above, ["grad_scaler": …,] "fp32_from_fp16_params": [[master …] of each group]}
-    ChainedOptimizer  its only member's, or a list: [dense, experts]
+    Float16Optimizer  {"optimizer": the above, ["grad_scaler": …,] "fp32_from_fp16_params": [[master
+    …] of each group]} ChainedOptimizer  its only member's, or a list: [dense, experts]
 
-Ids number the parameters of all groups of one member. Masters are listed for fp16 and bf16 parameters only. Older files
-have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which Megatron still reads.
+Ids number the parameters of all groups of one member. Masters are listed for fp16 and bf16
+parameters only. Older files have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which
+Megatron still reads.
 
-Source: megatron-core 0.16.1 ``core/optimizer/optimizer.py``; Megatron-LM d98e8a64, pinned in tests/golden
-(``mcore_legacy/dense_gqa/*_optim``).
+Source: megatron-core 0.16.1 ``core/optimizer/optimizer.py``; Megatron-LM d98e8a64, pinned in
+tests/golden (``mcore_legacy/dense_gqa/*_optim``).
 
 Not supported: chained members of other kinds (Muon beside Adam).
 """
@@ -65,7 +67,8 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     Args:
         value: the entry.
         rank: the rank's directory, for messages.
-        report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is given.
+        report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is
+            given.
 
     Raises:
         MissingShardError: the rank has no optimizer.

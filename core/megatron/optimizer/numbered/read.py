@@ -1,8 +1,9 @@
-"""Reading of the numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``) by global names.
+"""Reading of the numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``) by
+global names.
 
-On every rank, ``core.megatron.optimizer.groups`` finds which parameter has which number; states then go with their
-parameters, and groups of several ranks that have the same identity become one. Their settings must agree, as must the
-numbers of steps.
+On every rank, ``core.megatron.optimizer.groups`` finds which parameter has which number; states
+then go with their parameters, and groups of several ranks that have the same identity become one.
+Their settings must agree, as must the numbers of steps.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def read_numbered(
 
     Raises:
         MissingShardError: a rank has no optimizer, a parameter lacks states.
-        UnsupportedError: names do not fit the groups, or in several ways; states of a kind that is not resharded.
+        UnsupportedError: names do not fit the groups, or in several ways; states of a kind that is
+            not resharded.
         CorruptError: ranks contradict each other.
     """
     collected = _CollectedStates(catalog)
@@ -208,7 +210,9 @@ def _assignment(
 
 
 def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
-    """Return the shapes in a group: for each entry that of its first state other than the number of steps."""
+    """Return the shapes in a group: for each entry that of its first state other than the number of
+    steps.
+    """
     shapes = []
     for states in group.states:
         leaves = (
@@ -298,7 +302,9 @@ class _CollectedStates:
         self._add_step(states.get(STEP_NAME), param.name, rank=rank)
 
     def _add_step(self, step: object, name: str, *, rank: str) -> None:
-        """Add a parameter's number of steps, which is that of all parameters: None, a number or a tensor."""
+        """Add a parameter's number of steps, which is that of all parameters: None, a number or a
+        tensor.
+        """
         if self.step is None:
             self.step = (step, rank)
         first, first_rank = self.step

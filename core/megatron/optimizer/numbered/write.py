@@ -204,7 +204,9 @@ class NumberedFiles:
 
 
 def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
-    """Return every parameter that the optimizer has → number of its axes, in the catalog's order."""
+    """Return every parameter that the optimizer has → number of its axes, in the catalog's
+    order.
+    """
     if any(group.params is None for group in optimizer.groups):
         return trained(catalog.tensors)
     named = {name for group in optimizer.groups for name in group.params or ()}

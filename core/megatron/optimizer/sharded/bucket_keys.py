@@ -1,11 +1,12 @@
 """The flat buffers of a torch_dist checkpoint, out of its keys: by optimizer, rank and buffer.
 
-A buffer is brought into the form that files have it in (``core.megatron.optimizer.flat.content``): buckets one after
-the other, without the padding at their ends. DCP cuts a bucket into chunks wherever a parameter, or a data parallel
-rank, ends.
+A buffer is brought into the form that files have it in (``core.megatron.optimizer.flat.content``):
+buckets one after the other, without the padding at their ends. DCP cuts a bucket into chunks
+wherever a parameter, or a data parallel rank, ends.
 
-Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py`` (``sharded_param_state_*``,
-``get_parameter_state_dp_reshardable``), ``core/optimizer/optimizer.py`` (``add_prefix_for_sharding``), tests/golden.
+Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
+(``sharded_param_state_*``, ``get_parameter_state_dp_reshardable``), ``core/optimizer/optimizer.py``
+(``add_prefix_for_sharding``), tests/golden.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
     Returns a mapping from the two numbers to the group, its buffers in order.
 
     Raises:
-        CorruptError: a bucket, a state or an element is missing, or an object is not what it should be.
+        CorruptError: a bucket, a state or an element is missing, or an object is not what it should
+            be.
         UnsupportedError: buffers of FP8 parameters, or objects that have not been read.
     """
     keys_of: dict[tuple[int, int], _GroupKeys] = {}
@@ -166,7 +168,9 @@ def _joined(arrays: Sequence[StoredArray]) -> Stored:
 
 
 def _unpadded(stated: object, number: int, *, n: int, where: str) -> list[int] | None:
-    """Return the elements of the buckets without padding, as their object says; None without one."""
+    """Return the elements of the buckets without padding, as their object says; None without
+    one.
+    """
     if stated is None:
         return None
     listed = stated[number] if isinstance(stated, list) and number < len(stated) else None

@@ -2,19 +2,21 @@
 
 ::
 
-    [chained_1.]optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param
+    [chained_1.]optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16,
+    torch.float32).bucket_idx_0.param
                                       rank of the    buffer                                           bucket       state
                                       model replica
     …dp_group_idx_3.{per_bucket_numel,per_bucket_numel_unpadded,optimizer}                            objects
 
-in the forms ``dp_reshardable`` (core 0.15 and later, its default) and ``fully_sharded_bucket_space`` (core ≤ 0.14, with
-the padding at the end of buckets); ``dp_zero_gather_scatter`` has one object ``…dp_group_idx_3.param_state`` instead,
-which is what distrib_optim.pt of rank files holds (``core.megatron.optimizer.flat.read``). Megatron loads all three
-only at the TP and PP sizes that they were saved with.
+in the forms ``dp_reshardable`` (core 0.15 and later, its default) and
+``fully_sharded_bucket_space`` (core ≤ 0.14, with the padding at the end of buckets);
+``dp_zero_gather_scatter`` has one object ``…dp_group_idx_3.param_state`` instead, which is what
+distrib_optim.pt of rank files holds (``core.megatron.optimizer.flat.read``). Megatron loads all
+three only at the TP and PP sizes that they were saved with.
 
-The keys say which rank of a model replica a buffer is of, but not which parameters are in it: those that the rank held
-(``core.megatron.optimizer.sharded.held``), in the order of ``core.megatron.optimizer.flat.buffers``. Masters are
-compared with weights to prove it.
+The keys say which rank of a model replica a buffer is of, but not which parameters are in it: those
+that the rank held (``core.megatron.optimizer.sharded.held``), in the order of
+``core.megatron.optimizer.flat.buffers``. Masters are compared with weights to prove it.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ class _StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class _BucketReader:
-    """Finds the parameters in the buffers of all ranks, and keeps what the user should know in ``notes``."""
+    """Finds the parameters in the buffers of all ranks, and keeps what the user should know in
+    ``notes``.
+    """
 
     catalog: Catalog
     model: Catalog
@@ -202,7 +206,9 @@ class _BucketReader:
     def _group_places(
         self, group: BucketGroup, params: Sequence[BucketParam], rank: Rank, n_rank: int
     ) -> Iterator[_StatePlace]:
-        """Yield the places in a rank's buffers: each chunk has one for each dtype, in the order of their appearance."""
+        """Yield the places in a rank's buffers: each chunk has one for each dtype, in the order of
+        their appearance.
+        """
         buffers = iter(enumerate(group.buffers))
         for vp_rank in dict.fromkeys(param.vp_rank for param in params):
             unread = [param for param in params if param.vp_rank == vp_rank]
@@ -267,7 +273,9 @@ class _BucketReader:
     def _proof(
         self, buffer: FlatBuffer, params: Sequence[BucketParam], store: ReadStore
     ) -> Callable[[int, int], bool]:
-        """Return a function that tells whether the masters of a parameter may begin at an element."""
+        """Return a function that tells whether the masters of a parameter may begin at an
+        element.
+        """
         samples: dict[int, WeightSamples] = {}
         masters = buffer.states[MASTER]
 
@@ -290,7 +298,9 @@ def _n_groups(topology: Topology, *, is_expert: bool) -> int:
 
 
 def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:
-    """Return a rank of a data parallel group: TP ranks count first, then (for experts) EP ranks, then stages."""
+    """Return a rank of a data parallel group: TP ranks count first, then (for experts) EP ranks,
+    then stages.
+    """
     pp_rank, inner = divmod(index, topology.expert_tp * topology.ep if is_expert else topology.tp)
     for rank in topology.ranks():
         if rank.pp != pp_rank:

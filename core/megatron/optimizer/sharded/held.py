@@ -1,4 +1,6 @@
-"""The parameters that the ranks of a run held, in order and with their cuts, computed from the model's global form."""
+"""The parameters that the ranks of a run held, in order and with their cuts, computed from the
+model's global form.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The optimizer of checkpoints that store global tensors: which tensor is which state of which parameter.
+"""The optimizer of checkpoints that store global tensors: which tensor is which state of which
+parameter.
 
 ::
 
@@ -9,15 +10,18 @@
     optimizer.distributed.dp_group_idx_0.gbuf_idx_0.….exp_avg            flat buckets, see
     ``core.megatron.optimizer.sharded.buckets``
 
-``fully_sharded_model_space`` (megatron-core up to 0.14) has the first form in zarr. In torch_dist its tensors are
-*reformulated*: a parameter of shape (4, 64, 96), cut into (4, 1, 2) shards of (1, 64, 48), is stored with the shape
-(4, 1, 2, 3072), each shard as a row of its elements in C order; the true shape is in ``.metadata``, under
-``mcore_data[key]["nd_reformulated_orig_global_shape"]``. ``read_states`` gives such tensors their true shape back.
+``fully_sharded_model_space`` (megatron-core up to 0.14) has the first form in zarr. In torch_dist
+its tensors are *reformulated*: a parameter of shape (4, 64, 96), cut into (4, 1, 2) shards of (1,
+64, 48), is stored with the shape (4, 1, 2, 3072), each shard as a row of its elements in C order;
+the true shape is in ``.metadata``, under ``mcore_data[key]["nd_reformulated_orig_global_shape"]``.
+``read_states`` gives such tensors their true shape back.
 
-Not supported, refused by name: the model-space states of legacy grouped experts, which are transposed.
+Not supported, refused by name: the model-space states of legacy grouped experts, which are
+transposed.
 
-Source: megatron-core 0.12.1 ``dist_checkpointing/strategies/resharding.py``, ``transformer/moe/experts.py``; 0.16.1 and
-Megatron-LM d98e8a64 ``core/optimizer/distrib_optimizer.py``; pinned in tests/golden (``mcore*``).
+Source: megatron-core 0.12.1 ``dist_checkpointing/strategies/resharding.py``,
+``transformer/moe/experts.py``; 0.16.1 and Megatron-LM d98e8a64
+``core/optimizer/distrib_optimizer.py``; pinned in tests/golden (``mcore*``).
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class GlobalStates:
         tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
         fragments_of: their fragments.
         optimizer: what is not a tensor.
-        hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them too.
+        hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them
+            too.
         notes, dropped: for the catalog's fields of these names.
     """
 
@@ -93,7 +98,8 @@ def read_states(
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:
-        UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be assigned.
+        UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be
+            assigned.
         CorruptError: shapes or entries contradict each other.
     """
     is_flattened = any(

@@ -1,21 +1,26 @@
 """The optimizer of torch_dist and zarr checkpoints that are to be written.
 
-=============  ======================  =================================================================================
+=============  ======================
+=================================================================================
  format         optimizer               form
-=============  ======================  =================================================================================
+=============  ======================
+=================================================================================
  torch_dist     FP32, Float16           ``optimizer.state.{fp32_param,exp_avg,…}.<key>``
  torch_dist     distributed             ``fully_reshardable``: the same, but ``param`` instead of ``fp32_param``;
                                         megatron-core 0.15 and later load it at any sizes
  zarr           FP32, Float16           as in torch_dist
  zarr           distributed             ``fully_sharded_model_space``, ``fp32_param``: megatron-core up to 0.12, which
-                                        alone reads zarr, knows no other form that is independent of TP and PP
-=============  ======================  =================================================================================
+                                        alone reads zarr, knows no other form that is independent of
+                                        TP and PP
+=============  ======================
+=================================================================================
 
-``content_metadata`` of the common state tells current Megatron which form it is, and that keys of chained optimizers
-have no prefix; without it, Megatron asks for keys of older forms.
+``content_metadata`` of the common state tells current Megatron which form it is, and that keys of
+chained optimizers have no prefix; without it, Megatron asks for keys of older forms.
 
-Source: Megatron-LM d98e8a64 ``training/checkpointing.py``; megatron-core 0.16.1 ``core/optimizer/{optimizer,
-distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``).
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py``; megatron-core 0.16.1
+``core/optimizer/{optimizer, distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``,
+``mcore0121_zarr``).
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
 
 def sharding_of(catalog: Catalog) -> str | None:
-    """Return how a catalog with a common state keeps a distributed optimizer's states; None where it has none."""
+    """Return how a catalog with a common state keeps a distributed optimizer's states; None where
+    it has none.
+    """
     return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
 
 
@@ -50,12 +57,16 @@ def _sharding_types(entry: object) -> Iterator[object]:
 
 
 def wanted_sharding(format: str) -> str:
-    """Return how the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any sizes."""
+    """Return how the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any
+    sizes.
+    """
     return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
 
 
 def _regrouped(target: ReshardTarget) -> Optimizer:
-    """Return the optimizer with the groups that it has where experts are distributed in another way."""
+    """Return the optimizer with the groups that it has where experts are distributed in another
+    way.
+    """
     before, after = target.facts.topology, target.topology
     if not target.facts.n_experts or (after.ep, after.expert_tp) == (before.ep, before.expert_tp):
         return target.optimizer
@@ -71,12 +82,14 @@ class StackedOptimizer:
     There are none where there is no optimizer.
 
     Args:
-        target: the destination: with expert parallelism, experts have groups of their own. None for no optimizer.
+        target: the destination: with expert parallelism, experts have groups of their own. None for
+            no optimizer.
         format: ``torch_dist`` or ``zarr``.
 
     Attributes:
         common: entries of the common state.
-        needs_common_file: the dialect of megatron-core 0.12 must become that of a ``common.pt`` file.
+        needs_common_file: the dialect of megatron-core 0.12 must become that of a ``common.pt``
+            file.
         notes: what the user should know.
     """
 

@@ -1,4 +1,6 @@
-"""core.megatron.optimizer.flat.boxes: every element of a shard comes from where a flat array has it."""
+"""core.megatron.optimizer.flat.boxes: every element of a shard comes from where a flat array has
+it.
+"""
 
 from __future__ import annotations
 

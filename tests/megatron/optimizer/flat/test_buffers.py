@@ -1,4 +1,6 @@
-"""core.megatron.optimizer.flat.buffers against megatron-core's own buffers, and buffers that nobody describes."""
+"""core.megatron.optimizer.flat.buffers against megatron-core's own buffers, and buffers that nobody
+describes.
+"""
 
 from __future__ import annotations
 

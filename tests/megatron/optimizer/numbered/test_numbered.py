@@ -130,7 +130,8 @@ def test_states_are_the_true_ones(golden: Path, source: str) -> None:
     assert [len(group.params or ()) for group in optimizer.groups] == [18, 13]
 
 
-# --- every layout of synthetic models ------------------------------------------------------------------
+# --- every layout of synthetic models
+# ------------------------------------------------------------------
 
 
 _LAYOUTS = [Topology(), Topology(tp=2, pp=2), Topology(tp=3, pp=4), Topology(pp=2, vpp=2)]

@@ -83,7 +83,8 @@ def _rank(topology: Topology, number: int, *, is_expert: bool) -> Rank:
 def bucketed(
     model: Model, topology: Topology, run: Run, *, pads: bool = False
 ) -> tuple[MemoryStore, Catalog, Catalog]:
-    """A checkpoint whose weights are global and whose optimizer is in buckets: store, catalog, the model alone.
+    """A checkpoint whose weights are global and whose optimizer is in buckets: store, catalog, the
+    model alone.
 
     Args:
         pads: the padding at the end of buckets is stored, as in ``fully_sharded_bucket_space``.

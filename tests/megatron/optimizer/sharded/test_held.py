@@ -1,4 +1,6 @@
-"""core.megatron.optimizer.sharded.held: what ranks hold, told from global tensors alone, is what their files list."""
+"""core.megatron.optimizer.sharded.held: what ranks hold, told from global tensors alone, is what
+their files list.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The optimizer in torch_dist, zarr and formats without a layout: read into the global form, and written from it."""
+"""The optimizer in torch_dist, zarr and formats without a layout: read into the global form, and
+written from it.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def test_written_at_its_own_sizes_it_is_what_megatron_wrote(golden: Path, name: 
 
 
 def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True) -> None:
-    """A target has the keys, dtypes, shapes and chunks of a checkpoint of Megatron's, and its optimizer settings."""
+    """A target has the keys, dtypes, shapes and chunks of a checkpoint of Megatron's, and its
+    optimizer settings.
+    """
     assert {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()} == {
         key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
     }
@@ -256,7 +260,9 @@ BUCKETS = (
 
 
 def converted(src: Path, dst: Path, to: str, **options: Any) -> tuple[Report, LocalStore, Catalog]:
-    """A conversion by the engine: its report, and the result's store and catalog, objects loaded."""
+    """A conversion by the engine: its report, and the result's store and catalog, objects
+    loaded.
+    """
     report = run(Job(src=src, dst=dst, to=to, fsync=False, **options))
     found = open_checkpoint(dst)
     return report, found.store, loaded(found.catalog, found.store, load_object)
