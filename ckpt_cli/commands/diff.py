@@ -5,23 +5,26 @@ The exit code is 0 if they are the same, and 1 if they differ or could not be co
 ``--json`` prints tensor object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.diff/1", "same": bool, "method": "read" | "fingerprints" | "metadata",
-    "by_fingerprint": int,
+     "by_fingerprint": int,
      "tolerance": {"rtol": float, "atol": float, "equal_nan": bool} | null,
      "a": {"path": str, "format": str, "iteration": int | null, "parallel": str | null}, "b": …,
-     "counts": {"equal": int, "close": int, "unread": int, "values": int, "dtype": int, "shape":
-     int, "only_a": int,
+     "counts": {"equal": int, "close": int, "unread": int, "values": int, "dtype": int,
+     "shape": int, "only_a": int,
                 "only_b": int},
-     "tensors": [{"key": str, "kind": str, "group": str, "a": {"dtype": str, "shape": [int]} | null,
-     "b": …,
-                  "values": null | {"elements": int, "differing": int, "nan": int, "max_abs": number
-                  | null,
-                                    "max_at": [int] | null, "relative": number | null, "cosine":
-                                    number | null, "first": [int] | null, "first_a": number | null,
+     "tensors": [{"key": str, "kind": str, "group": str, "a": {"dtype": str,
+     "shape": [int]} | null, "b": …,
+                  "values": null | {"elements": int, "differing": int, "nan": int,
+                  "max_abs": number | null,
+                                    "max_at": [int] | null, "relative": number | null,
+                                    "cosine": number | null,
+                                    "first": [int] | null, "first_a": number | null,
                                     "first_b": number | null},
                   "is_cast": bool | null}],
-     "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b", "a": str | null, "b": str |
-     null}], "layout_entries": [… as entries; not counted as differences], "left_out": [str],
-     "notes": [str], "entries_compared": int, "bytes_read": int, "seconds": float}
+     "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b", "a": str | null,
+     "b": str | null}],
+     "layout_entries": [… as entries; not counted as differences],
+     "left_out": [str], "notes": [str], "entries_compared": int, "bytes_read": int,
+     "seconds": float}
 
 ``tensors`` lists those that are not equal, the most important first. A kind is tensor of those in
 ``counts``: ``close`` are equal only within the tolerance, ``unread`` have equal names, shapes and

@@ -3,20 +3,23 @@
 ``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.inspect/1", "path": str, "format": str, "title": str, "version": str | null,
-     "iteration": int | null, "files": int, "unopened_files": int, "file_bytes": int, "beside":
-     [str], "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
+     "iteration": int | null, "files": int, "unopened_files": int, "file_bytes": int,
+     "beside": [str],
+     "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
      "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
      "optimizer": {"format": str, "title": str} | null,
-     "can": [{"action": "convert" | "reshard", "possible": bool, "to": [format], "why": str |
-     null}], "is_unsharded": bool, "notes": [str], "tensors": [{"key": str, "dtype": str, "shape":
-     [int], "bytes": int, "group": str,
-                  "places": [{"offset": [int], "shape": [int], "file": str | null, "rank": {"tp":
-                  int, …},
-                              "array": str | null, "at": [int], "array_shape": [int], "byte_offset":
-                              int | null, "item_bytes": int | null, "strides": [int] | null,
-                              "bytes": int, "encoding": str | null, "stored_bytes": int | null}],
+     "can": [{"action": "convert" | "reshard", "possible": bool, "to": [format],
+     "why": str | null}],
+     "is_unsharded": bool, "notes": [str],
+     "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
+                  "places": [{"offset": [int], "shape": [int], "file": str | null,
+                  "rank": {"tp": int, …},
+                              "array": str | null, "at": [int], "array_shape": [int],
+                              "byte_offset": int | null,
+                              "item_bytes": int | null, "strides": [int] | null, "bytes": int,
+                              "encoding": str | null, "stored_bytes": int | null}],
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
      "objects": [{"key": str, "value": any}]}
 

@@ -3,8 +3,8 @@ detected later.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.manifest-report/1", "path": str, "format": str, "manifest": str, "n_files":
-    int, "n_bytes": int,
+    {"schema": "ckpt.manifest-report/1", "path": str, "format": str, "manifest": str,
+     "n_files": int, "n_bytes": int,
      "n_arrays": int, "n_fingerprints": int, "n_read_again": int, "seconds": float, "notes": [str]}
 
 If several workers read the checkpoint, ``launch`` is present too

@@ -4,26 +4,30 @@ the report.
 ``--json`` prints one object (fields may be added, none change meaning)::
 
     {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str,
-    "format": str,
+     "format": str,
      "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int,
-     "bytes_verified": int, "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds":
-     float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "bytes_verified": int,
+     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str],
+     "manifest": str,
+     "notes": [str], "dropped": [str]}
 
 with several workers also ``"launch"``, each one's figures (``ckpt_cli.workers.current_team``); with ``--dry-run``::
 
     {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str,
-    "target_format": str,
+     "target_format": str,
      "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int,
-     "write_bytes": int, "memory_bytes": int, "files": [{"path": str, "bytes": int}], "renamed":
-     [{"old": str, "new": str}], "notes": [str], "dropped": [str], "rank": {"number": int, "files":
-     [str]}}
+     "write_bytes": int,
+     "memory_bytes": int, "files": [{"path": str, "bytes": int}], "renamed": [{"old": str,
+     "new": str}], "notes": [str],
+     "dropped": [str], "rank": {"number": int, "files": [str]}}
 
 and with ``--explain``::
 
     {"schema": "ckpt.explain/1", "src": str, "target_format": str, "tensors": [{"names": str,
-    "n_tensors": int,
+     "n_tensors": int,
      "shape": [int], "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str],
-     "pattern": str, "where": str, "source": str}]}
+     "pattern": str,
+     "where": str, "source": str}]}
 
 ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
 source.

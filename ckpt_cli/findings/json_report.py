@@ -1,14 +1,14 @@
 """The report as JSON, one object on one line (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid":
-    bool,
-     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int,
-     "tensors": int,
+    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool,
+     "valid": bool,
+     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int,
+     "bytes": int, "tensors": int,
                       "checks": int, "seconds": float, "notes": [str], "unchecked": [str],
                       "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
-                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch":
-                      {…}}
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}],
+                      "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str,
 "message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int], "expected":

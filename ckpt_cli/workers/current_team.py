@@ -6,11 +6,12 @@ prints.
 The figures of all workers are ``launch`` in the JSON of a command (fields may be added)::
 
     {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str,
-    "read_bytes": int,
+     "read_bytes": int,
      "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str,
-     "restarts": int, "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work":
-     [{"work": str, "is_on_device": bool, "reason": str, "cpu_bytes_per_s": int | null,
-     "device_bytes_per_s": int | null}]}
+     "restarts": int,
+     "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work": [{"work": str,
+     "is_on_device": bool,
+     "reason": str, "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
 
 ``collective_bytes`` counts what all workers together sent each other at meetings, ``store_bytes``
 what they exchanged with the store (presence and progress); neither includes tensor data.

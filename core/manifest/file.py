@@ -3,14 +3,14 @@
 A manifest is ``ckpt-manifest.json`` in the checkpoint's directory, or ``FILE.ckpt-manifest.json``
 next to a single file::
 
-    {"schema": "ckpt-manifest", "version": 2, "tool": "ckpt-toolkit 0.1.0", "digest":
-    "xxh3-128/1MiB",
+    {"schema": "ckpt-manifest", "version": 2, "tool": "ckpt-toolkit 0.1.0",
+     "digest": "xxh3-128/1MiB",
      "files": [
       {"path": "model.pt", "size": 1234, "crc32": "89abcdef", "digest": "…"},
       …],
      "arrays": [
-      {"key": "w", "name": "w", "file": "model.pt", "offset": 64, "dtype": "float32", "shape": [2,
-      3],
+      {"key": "w", "name": "w", "file": "model.pt", "offset": 64, "dtype": "float32",
+       "shape": [2, 3],
        "crc32": "…", "digest": "…"},
       …],
      "fingerprint": "fp1",

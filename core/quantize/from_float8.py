@@ -2,8 +2,7 @@
 
 For the element in row r and column c of the last two axes::
 
-    value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c //
-    block_columns]) )
+    value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
 
 The product is computed in float32 and rounded to nearest even (to infinity above the range), like
 torch's ``(w.float() * scale).to(dtype)``. bitsandbytes' int8 has one scale per row, and the product

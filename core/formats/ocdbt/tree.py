@@ -3,9 +3,9 @@
 ::
 
     {"tree_metadata": {"('opt_state', '0', 'count')": {
-         "key_metadata": [{"key": "opt_state", "key_type": 2}, {"key": "0", "key_type": 1}, {"key":
-         "count", …}], "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false, …}},
-         …},
+         "key_metadata": [{"key": "opt_state", "key_type": 2}, {"key": "0",
+         "key_type": 1}, {"key": "count", …}],
+         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false, …}}, …},
      "use_ocdbt": true, "use_zarr3": false, …}
 
 A key of the type 1 is an index, one of the type 2 a name (also of a field of a NamedTuple or a

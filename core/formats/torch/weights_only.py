@@ -7,8 +7,8 @@ places::
 
     {"model": {…}, "args": Namespace(lr=0.1)}
     {"model": {…}, "__ckpt_inert__": {"version": 1, "entries": [
-        {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse", "Namespace"]},
-        …}}]}}
+        {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse",
+         "Namespace"]}, …}}]}}
 
 ``value`` is spelled by ``core.pickle.plain``. ``position`` is the entry's place in its mapping. In
 a list or tuple that also holds tensors or mappings, None holds the place; others are set aside

@@ -4,8 +4,8 @@ alone or chained.
 ::
 
     FP32Optimizer     {"state": {id: {["step",] "exp_avg", "exp_avg_sq"}}, "param_groups": [{…, "params": [id …]}]}
-    Float16Optimizer  {"optimizer": the above, ["grad_scaler": …,] "fp32_from_fp16_params": [[master
-    …] of each group]} ChainedOptimizer  its only member's, or a list: [dense, experts]
+    Float16Optimizer  {"optimizer": the above, ["grad_scaler": …,] "fp32_from_fp16_params": [[master …] of each group]}
+    ChainedOptimizer  its only member's, or a list: [dense, experts]
 
 Ids number the parameters of all groups of one member. Masters are listed for fp16 and bf16
 parameters only. Older files have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which
