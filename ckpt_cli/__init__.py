@@ -1,1 +1,43 @@
-"""The command line of the checkpoint toolkit: ``ckpt``, or ``python -m ckpt_cli``."""
+"""The command line of the checkpoint toolkit: ``ckpt``, or ``python -m ckpt_cli``.
+
+The library beside it has the common name ``core``, which other projects use as well. So that a
+``core`` folder in the working directory or on PYTHONPATH cannot take its place, importing this
+package loads the ``core`` that is installed next to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+
+def _load_core() -> None:
+    """Import the package ``core`` that lies next to this one, whatever ``sys.path`` holds.
+
+    Raises:
+        ImportError: another package of this name has been imported.
+    """
+    path = Path(__file__).resolve().parent.parent / "core" / "__init__.py"
+    loaded = sys.modules.get("core")
+    if loaded is not None:
+        file = getattr(loaded, "__file__", None)
+        if file is not None and Path(file).resolve() == path:
+            return
+        where = file or ", ".join(getattr(loaded, "__path__", ["an unknown place"]))
+        raise ImportError(
+            f"another package named 'core' has been imported ({where}), and ckpt needs its own "
+            f"({path}): import ckpt_cli before it, or run ckpt as a program"
+        )
+    spec = spec_from_file_location("core", path, submodule_search_locations=[str(path.parent)])
+    assert spec is not None and spec.loader is not None, "the file has a Python suffix"
+    module = module_from_spec(spec)
+    sys.modules["core"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["core"]
+        raise
+
+
+_load_core()

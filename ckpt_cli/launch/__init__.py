@@ -2,5 +2,5 @@
 
 Start at ``run``; ``agent`` calls torch, ``failure`` chooses one error of many, ``guard`` bounds
 every wait.
-Imports: core, host, options, screen, workers.
+Imports: ckpt_cli, core, host, options, screen, workers.
 """

@@ -20,9 +20,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ckpt_cli
 from ckpt_cli.host.binding import allowed_cores, n_cores
 from ckpt_cli.launch.agent import AgentJob, FailureHooks, LaunchHistory, run_agent, silence_torch
 from ckpt_cli.launch.failure import Cause, LaunchError, cause_of
@@ -125,7 +127,12 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         check_rendezvous(rendezvous, is_listener=_is_listener(rendezvous), note=print_note)
         job = AgentJob(
             program=sys.executable,
-            arguments=("-m", "ckpt_cli.worker", *workers.as_arguments(), *command),
+            arguments=(
+                *_safe_path_flag(),
+                *("-m", "ckpt_cli.worker"),
+                *workers.as_arguments(),
+                *command,
+            ),
             n_workers=n_workers,
             nodes=parse_nodes(options.nnodes),
             rendezvous=rendezvous,
@@ -139,6 +146,19 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
             role=options.role,
         )
         return _run(job, history, command, rejoin_s)
+
+
+def _safe_path_flag() -> tuple[str, ...]:
+    """Return Python's option that keeps the working directory off ``sys.path`` of the workers.
+
+    Folders there may have the names of modules that the workers import. The option is left out if
+    ckpt itself is found only there, as in a source tree that is not installed.
+    """
+    search = [folder for folder in sys.path if folder and Path(folder) != Path.cwd()]
+    spec = PathFinder.find_spec("ckpt_cli", search)
+    own = Path(ckpt_cli.__file__).resolve()
+    is_installed = spec is not None and spec.origin and Path(spec.origin).resolve() == own
+    return ("-P",) if is_installed else ()
 
 
 def _run(job: AgentJob, history: LaunchHistory, command: Sequence[str], rejoin_s: float) -> int:
