@@ -1,7 +1,9 @@
 """The checkpoint engine: opens, converts, reshards and verifies training checkpoints.
 
-Start at ``docs/explanation/architecture.md``, or at ``core.convert.run``. The names that this
-module exports are imported when they are first used, so that ``import core`` costs nothing.
+As a Python interface: ``core.open``, ``convert``, ``reshard``, ``validate``, ``diff`` and
+``inspect`` (``docs/guide/python.md``). To read the engine, start at
+``docs/explanation/architecture.md``, or at ``core.convert.run``. The names that this module exports
+are imported when they are first used, so that ``import core`` costs nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +11,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from core.version import __version__ as __version__
+
 if TYPE_CHECKING:
+    from core.api.checkpoint import OpenCheckpoint as OpenCheckpoint
+    from core.api.checkpoint import open as open
+    from core.api.tensor import LazyTensor as LazyTensor
+    from core.api.verbs import convert as convert
+    from core.api.verbs import diff as diff
+    from core.api.verbs import inspect as inspect
+    from core.api.verbs import reshard as reshard
+    from core.api.verbs import validate as validate
     from core.catalog.catalog import Catalog as Catalog
     from core.convert.job import Job as Job
     from core.convert.job import Report as Report
@@ -19,23 +31,29 @@ if TYPE_CHECKING:
     from core.opening.open import Checkpoint as Checkpoint
     from core.opening.open import open_checkpoint as open_checkpoint
 
-__version__ = "0.1.0"
-
 _MODULES = {
     "Catalog": "core.catalog.catalog",
     "Checkpoint": "core.opening.open",
     "CheckpointingException": "core.errors",
     "Format": "core.formats.format",
     "Job": "core.convert.job",
+    "LazyTensor": "core.api.tensor",
+    "OpenCheckpoint": "core.api.checkpoint",
     "Report": "core.convert.job",
     "TopologyChange": "core.convert.job",
+    "open": "core.api.checkpoint",
     "open_checkpoint": "core.opening.open",
+    "reshard": "core.api.verbs",
 }
+_VERBS = ("convert", "diff", "inspect", "validate")
+"""Packages that can be called (``core.verb_module``)."""
 
-__all__ = [*_MODULES, "__version__"]
+__all__ = [*_MODULES, *_VERBS, "__version__"]
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
+    if name in _VERBS:
+        return import_module(f"core.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

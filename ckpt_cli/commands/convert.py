@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS, TARGETS
+from core.api.verbs import implied_format
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_cli.options.transfer import TransferOptions
-
-_SUFFIXES = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
 
 
 def convert(options: TransferOptions) -> int:
@@ -35,11 +34,9 @@ def _implied_format(options: TransferOptions) -> str | None:
     Raises:
         UsageError: no option tells the format.
     """
-    dst = options.output or options.dst
-    if options.names is not None and options.names.startswith("hf"):
-        return "hf"
-    if dst is not None and dst.suffix in _SUFFIXES:
-        return _SUFFIXES[dst.suffix]
+    implied = implied_format(options.output or options.dst, options.names)
+    if implied is not None:
+        return implied
     if any(getattr(options, name) for name in CONTENT_OPTIONS):
         return None
     raise UsageError(

@@ -21,8 +21,8 @@ from urllib.parse import quote
 
 from ckpt_cli.findings.grouping import message_of
 from ckpt_cli.screen.terminal import escaped
-from core import __version__
 from core.checks.registry import codes
+from core.version import __version__
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

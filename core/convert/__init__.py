@@ -8,3 +8,7 @@ files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch, hf
 megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded, megatron.placement,
 megatron.reshard, megatron.rules, opening, pickle, plan, quantize, stage, team.
 """
+
+from core.verb_module import make_callable
+
+make_callable(__name__)

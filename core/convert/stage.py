@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import __version__
 from core.convert.job import Job, Report
 from core.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
 from core.stage.stage import Stage
 from core.team.protocol import Figures
+from core.version import __version__
 
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared

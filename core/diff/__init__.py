@@ -6,3 +6,7 @@ Imports: arrays, catalog, changes, convert, errors, files, fingerprint, formats.
 formats.torch, hf, inspect, manifest, megatron.extras, megatron.model, megatron.optimizer,
 megatron.placement, megatron.reshard, numbers, opening, pickle, plan, scan, team.
 """
+
+from core.verb_module import make_callable
+
+make_callable(__name__)

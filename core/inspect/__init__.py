@@ -4,3 +4,7 @@ Start at ``summary``; ``capabilities`` plans each conversion to find out whether
 Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf,
 megatron.model, megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
 """
+
+from core.verb_module import make_callable
+
+make_callable(__name__)

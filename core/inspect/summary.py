@@ -180,7 +180,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         iteration=checkpoint.iteration,
         n_files=n_files,
         file_bytes=file_bytes,
-        parallel=_parallel(catalog),
+        parallel=parallel_sizes(catalog),
         n_ranks=n_writers if ranks is None else len(ranks.ranks),
         model=_model(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
@@ -342,7 +342,7 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     return len(sizes), sum(sizes.values()), len(writers) or None
 
 
-def _parallel(catalog: Catalog | None) -> dict[str, int]:
+def parallel_sizes(catalog: Catalog | None) -> dict[str, int]:
     """Return the parallel sizes that the layout or the training arguments record, by name."""
     if catalog is None:
         return {}

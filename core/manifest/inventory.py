@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core import __version__
 from core.arrays.checksum import ALGORITHM
 from core.calibration.choice import choose_device
 from core.catalog.stored import StoredArray
@@ -44,6 +43,7 @@ from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
+from core.version import __version__
 
 Progress = Callable[[int, int], None]
 """Takes the bytes done so far, and all bytes."""

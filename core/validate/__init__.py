@@ -4,3 +4,7 @@ Start at ``run``; ``accepted`` is for ``--ignore`` and baselines, ``newest`` for
 Imports: checks, checks.content, checks.metadata, convert, device, errors, files, formats.dcp,
 megatron.reshard, opening, pickle, team.
 """
+
+from core.verb_module import make_callable
+
+make_callable(__name__)

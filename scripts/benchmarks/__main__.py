@@ -9,6 +9,7 @@ BENCHES = {
     "conversions": "inspect, convert and reshard beside cp and the converters of others (the default)",
     "validate": "validate beside reading the files",
     "diff": "diff beside torch.equal over two loaded checkpoints",
+    "reading": "core.open beside safetensors' safe_open",
     "fingerprint": "fingerprints beside checksums",
     "scale": "plans and inspections of checkpoints of real models' sizes, as sparse files",
     "api": "core.dist_checkpointing beside torch's and megatron-core's own",

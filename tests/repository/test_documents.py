@@ -45,10 +45,11 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
 
 
 @pytest.mark.slow
-def test_the_python_of_the_readme_runs(golden: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [README, ROOT / "docs/guide/python.md"], ids=name_of)
+def test_the_python_of_a_page_runs(page: Path, golden: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/llama").symlink_to(golden / "mcore_legacy/dense_gqa/tp4_pp1_optim")
-    ((_, lines),) = fences(README.read_text("utf-8"), "python")
+    lines = [line for _, block in fences(page.read_text("utf-8"), "python") for line in block]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=tmp_path,

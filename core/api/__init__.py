@@ -1,0 +1,7 @@
+"""The Python interface: a checkpoint as a mapping of lazy tensors, and the verbs as functions.
+
+Start at ``checkpoint``, what ``core.open`` returns; ``tensor`` is one lazy tensor, ``verbs`` what
+``core.convert(…)`` and its like call.
+Imports: arrays, catalog, changes, checks, convert, diff, errors, hf, inspect, megatron.model,
+megatron.reshard, numbers, opening, plan, validate.
+"""

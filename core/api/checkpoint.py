@@ -1,0 +1,222 @@
+"""An opened checkpoint as a mapping of lazy tensors.
+
+::
+
+    with core.open("runs/llama") as checkpoint:
+        tensor = checkpoint["decoder.layers.3.mlp.linear_fc2.weight"]   # nothing is read yet
+        tensor[0:8].numpy()                                            # 8 rows, from all ranks
+        checkpoint.named("hf")["model.layers.3.mlp.down_proj.weight"]  # Hugging Face's names
+
+Not supported: optimizer states under Hugging Face's names, which do not exist.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Self
+
+from core.api.tensor import LazyTensor
+from core.arrays.box import full_box
+from core.catalog.catalog import Catalog
+from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.changes.select import without_optimizer
+from core.errors import UnsupportedError, UsageError
+from core.hf import is_hf, to_hf, to_megatron
+from core.inspect.summary import parallel_sizes
+from core.megatron.model.args import fields_of
+from core.megatron.reshard.reshard import load_rules
+from core.opening.canonical import canonical
+from core.opening.open import Checkpoint, open_checkpoint
+from core.opening.source_files import config_of_source
+from core.plan.box_reader import BoxReader, TensorReader
+
+RANKS = ("global", "local")
+NAMES = ("hf", "megatron")
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    iteration: int | None = None,
+    ranks: str = "global",
+    rules: str | os.PathLike[str] | None = None,
+) -> OpenCheckpoint:
+    """Open a checkpoint of any format as a mapping from names to lazy tensors.
+
+    Only metadata are read. Code in the checkpoint is never run.
+
+    Args:
+        path: a checkpoint directory, one file of it, or a training root that holds iterations.
+        iteration: which iteration of a training root; None for the one that its tracker names, or
+            else the newest.
+        ranks: ``global`` joins the shards of a Megatron run to whole tensors, one per layer and
+            expert and without vocabulary padding; ``local`` gives the tensors of each rank file as
+            they are stored. Other formats store global tensors, for which both are the same.
+        rules: a TOML file with additional layout rules for Megatron parameters.
+
+    Raises:
+        UsageError: the path or the iteration does not exist, or ``ranks`` has another value.
+        UnsupportedError: no format recognises the checkpoint, or no rule knows its tensors.
+        CheckpointingException: the metadata are damaged or incomplete.
+    """
+    if ranks not in RANKS:
+        raise UsageError(f"ranks={ranks!r} is none of: {', '.join(RANKS)}")
+    source = open_checkpoint(Path(path), iteration=iteration)
+    try:
+        catalog, notes = source.catalog, source.notes
+        if ranks == "global":
+            table = load_rules(None if rules is None else Path(rules))
+            form = canonical(source, rules=table)
+            # An optimizer that is not understood leaves the model readable: that is only a note.
+            if form.failure is not None:
+                if not form.is_global:
+                    raise form.failure
+                notes = (*notes, form.failure.sentence)
+            catalog = form.catalog
+        return OpenCheckpoint(source, catalog, notes=(*notes, *catalog.notes))
+    except BaseException:
+        source.store.close()
+        raise
+
+
+class OpenCheckpoint(Mapping[str, LazyTensor]):
+    """The tensors of an opened checkpoint by name; a context manager that closes its files.
+
+    Tensors may be read from several threads.
+
+    Attributes:
+        path: the directory or file of the checkpoint, after descending from a training root.
+        format: name of its format, as for ``ckpt convert --to``.
+        iteration: training iteration; None if none is recorded.
+        parallel: sizes of the run that wrote it, by name (``tp``, ``pp`` …); {} if unknown.
+        args: training arguments by name; {} if none are stored. Values that are not plain Python
+            values, such as enums and dtypes, are strings.
+        notes: what a reader should know, such as which iteration was chosen.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        catalog: Catalog,
+        *,
+        notes: tuple[str, ...],
+        closed: Event | None = None,
+    ) -> None:
+        self._source = source
+        self._catalog = catalog
+        self._reader = BoxReader(catalog, source.store)
+        self._closed = closed or Event()  # shared by all views of one opened checkpoint
+        self.path = source.path
+        self.format = source.format.name
+        self.iteration = source.iteration
+        self.parallel: dict[str, int] = parallel_sizes(source.catalog)
+        self.args: dict[str, object] = {}
+        with suppress(UnsupportedError):  # raised if no arguments are stored
+            self.args = {name: _plain(value) for name, value in fields_of(catalog.args).items()}
+        self.notes = tuple(dict.fromkeys(notes))
+
+    def named(self, names: str, *, model_type: str | None = None) -> OpenCheckpoint:
+        """Return the weights of the model under the names of Hugging Face or of Megatron.
+
+        Fused tensors are taken apart, or joined, when they are read. The optimizer is not included.
+        Closing either checkpoint closes both.
+
+        Args:
+            names: ``hf`` or ``megatron``.
+            model_type: the Hugging Face family, such as ``llama``; None for the one that the
+                training arguments describe.
+
+        Raises:
+            UsageError: ``names`` has another value.
+            UnsupportedError: the model is of no supported family.
+            CheckpointingException: tensors are missing, or shapes contradict the arguments.
+        """
+        if names not in NAMES:
+            raise UsageError(f"named({names!r}): the names are one of: {', '.join(NAMES)}")
+        catalog = without_optimizer(self._catalog).catalog
+        config = config_of_source(self._source)
+        comes_from_hf = catalog.facet(MegatronModel) is None and is_hf(catalog, config)
+        if names == "hf":
+            if not comes_from_hf and catalog.facet(HuggingFaceModel) is None:
+                catalog = to_hf(catalog, model_type=model_type)
+        elif comes_from_hf:
+            assert config is not None, "is_hf() is true only with a config.json"
+            catalog = to_megatron(catalog, config)
+        elif catalog.facet(MegatronModel) is None:
+            raise UnsupportedError(
+                "the tensors have neither Megatron's names nor Hugging Face's with a config.json",
+                file=str(self.path),
+                hint="read them under their own names",
+            )
+        notes = (*self.notes, *catalog.notes)
+        return OpenCheckpoint(self._source, catalog, notes=notes, closed=self._closed)
+
+    def close(self) -> None:
+        """Close the files; afterwards no tensor can be read."""
+        self._closed.set()
+        self._source.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        err: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.format} checkpoint {self.path}: {len(self):,} tensors>"
+
+    def __len__(self) -> int:
+        return len(self._catalog.tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog.tensors)
+
+    def __getitem__(self, key: str) -> LazyTensor:
+        """Return a tensor without reading it.
+
+        Raises:
+            KeyError: the checkpoint has no tensor of this name; the message lists similar ones.
+        """
+        meta = self._catalog.tensors.get(key)
+        if meta is None:
+            similar = get_close_matches(str(key), self._catalog.tensors, n=3)
+            raise KeyError(f"{key} (similar: {', '.join(similar)})" if similar else key)
+        return LazyTensor(key, self._catalog, lambda: self._open(key), full_box(meta.shape))
+
+    def _open(self, key: str) -> TensorReader:
+        """Return access to the bytes of a tensor.
+
+        Raises:
+            UsageError: the checkpoint is closed.
+            CheckpointingException: no files cover the tensor, or they contradict each other.
+        """
+        if self._closed.is_set():
+            raise UsageError(
+                "the checkpoint is closed",
+                key=key,
+                file=str(self.path),
+                hint="read tensors inside the with block",
+            )
+        return self._reader.tensor(key)
+
+
+def _plain(value: object) -> object:
+    """Return a stored value as plain Python; what only a pickle can express becomes a string."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value).removeprefix("torch.")

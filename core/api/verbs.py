@@ -1,0 +1,241 @@
+"""The verbs of the command line as functions: what ``core.convert(…)`` and its like call.
+
+Each builds the job that its command would build, and runs it in this process. What is not an
+argument here is a field of ``core.convert.job.Job``; ``core.convert.run.run`` runs such a job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Progress, Report, TopologyChange
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.diff.result import Diff
+    from core.inspect.summary import Summary
+    from core.numbers.difference import Tolerance
+    from core.validate.run import Validation
+
+AnyPath = str | os.PathLike[str]
+
+_FORMAT_OF_SUFFIX = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
+
+
+def implied_format(dst: Path | None, names: str | None) -> str | None:
+    """Return the target format that Hugging Face's names or the suffix of a file imply, or None."""
+    if names is not None and names.startswith("hf"):
+        return "hf"
+    return None if dst is None else _FORMAT_OF_SUFFIX.get(dst.suffix)
+
+
+def inspect(path: AnyPath, *, iteration: int | None = None) -> Summary:
+    """Read the metadata of a checkpoint and return what ``ckpt inspect`` shows.
+
+    Raises:
+        CheckpointingException: the path is not a checkpoint, or its metadata are damaged.
+    """
+    from core.inspect.summary import summarize
+    from core.opening.open import open_checkpoint
+
+    checkpoint = open_checkpoint(Path(path), iteration=iteration)
+    try:
+        return summarize(checkpoint)
+    finally:
+        checkpoint.store.close()
+
+
+def convert(
+    src: AnyPath,
+    dst: AnyPath | None = None,
+    *,
+    to: str | None = None,
+    iteration: int | None = None,
+    optimizer: bool = True,
+    names: str | None = None,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    verify: bool = False,
+    force: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Report:
+    """Write a checkpoint in another format, as ``ckpt convert`` does; all or nothing.
+
+    Args:
+        src: a checkpoint of any format, or a training root.
+        dst: the directory or file to write; None for a name in the directory of ``src``.
+        to: the target format; None for the one that ``names`` or the suffix of ``dst`` implies
+            (``.pt``, ``.safetensors``), or else that of the source.
+        iteration: which iteration of a training root.
+        optimizer: False excludes the optimizer's state.
+        names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
+        dtype: cast all floating-point tensors of the model.
+        include, exclude: globs of the keys to write, or to skip.
+        rename: regular expression → replacement, applied to keys in this order.
+        verify: read the result back and compare it with the source before it becomes visible.
+        force: replace an existing destination, once the new one is complete.
+        memory_bytes: memory limit of the process.
+        progress: called with (bytes done, bytes in total) from the copying threads.
+
+    Raises:
+        CheckpointingException: the source is damaged, the destination cannot hold it, or an
+            argument contradicts it. The destination is untouched.
+    """
+    from core.convert.run import run
+
+    dst_path = None if dst is None else Path(dst)
+    to = to or implied_format(dst_path, names)
+    job = Job(
+        src=Path(src),
+        dst=dst_path,
+        to=to,
+        iteration=iteration,
+        keeps_layout=to is None,
+        optim="carry" if optimizer else "drop",
+        names=names,
+        dtype=() if dtype is None else ((None, dtype),),
+        include=tuple(include),
+        exclude=tuple(exclude),
+        rename=tuple((rename or {}).items()),
+        verify=verify,
+        force=force,
+        memory_bytes=memory_bytes,
+    )
+    return run(job, progress=progress)
+
+
+def reshard(
+    src: AnyPath,
+    dst: AnyPath | None = None,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    to: str | None = None,
+    iteration: int | None = None,
+    optimizer: bool = True,
+    verify: bool = False,
+    force: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Report:
+    """Write a Megatron checkpoint with other parallel sizes, as ``ckpt reshard`` does.
+
+    Args:
+        src: a Megatron checkpoint, or a training root.
+        dst: the directory to write; None for a name in the directory of ``src``.
+        tp, pp, vpp, ep, etp: sizes of the destination; None keeps that of the source.
+        to: the target format; None keeps that of the source.
+        iteration, optimizer, verify, force, memory_bytes, progress: as for ``convert``.
+
+    Raises:
+        UsageError: no size is given, or the model cannot be divided so.
+        CheckpointingException: as for ``convert``.
+    """
+    from core.convert.run import run
+
+    topology = TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    if not topology.is_change:
+        raise UsageError("reshard: no target size", hint="give one, such as tp=2")
+    job = Job(
+        src=Path(src),
+        dst=None if dst is None else Path(dst),
+        to=to,
+        iteration=iteration,
+        topology=topology,
+        keeps_layout=True,
+        optim="carry" if optimizer else "drop",
+        verify=verify,
+        force=force,
+        memory_bytes=memory_bytes,
+    )
+    return run(job, progress=progress)
+
+
+def validate(
+    path: AnyPath,
+    *,
+    level: str = "metadata",
+    iteration: int | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Validation:
+    """Check one checkpoint for missing, damaged or inconsistent data, as ``ckpt validate`` does.
+
+    Args:
+        path: a checkpoint, or a training root.
+        level: ``metadata``, ``headers`` (also small parts of every file) or ``deep`` (every byte).
+        iteration: which iteration of a training root.
+        memory_bytes: memory limit for reading data.
+        progress: called with (bytes read, bytes in total).
+
+    Returns:
+        The findings, the worst first; damage is a finding and raises nothing.
+
+    Raises:
+        UsageError: the path does not exist, or ``level`` has another value.
+    """
+    from core.checks.level import Level
+    from core.validate.run import validate as run_checks
+
+    levels = {item.name.lower(): item for item in Level}
+    if level not in levels:
+        raise UsageError(f"level={level!r} is none of: {', '.join(levels)}")
+    return run_checks(
+        Path(path),
+        level=levels[level],
+        iteration=iteration,
+        memory_bytes=memory_bytes,
+        progress=progress,
+    )
+
+
+def diff(
+    a: AnyPath,
+    b: AnyPath,
+    *,
+    tolerance: Tolerance | None = None,
+    optimizer: bool = True,
+    entries: bool = True,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two checkpoints tensor by tensor, across formats and layouts, as ``ckpt diff`` does.
+
+    Args:
+        a, b: the two checkpoints.
+        tolerance: the largest difference of values that counts as equal; None for exact equality.
+        optimizer: False excludes the optimizer's state and settings.
+        entries: False compares tensors only; otherwise also arguments, random states and the like.
+        include, exclude: globs of the keys to compare, or to skip.
+        memory_bytes: memory limit of the process.
+        progress: called with (bytes done, bytes in total).
+
+    Raises:
+        UnsupportedError: the two cannot be brought under the same names.
+        CheckpointingException: one of the checkpoints cannot be read.
+    """
+    from core.diff.run import DiffJob
+    from core.diff.run import diff as compare
+
+    job = DiffJob(
+        a=Path(a),
+        b=Path(b),
+        rule=tolerance,
+        with_optimizer=optimizer,
+        with_entries=entries,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        memory_bytes=memory_bytes,
+    )
+    return compare(job, progress=progress)
