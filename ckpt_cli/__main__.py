@@ -14,8 +14,15 @@ def main() -> int:
     """Run the command line of this process and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ckpt_cli.app import main as run
-
+    try:
+        from ckpt_cli.app import main as run
+    except ModuleNotFoundError as err:
+        # Without these there is no command line at all; what single commands need is reported when
+        # they run.
+        if err.name not in ("typer", "typing_extensions"):
+            raise
+        print(f"error: ckpt needs {err.name}: pip install {err.name}", file=sys.stderr)
+        return 4
     return run()
 
 

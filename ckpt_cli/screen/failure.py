@@ -47,6 +47,7 @@ from core.errors import (
     CheckpointingException,
     CorruptError,
     StorageError,
+    UnsupportedError,
     UsageError,
 )
 
@@ -134,6 +135,22 @@ def end_on_signals() -> Callable[[], None]:
     return restore
 
 
+PACKAGES = {
+    "google_crc32c": ("google-crc32c", "google-crc32c"),
+    "ml_dtypes": ("ml_dtypes", "ml_dtypes"),
+    "numpy": ("NumPy", "numpy"),
+    "rich": ("rich", "rich"),
+    "tensorstore": ("TensorStore", "tensorstore"),
+    "torch": ("PyTorch", "torch"),
+    "typer": ("typer", "typer"),
+    "xxhash": ("xxhash", "xxhash"),
+    "zarr": ("zarr", "zarr"),
+    "zlib_ng": ("zlib-ng", "zlib-ng"),
+    "zstandard": ("zstandard", "zstandard"),
+}
+"""Dependencies by the name that is imported → their title, and what pip installs."""
+
+
 def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
     """Return how to report an exception; an unknown one is reported as a bug.
 
@@ -186,6 +203,11 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return CapacityError(reason, file=file, hint="free some space and rerun the command")
         return StorageError(reason, file=file)
+    if isinstance(err, ModuleNotFoundError) and err.name in PACKAGES:
+        title, package = PACKAGES[err.name]
+        return UnsupportedError(
+            f"{command} needs {title}, which is not installed", hint=f"pip install {package}"
+        )
     format_message = getattr(
         err, "format_message", None
     )  # typer's own errors, whichever click they come from

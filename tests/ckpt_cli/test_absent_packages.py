@@ -1,0 +1,82 @@
+"""ckpt where packages are not installed: what does not need them works, the rest names them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CKPT = Path(sys.executable).with_name("ckpt")
+RUN = "mcore_legacy/dense_gqa/tp2_pp2_optim"
+_FINDER = """
+import importlib.abc, os, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in os.environ["ABSENT"].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(folder: Path, absent: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run ckpt in a folder, in an interpreter that finds none of the absent packages."""
+    (folder / "site").mkdir(exist_ok=True)
+    (folder / "site" / "sitecustomize.py").write_text(_FINDER)
+    environ = {**os.environ, "PYTHONPATH": str(folder / "site"), "ABSENT": absent}
+    command = [str(part) for part in (CKPT, *arguments)]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_command_but_launch_works_without_the_large_packages(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = golden / RUN
+    zarr = golden / "mcore0121_zarr/dense_gqa/tp4_pp1"
+    for command in (
+        ["inspect", source],
+        ["inspect", source, "output_layer.weight", "--values", "3"],
+        ["validate", source, "--deep"],
+        ["validate", zarr, "--deep"],
+        ["reshard", source, "tp1", "--tp-new", "1", "--pp-new", "1", "--fingerprint"],
+        ["diff", source, "tp1"],
+        ["manifest", "tp1"],
+        *(["convert", source, to, "--to", to] for to in ("torch_dist", "dcp", "zarr", "zarr3")),
+        ["convert", zarr, "from_zarr", "--to", "torch"],
+        ["convert", source, "hf", "--to", "hf", "--no-optim", "--dtype", "float32"],
+    ):
+        result = run(tmp_path, "torch zarr tensorstore", *command)
+        assert result.returncode == 0, (command, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("absent", "command", "message"),
+    [
+        (
+            "torch",
+            ["launch", "--", "validate"],
+            "ckpt launch needs PyTorch, which is not installed",
+        ),
+        ("numpy", ["validate", "--deep"], "ckpt validate needs NumPy, which is not installed"),
+        ("xxhash", ["convert", "--to", "dcp"], "ckpt convert needs xxhash, which is not installed"),
+    ],
+)
+def test_what_needs_an_absent_package_names_it(
+    absent: str, command: list[str], message: str, golden: Path, tmp_path: Path
+) -> None:
+    result = run(tmp_path, absent, *command, golden / RUN)
+    assert result.returncode == 4
+    assert message in result.stderr
+    assert f"pip install {absent}" in result.stderr
+    assert "bug" not in result.stderr
+
+
+def test_without_typer_there_is_no_traceback(tmp_path: Path) -> None:
+    result = run(tmp_path, "typer", "--help")
+    assert result.returncode == 4
+    assert result.stderr == "error: ckpt needs typer: pip install typer\n"
