@@ -195,7 +195,7 @@ class _StorageTable:
 
         Args:
             keys: the storages in their order in the file.
-            cursor: stands at the first storage, and is moved to the end of the last.
+            cursor: a cursor at the first storage; it is moved to the end of the last one.
 
         Raises:
             CorruptError: a storage is listed but not used, used but not listed, listed twice, or
@@ -261,10 +261,13 @@ class _StorageCursor:
                 span=(self._at, data_start),
                 hint=_HINT,
             )
+        # Big-endian machines reversed the bytes of a complex number as if it were a real one.
         if not self._is_little and storage.kind.name.startswith("Complex"):
             raise UnsupportedError(
                 "complex numbers saved by a big-endian machine are not supported", file=self.file
             )
+        # torch writes the number in little endian on every machine. Before torch 1.0, a big-endian
+        # machine wrote it in its own order, which is refused here as a contradiction.
         n_recorded = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
         if n_recorded != storage.n:
             raise CorruptError(
@@ -366,7 +369,7 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
             data = read_window(base)
         op = data[position]
         position += 1
-        # Skip the argument: of fixed length, up to a newline, or preceded by its length.
+        # Opcodes that Python does not have occur only in damaged pickles.
         n_argument = _ARGUMENT_BYTES.get(op)
         if n_argument is None:
             raise CorruptError(
@@ -375,6 +378,8 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
             )
         if op == _STOP:
             return base + position
+        # Skip the argument: of fixed length, up to a newline, or preceded by its length. It may
+        # end after the window; only its length and newlines must be inside one.
         if n_argument >= 0:
             position += n_argument
         elif n_argument == pickletools.UP_TO_NEWLINE:

@@ -3,8 +3,8 @@
 ``torch.storage._load_from_bytes(b"…")`` unpickles its argument, Transformer Engine and Megatron
 save a ``BytesIO`` that contains a saved object, and an attacker can hide a call in the same way.
 The values of such streams are not used here: they are only read to see which names they import,
-call and so on. If a stream is nested too deeply to be read, or is refused, the use of the function that
-loads it is ``unread``.
+call and so on. If a stream is nested too deeply to be read, or is refused, the use of the function
+that loads it is ``unread``.
 
 Source: torch 2.13 ``torch/storage.py``; ``megatron/core/extensions/transformer_engine.py``
     (``get_extra_state``).

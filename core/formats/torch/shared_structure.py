@@ -352,5 +352,5 @@ def _find_argument(pickle: bytes, start: int, stop: int, *, file: str) -> str | 
     # The mark must be one argument, and occur nowhere else (the pickle may refer to it again).
     fields = attributes((as_mapping(root) or {}).get("args")) or {}
     names = [name for name, value in fields.items() if value == mark]
-    n_marks = sum(1 for node in walk(root) if type(node) is Global and node == mark)
+    n_marks = sum(type(node) is Global and node == mark for node in walk(root))
     return names[0] if len(names) == 1 and n_marks == 1 else None

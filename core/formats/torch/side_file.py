@@ -88,12 +88,23 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
                 key=item.key,
                 hint="drop it with --exclude",
             )
+    # In the skeleton, a mark replaces every tensor and object; other values stay.
+    kind_of = {facts: kind for kind, facts in _KINDS.items()}
+
+    def mark(entry: LeafEntry) -> object:
+        leaf = entry.leaf
+        if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
+            return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
+        item = target.objects.get(entry.key)
+        is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
+        return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
+
     # Build the content, and plan a torch file of it.
     with gc_paused():
         root: object = {
             "ckpt_objects": _VERSION,
             "objects": {key: item.value for key, item in target.objects.items()},
-            "skeleton": None if _is_flat(target) else to_plain(_mark_leaves(target)),
+            "skeleton": None if _is_flat(target) else to_plain(map_leaves(target.skeleton, mark)),
         }
         try:
             root = set_aside(root)
@@ -117,21 +128,6 @@ def _is_flat(target: TargetCatalog) -> bool:
         or (name in target.objects and target.objects[name].value is item)
         for name, item in target.skeleton.items()
     )
-
-
-def _mark_leaves(target: TargetCatalog) -> object:
-    """Return the skeleton with a mark in place of every tensor and object; other values stay."""
-    kind_of = {facts: kind for kind, facts in _KINDS.items()}
-
-    def mark(entry: LeafEntry) -> object:
-        leaf = entry.leaf
-        if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
-            return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
-        item = target.objects.get(entry.key)
-        is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
-        return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
-
-    return map_leaves(target.skeleton, mark)
 
 
 def read_objects(store: ReadStore) -> ObjectsBeside | None:

@@ -95,18 +95,18 @@ def parse(
         coords: rank coordinates of the arrays and objects.
 
     Raises:
-        CorruptError, TruncatedError: the file is damaged, or a tensor lies outside its storage.
+        CorruptError, TruncatedError: the file is damaged, or a tensor is outside its storage.
         UnsupportedError: neither a zip nor a stream that ``torch.save`` writes.
         UnsafeError: a hostile pickle.
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
-    # Refuse what is not a torch file, and files that stand for another one (a Git LFS pointer).
+    # Refuse other pickles, and files that stand for another one (a Git LFS pointer).
     kind = refuse_other_streams(store, file, start, n_bytes)
     substitute = substitute_in(store, file) if kind is None and start == 0 else None
     if substitute is not None:
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
     reader = TensorHooks(f"{prefix}#")
-    with _file_in_errors(file), gc_paused():
+    with _placing_errors(file=file), gc_paused():
         read_content = _read_legacy_stream if kind == "legacy" else _read_zip
         content = read_content(store, file, start, n_bytes, reader)
         return _TreeBuilder(content, reader, prefix, coords).tree(put_back(content.value))
@@ -175,15 +175,13 @@ def load_object(
     """
     extent = array.extent
     assert extent.encoding is None and len(array.shape) == 1
-    start, n_bytes = extent.offset, array.shape[0]
-    try:
+    file, start, n_bytes = extent.file, extent.offset, array.shape[0]
+    prefix = f"{key}:"
+    with _placing_errors(key=key, span=(start, start + n_bytes)):
         # A bare pickle has no tensors.
-        if stream_kind(store, extent.file, start, n_bytes) == "pickle":
-            return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
-        prefix = f"{key}:"
-        tree = parse(
-            store, extent.file, start=start, n_bytes=n_bytes, prefix=prefix, coords=array.coords
-        )
+        if stream_kind(store, file, start, n_bytes) == "pickle":
+            return load(store.read(file, start, n_bytes), label=file), {}
+        tree = parse(store, file, start=start, n_bytes=n_bytes, prefix=prefix, coords=array.coords)
         # The parser cuts containers that contain themselves; here nothing could put them together.
         endless = [name for name, kind in tree.unsupported.items() if kind == ENDLESS]
         if endless:
@@ -200,10 +198,6 @@ def load_object(
                 else entry.leaf
             ),
         )
-    except CheckpointingException as err:
-        err.key = err.key or key
-        err.span = err.span or (start, start + n_bytes)
-        raise
     return value, {**tree.arrays, **tree.hidden}
 
 
@@ -229,14 +223,14 @@ def load_shared(
     assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
     reader = TensorHooks(f"{key}:#", hooks)
-    try:
+    with _placing_errors(key=key, span=(start, start + n_bytes)):
         # A bare pickle has no tensors.
         kind = stream_kind(store, file, start, n_bytes)
         if kind == "pickle":
             return load(store.read(file, start, n_bytes), label=file, hooks=hooks), {}
         # A torch file: every tensor that the hooks located becomes an array.
         refuse_other_streams(store, file, start, n_bytes)
-        with _file_in_errors(file), gc_paused():
+        with _placing_errors(file=file), gc_paused():
             read_content = _read_legacy_stream if kind == "legacy" else _read_zip
             content = read_content(store, file, start, n_bytes, reader)
             builder = _TreeBuilder(content, reader, "", array.coords)
@@ -244,10 +238,6 @@ def load_shared(
             arrays = {
                 name: builder.array(name, location) for name, location in reader.locations.items()
             }
-    except CheckpointingException as err:
-        err.key = err.key or key
-        err.span = err.span or (start, start + n_bytes)
-        raise
     return value, arrays
 
 
@@ -289,12 +279,16 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
 
 
 @contextmanager
-def _file_in_errors(file: str) -> Iterator[None]:
-    """Add the name of the file to errors that lack it."""
+def _placing_errors(
+    *, file: str | None = None, key: str | None = None, span: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Add file, key and bytes to errors that lack them."""
     try:
         yield
     except CheckpointingException as err:
         err.file = err.file or file
+        err.key = err.key or key
+        err.span = err.span or span
         raise
 
 
@@ -443,7 +437,7 @@ def keys_of(
     for entry, key in zip(tree_entries, plain, strict=True):
         # Escape dots in names where two paths join to the same key.
         chosen = key
-        if count[key] > 1 and any("." in text_of(part) for part in entry.path):
+        if count[key] > 1 and "." in "".join(map(text_of, entry.path)):
             chosen = ".".join(
                 text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path
             )

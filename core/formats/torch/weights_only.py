@@ -11,9 +11,9 @@ even its tensors. So such objects are moved to a reserved entry::
 
 ``value`` is spelled by ``core.pickle.plain``. ``position`` is the index of the entry in its
 mapping. In a list or tuple that also contains tensors or mappings, None replaces the object; any
-other list or tuple is set aside as one object. A dict subclass that is refused (``defaultdict``) leaves its
-entries in a plain dict, and the value of a record with ``keeps_entries`` describes the subclass. A
-root that is not a mapping is stored below ``__ckpt_root__``.
+other list or tuple is set aside as one object. A dict subclass that is refused (``defaultdict``)
+leaves its entries in a plain dict, and the value of a record with ``keeps_entries`` describes the
+subclass. A root that is not a mapping is stored below ``__ckpt_root__``.
 
 ``put_back(set_aside(tree))`` equals ``tree``, except that an object which the tree contains several
 times is a separate one each time.
@@ -90,6 +90,7 @@ def _record_path(record: dict[str, object]) -> tuple[object, ...]:
 
 
 def _is_endless(record: dict[str, object]) -> bool:
+    """Return whether the object of a record contains itself, so that it cannot be spelled."""
     try:
         to_plain(record)
     except UnsupportedError:
@@ -181,12 +182,12 @@ class _AsideVisitor:
         kept = []
         is_same = True
         for position, (key, item) in enumerate(entries):
-            stays = self.visit(item, (*path, key)) if self.allows_key(key) else _REFUSED
-            is_same &= stays is item
-            if stays is _REFUSED:
+            kept_item = self.visit(item, (*path, key)) if self.allows_key(key) else _REFUSED
+            is_same &= kept_item is item
+            if kept_item is _REFUSED:
                 self._record((*path, key), position, item)
             else:
-                kept.append((key, stays))
+                kept.append((key, kept_item))
         if is_same:
             return node
         return _with_entries(node, kept) if isinstance(node, Inert) else dict(kept)
@@ -201,11 +202,11 @@ class _AsideVisitor:
         kept: list[object] = []
         is_same = True
         for index, item in enumerate(node):
-            stays = self.visit(item, (*path, index))
-            is_same &= stays is item
-            if stays is _REFUSED:
+            kept_item = self.visit(item, (*path, index))
+            is_same &= kept_item is item
+            if kept_item is _REFUSED:
                 self._record((*path, index), index, item)
-            kept.append(None if stays is _REFUSED else stays)
+            kept.append(None if kept_item is _REFUSED else kept_item)
         if is_same:
             return node
         return tuple(kept) if isinstance(node, tuple) else kept
@@ -227,9 +228,9 @@ class _AsideVisitor:
         return dict(kept.entries) if isinstance(kept, Inert) else kept
 
     def _allows_ordered_dict(self, node: Inert, path: tuple[object, ...]) -> bool:
-        """Return whether weights_only builds an object, an ``OrderedDict``, ignoring its entries.
+        """Return whether an object is an ``OrderedDict`` that weights_only builds.
 
-        Its state, if it has one, is the dict of its attributes.
+        Its entries are not considered. Its state, if it has one, is the dict of its attributes.
         """
         if node.fn != _ORDERED_DICT or node.args != ():
             return False
@@ -238,7 +239,7 @@ class _AsideVisitor:
         )
 
     def _allows_call(self, node: Inert, path: tuple[object, ...]) -> bool:
-        """Return whether weights_only builds an object, a ``torch.device`` or ``Counter``."""
+        """Return whether an object is an allowed ``torch.device`` or ``Counter``."""
         if node.fn not in _ALLOWED_CALLS or node.state is not NO_STATE or node.entries:
             return False
         if node.fn == _DEVICE:
@@ -320,9 +321,10 @@ class _RestorePoint:
 
 
 def put_back(root: object) -> object:
-    """Return the tree that ``set_aside`` converted to ``root``, by reversing the conversion.
+    """Move the objects in the reserved entry back to their places; the inverse of ``set_aside``.
 
-    ``root`` itself if it has no reserved key.
+    Returns:
+        The tree without the reserved entry; ``root`` itself if it has none.
 
     Raises:
         CorruptError: the reserved entry is not one that ``set_aside`` writes.

@@ -462,7 +462,7 @@ class _ArchiveReader:
         for entry in entries:
             if entry.method == STORED:
                 continue
-            # The length is compared first, so that no reader allocates memory for a false one.
+            # A length that deflate cannot produce is refused before memory is allocated for it.
             if entry.method == DEFLATED:
                 if entry.n_bytes > MAX_INFLATION * entry.stored:
                     self._contradiction(

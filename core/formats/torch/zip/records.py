@@ -311,6 +311,7 @@ def _inflate(store: ReadStore, file: str, record: Record) -> Iterator[bytes]:
         TruncatedError: the file ends too early.
     """
     assert record.packed_bytes is not None
+    # Negative window bits mean raw deflate, without zlib's header and checksum.
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     n_read = 0
     pending = b""
@@ -331,6 +332,7 @@ def _inflate(store: ReadStore, file: str, record: Record) -> Iterator[bytes]:
             raise CorruptError("deflated data is incomplete", file=file, span=record.span)
         pending = inflater.unconsumed_tail
         yield part
+    # The deflated data must fill the record.
     n_unused = record.packed_bytes - n_read + len(inflater.unused_data)
     if n_unused:
         raise CorruptError(
