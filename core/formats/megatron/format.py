@@ -101,12 +101,7 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     files = RankFiles(store, samples=samples)
     args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
-    expected = rank_dirs(
-        topology,
-        world_size=_integer_argument(args, "world_size"),
-        cp=_integer_argument(args, "context_parallel_size") or 1,
-    )
-    coords_of = matched_dirs(folders, expected, topology=topology)
+    coords_of = matched_dirs(folders, _possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
     return _catalog(files, places, files_in, topology=topology)
 
@@ -144,11 +139,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     common_rank = _most_common_rank(files_in, roots)
     args = roots[common_rank]
     topology = topology_of(args)
-    possible_dirs = rank_dirs(
-        topology,
-        world_size=_integer_argument(args, "world_size"),
-        cp=_integer_argument(args, "context_parallel_size") or 1,
-    )
+    possible_dirs = _possible_dirs(args, topology)
     # If directories are missing or superfluous, use the expected set that most of them belong to.
     try:
         coords_of = matched_dirs(
@@ -190,10 +181,16 @@ def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> 
     return max(groups, key=len)[0]
 
 
-def _integer_argument(args: object, name: str) -> int | None:
-    """Return an integer argument; None if it is missing or of another type."""
-    value = fields_of(args).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
+    """Return the sets of rank directories that training arguments allow, as ``rank_dirs`` does."""
+    # Arguments of older versions may be missing or None.
+    fields = fields_of(args)
+    world_size, cp = fields.get("world_size"), fields.get("context_parallel_size")
+    return rank_dirs(
+        topology,
+        world_size=world_size if type(world_size) is int else None,
+        cp=cp if type(cp) is int and cp else 1,
+    )
 
 
 def _check_folder(folder: str, names: Sequence[str]) -> None:
@@ -211,7 +208,7 @@ def _check_folder(folder: str, names: Sequence[str]) -> None:
     old_files = [name for name in _OTHER_FILES if name in names]
     if old_files:
         raise UnsupportedError(
-            f"the rank directory contains {old_files[0]}, a kind of rank file that is not supported",
+            f"the rank directory has {old_files[0]}, a kind of rank file that is not supported",
             file=folder,
             hint="load and save the checkpoint with a newer Megatron-LM",
         )
