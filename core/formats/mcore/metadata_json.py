@@ -79,11 +79,11 @@ def check_version(store: ReadStore, *, backend: str) -> int:
         raise UnsupportedError(
             f"{CONFIG} names {problem}",
             file=CONFIG,
-            hint=f"known backends: {', '.join(BACKENDS)}; the directory contains files of {backend}",
+            hint=f"known backends: {', '.join(BACKENDS)}; the directory has files of {backend}",
         )
     if named != backend:
         raise CorruptError(
-            f"{CONFIG} names the backend {named!r}, but the directory contains files of {backend}",
+            f"{CONFIG} names the backend {named!r}, but the directory has files of {backend}",
             file=CONFIG,
             hint="check which of the two belongs to another checkpoint",
         )
