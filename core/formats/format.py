@@ -1,4 +1,4 @@
-"""What a format is: two functions and a few facts."""
+"""The description of a checkpoint format: two functions and a few facts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class Format:
     """A checkpoint format.
 
     Args:
-        name: canonical name, as ``--to`` takes it.
+        name: canonical name, as passed to ``--to``.
         title: a few words for people.
-        sniff: returns whether a store looks like this format; reads at most a few small pieces.
+        sniff: returns whether a store looks like this format; reads a few small parts at most.
         read: returns the catalog of a store; reads metadata only.
-        sample: like ``read``, but opens only one of several files that look alike; None if the
-            format gains nothing from that.
-        lay_out: returns the file images of a target catalog; pure. None if the format is read-only.
-        aliases: other names that ``--to`` takes.
-        partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a
-            tensor), ``as_stored`` (the source's pieces), ``grid`` (the source's pieces where they
+        sample: like ``read``, but opens only one of several files that look alike; None if that is
+            no faster for the format.
+        lay_out: returns descriptions of the files to write for a target catalog; pure. None if the
+            format is read-only.
+        aliases: other names that can be passed to ``--to``.
+        partition: how a target catalog's tensors are split into arrays: ``whole`` (one array per
+            tensor), ``as_stored`` (the source's arrays), ``grid`` (the source's arrays where they
             are equal boxes of a regular grid, else one array) or ``ranks`` (by a layout and a
             topology).
         is_single_file: whether the destination may be one file.
@@ -37,27 +38,27 @@ class Format:
             under Megatron's stacked names, a common state, a training root.
         keeps_objects: whether non-tensor entries can be stored.
         has_objects_beside: whether non-tensor entries are stored in a side file, together with the
-            tensors inside them. If not, those tensors become tensors of their own.
+            tensors inside them. If not, those tensors become separate entries.
         nests: whether nested containers are stored as they are, with tensors and other values
             inside them.
-        records_ties: whether tensors that ``Catalog.aliases`` calls equal are written once, and the
-            other names only recorded.
+        records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
+            once, and their other names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of
             their classes, so that they are written as such if the destination nests.
         splits_files: whether ``lay_out`` keeps its files below ``WriteOptions.max_file_bytes``.
-        adapt: converts a catalog of global tensors to the format's own names, before it is cut;
-            None if the format has no names of its own.
-        notes_of: returns what the user should know about the result of ``lay_out``; None if the
-            format never has such notes.
-        check: raises what ``lay_out`` would raise, without building images; None if there is no
-            faster way than ``lay_out`` itself.
-        salvage: like ``read``, for a damaged checkpoint: reports what is wrong and leaves it out;
-            None if the format can only be read completely.
-        carries_files: whether files beside the weights (``Catalog.carried``, ``Catalog.documents``)
-            can be stored.
+        adapt: converts a catalog of global tensors to the format's own names, before its tensors
+            are split; None if the format has no names of its own.
+        notes_of: returns notes to the user on the result of ``lay_out``; None if the format never
+            has such notes.
+        check: raises the errors of ``lay_out`` without its work; None if nothing is faster than
+            ``lay_out`` itself.
+        salvage: like ``read``, for a damaged checkpoint: reports what is damaged and omits it; None
+            if the format can only be read completely.
+        carries_files: whether files next to the weights (``Catalog.carried``,
+            ``Catalog.documents``) can be stored.
         own_folders: returns the direct subdirectories that hold files of the checkpoint. A
-            checkpoint found in any other subdirectory is a separate one. None if every
-            subdirectory belongs to the checkpoint.
+            checkpoint in any other subdirectory is a separate one. None if every subdirectory
+            belongs to the checkpoint.
     """
 
     name: str
@@ -86,5 +87,5 @@ class Format:
 
 
 def no_folders(store: ReadStore) -> tuple[str, ...]:
-    """Return no names, for formats whose files all lie in the checkpoint directory itself."""
+    """Return (), for formats whose files are all in the checkpoint directory itself."""
     return ()

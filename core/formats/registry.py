@@ -1,4 +1,4 @@
-"""The formats: found by name, or by looking at the files."""
+"""The registry of formats, which finds a format by its name or by a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ _BUILT_IN = (
         "torch.format",
     ),
 )
-"""Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
+"""Modules in this package, each with a ``FORMAT``.
+
+They are sniffed in this order: a format whose files also look like those of a more general one
+comes first.
+"""
 
 
 def formats() -> list[Format]:
@@ -40,6 +44,7 @@ def formats() -> list[Format]:
     Raises:
         UnsupportedError: two formats share a name.
     """
+    # importlib.metadata is slow to import, and most commands do without plug-ins.
     from importlib.metadata import entry_points
 
     all_formats = list(_built_in())
@@ -61,36 +66,37 @@ def _built_in() -> Iterator[Format]:
 
 
 def format_called(name: str) -> Format:
-    """Return the format with a name or alias.
+    """Return the format with a name or alias; case, and the difference of - and _, do not matter.
 
     Raises:
         UnsupportedError: no format has that name.
     """
     all_formats = formats()
-    name_given = name.lower().replace("-", "_")
+    canonical_name = name.lower().replace("-", "_")
     for format in all_formats:
-        if name_given in (format.name, *format.aliases):
+        if canonical_name in (format.name, *format.aliases):
             return format
     from difflib import get_close_matches
 
+    # Suggest the most similar name of a format that can be written.
     writable = [format for format in all_formats if format.lay_out is not None]
-    matches = get_close_matches(
-        name_given, [name for format in writable for name in (format.name, *format.aliases)], n=1
-    )
+    known_names = [name for format in writable for name in (format.name, *format.aliases)]
+    matches = get_close_matches(canonical_name, known_names, n=1)
     guess = f"did you mean {matches[0]}? " if matches else ""
     raise UnsupportedError(
-        f"format {name!r} is not known",
-        hint=f"{guess}Formats that are written: {_format_names(writable)}, hf",
+        f"unknown format {name!r}",
+        hint=f"{guess}Formats that can be written: {_format_names(writable)}, hf",
     )
 
 
 def sniffed(store: ReadStore) -> Format:
-    """Return the format that a store is in.
+    """Return the format of the checkpoint in a store.
 
     Raises:
-        UnsupportedError: no format recognises it.
+        UnsupportedError: no format recognises the store.
     """
-    for format in _built_in():  # most often enough; looking for plug-ins costs 20 ms
+    # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
+    for format in _built_in():
         if format.sniff(store):
             return format
     all_formats = formats()
@@ -100,7 +106,7 @@ def sniffed(store: ReadStore) -> Format:
     raise UnsupportedError(
         "not a checkpoint in a known format",
         file=store.label,
-        hint=f"formats that are recognised: {_format_names(all_formats)}",
+        hint=f"supported formats: {_format_names(all_formats)}",
     )
 
 
@@ -108,5 +114,5 @@ def _format_names(listed: Iterable[Format]) -> str:
     return ", ".join(format.name for format in listed)
 
 
-# A format holds functions, so that another worker is sent its name.
+# A format holds functions, which cannot be pickled; worker processes are sent its name instead.
 copyreg.pickle(Format, lambda format: (format_called, (format.name,)))

@@ -1,6 +1,6 @@
-"""What both backends of Megatron-core keep beside the tensors: common.pt, metadata.json, sharded
-objects.
+"""Files and objects in Megatron-core's distributed checkpoints, whatever backend wrote the tensors.
 
-Start at ``metadata_json``, which names the backend and version.
+Start at ``metadata_json``, the file that names backend and version; ``common_state`` reads
+common.pt, ``objects`` the keys of ShardedObjects.
 Imports: catalog, errors, files, formats.torch, pickle.
 """

@@ -1,11 +1,10 @@
-"""The common state of Megatron-core's distributed checkpoints: the values that all ranks share,
-saved once.
+"""The common state of Megatron-core's distributed checkpoints: values that all ranks share.
 
 On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the
-optimizer's settings and so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has
-an object among the others instead.)
+optimizer's settings and so on; its tensors are hidden ones of the catalog. (At HEAD, torch_dist
+stores the common state as one of the objects instead.)
 
-It gives a catalog its ``common`` (inert) and, out of it, ``args`` and ``iteration``.
+The fields ``common`` (inert), ``args`` and ``iteration`` of a catalog come from the common state.
 
 Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_dist``,
 ``mcore0121_zarr``); ``megatron/core/dist_checkpointing/strategies/common.py``.
@@ -33,7 +32,7 @@ COMMON_FILE = "common.pt"
 
 
 def read_common_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
-    """Read ``common.pt``; return its content, inert, and the arrays of the tensors in it.
+    """Read ``common.pt``; return its inert content and the arrays of the tensors in it.
 
     Raises:
         MissingShardError: the file is missing.
@@ -45,11 +44,13 @@ def read_common_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray
 
 
 def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
-    """Return a catalog with the fields from a common state: ``common``, ``args`` and ``iteration``.
+    """Set the fields of a catalog that come from its common state.
+
+    These are ``common``, ``args`` and ``iteration``.
 
     Args:
         value: the common state, inert.
-        file: the file that holds it, for the error.
+        file: the file with the common state, for the error.
 
     Raises:
         CorruptError: the common state is not a dict.
@@ -67,40 +68,43 @@ def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
 
 
 def common_state(target: TargetCatalog) -> dict[object, object]:
-    """Return a target's ``common`` and the values of its objects, nested as in the skeleton.
+    """Build the common state of a target: its ``common`` and objects, nested as in the skeleton.
 
-    No ShardedObjects.
+    ShardedObjects do not belong to it. ``common`` takes precedence over objects.
 
     Raises:
         UnsupportedError: an object of the common state has not been loaded.
     """
-    loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
-    for key, item in loose.items():
+    # In this format, an object that is not a ShardedObject has no other place.
+    objects = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
+    for key, item in objects.items():
         if item.raw_key is not None:
             raise UnsupportedError(
                 "the object's value must be loaded before it can join the common state", key=key
             )
 
+    # Keep the containers of the skeleton that lead to an object, without the tensors.
     placed: set[str] = set()
 
     def value_of(entry: LeafEntry) -> object:
-        if entry.key not in loose:
+        if entry.key not in objects:
             return REMOVED
         placed.add(entry.key)
-        return loose[entry.key].value
+        return objects[entry.key].value
 
     common: dict[object, object] = {}
-    if loose and target.skeleton is not None:
+    if objects and target.skeleton is not None:
         common |= as_mapping(map_leaves(target.skeleton, value_of)) or {}
-    common |= {key: item.value for key, item in loose.items() if key not in placed}
+    # Objects that the skeleton does not contain are stored flat, under their keys.
+    common |= {key: item.value for key, item in objects.items() if key not in placed}
     return {**common, **(target.common or {})}
 
 
 def common_image(target: TargetCatalog, common: Mapping[object, object]) -> FileImage:
-    """Return the image of ``common.pt``.
+    """Lay out ``common.pt``.
 
     Raises:
-        UnsupportedError: a tensor in it lies in several arrays.
+        UnsupportedError: a tensor in the common state is split into several arrays.
     """
     plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
     return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)

@@ -1,13 +1,12 @@
-"""``metadata.json`` of Megatron-core's distributed checkpoints: which backend wrote the tensors.
+"""``metadata.json`` in Megatron-core's distributed checkpoints, the file that names the backend.
 
 On disk::
 
     {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
      "common_backend": "torch", "common_backend_version": 1}
 
-``sharded_backend`` is ``torch_dist`` or, up to megatron-core 0.12, ``zarr``. HEAD leaves out the
-common backend, because its common state is an object among the others. Megatron writes the file
-last.
+``sharded_backend`` is ``torch_dist`` or, up to megatron-core 0.12, ``zarr``. HEAD omits the common
+backend, because its common state is one of the checkpoint's objects. Megatron writes the file last.
 
 Not supported: versions other than 1, other common backends.
 
@@ -44,10 +43,9 @@ def config_of(store: ReadStore) -> dict[str, object]:
 
 
 def names_backend(store: ReadStore) -> bool:
-    """Return whether there is a ``metadata.json`` that names a backend, be it a known one or not.
+    """Return whether there is a ``metadata.json`` that names a backend, known or not.
 
-    A ``metadata.json`` without the key is some other software's, and says nothing about the
-    tensors.
+    A ``metadata.json`` without the key was written by other software, and is ignored.
 
     Raises:
         CorruptError: the file is not a JSON object.
@@ -58,9 +56,12 @@ def names_backend(store: ReadStore) -> bool:
 def check_version(store: ReadStore, *, backend: str) -> int:
     """Check that the file names ``backend`` in a supported version, and return the version.
 
+    Args:
+        backend: the backend whose files the directory contains.
+
     Raises:
         MissingShardError: the file is missing.
-        CorruptError: it is not a JSON object, or names another backend.
+        CorruptError: the file is not a JSON object, or names another backend.
         UnsupportedError: the backend is unknown, or its version or that of the common state is not
             supported.
     """
@@ -70,24 +71,26 @@ def check_version(store: ReadStore, *, backend: str) -> int:
             file=store.label,
             hint="use an older checkpoint",
         )
+    # The backend in the file must be known, and the one whose files were found.
     config = config_of(store)
-    stated, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
-    if stated not in BACKENDS:
-        named = f"the unknown backend {stated!r:.60}" if BACKEND_KEY in config else "no backend"
+    named, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
+    if named not in BACKENDS:
+        problem = f"the unknown backend {named!r:.60}" if BACKEND_KEY in config else "no backend"
         raise UnsupportedError(
-            f"{CONFIG} names {named}",
+            f"{CONFIG} names {problem}",
             file=CONFIG,
-            hint=f"known backends: {', '.join(BACKENDS)}; the files in the directory are those of {backend}",
+            hint=f"known backends: {', '.join(BACKENDS)}; the directory has files of {backend}",
         )
-    if stated != backend:
+    if named != backend:
         raise CorruptError(
-            f"{CONFIG} names the backend {stated!r}, but the files in the directory are those of {backend}",
+            f"{CONFIG} names the backend {named!r}, but the directory has files of {backend}",
             file=CONFIG,
-            hint="find out which of the two belongs to another save",
+            hint="check which of the two belongs to another checkpoint",
         )
+    # Both versions must be supported; HEAD omits those of the common state.
     if version != VERSION:
         raise UnsupportedError(
-            f"version {version!r:.60} of the backend {stated!r} is not supported", file=CONFIG
+            f"version {version!r:.60} of the backend {named!r} is not supported", file=CONFIG
         )
     common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
     if common != ("torch", 1):
@@ -99,7 +102,12 @@ def check_version(store: ReadStore, *, backend: str) -> int:
 
 
 def config_image(*, backend: str, has_common_file: bool, is_metadata: bool = False) -> FileImage:
-    """Return the image of ``metadata.json``, as Megatron writes it."""
+    """Build ``metadata.json`` as Megatron writes it.
+
+    Args:
+        has_common_file: whether the common state is in ``common.pt``.
+        is_metadata: whether the file is written last.
+    """
     config: dict[str, object] = {"sharded_backend": backend, "sharded_backend_version": VERSION}
     if has_common_file:
         config |= {"common_backend": "torch", "common_backend_version": 1}

@@ -1,8 +1,8 @@
-"""ShardedObjects of Megatron-core's distributed checkpoints.
+"""ShardedObjects in Megatron-core's distributed checkpoints.
 
-A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>``, dots inside offset and
-shape: one of a grid of objects, such as the random state of one rank. In a catalog its value is a
-list of one, whatever the backend.
+A ShardedObject is one of a grid of objects, such as the random state of one rank. Its key is
+``<name>/shard_<offset>_<shape>``, with dots inside offset and shape: ``rng_state/shard_0.1_2.4``.
+In a catalog, its value is a list with one element, whatever the backend.
 
 Source: ``ShardedObject.unique_key`` of megatron-core 0.12.1 to 0.20
     (``megatron/core/dist_checkpointing/mapping.py``).
@@ -18,11 +18,11 @@ from math import prod
 
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(-?\d+(?:\.-?\d+)*)", re.DOTALL)
 COMMON_OBJECT = "common_state/shard_0_1"
-"""Holds the common state in checkpoints that have no ``common.pt``."""
+"""Key of the common state in checkpoints that have no ``common.pt``."""
 
 
 def parts_of_sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Return name, offset and shape in shards of a ShardedObject's key; None for another key."""
+    """Parse a ShardedObject's key: name, offset, shape (in shards); return None for another key."""
     match = _SHARDED_OBJECT.fullmatch(key)
     if match is None:
         return None
@@ -49,13 +49,17 @@ class ShardGrid:
         if prod(self.shape) > len(self.offsets):
             for offset in product(*map(range, self.shape)):
                 if offset not in self.offsets:
-                    yield f"{self.name}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, self.shape))}"
+                    dotted_offset, dotted_shape = (
+                        ".".join(map(str, numbers)) for numbers in (offset, self.shape)
+                    )
+                    yield f"{self.name}/shard_{dotted_offset}_{dotted_shape}"
 
 
 def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
-    """Return the grids that the keys of shards belong to; other keys are passed over."""
+    """Return the grids of the ShardedObjects among some keys; other keys are ignored."""
     offsets_of: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
     for key in keys:
+        # A key with impossible numbers cannot be a shard of a grid.
         parts = parts_of_sharded_object(key)
         if parts is not None and len(parts[1]) == len(parts[2]) and min(parts[2]) > 0:
             offsets_of.setdefault((parts[0], parts[2]), set()).add(parts[1])
@@ -65,5 +69,5 @@ def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
 
 
 def is_sharded_object(key: str) -> bool:
-    """Return whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
+    """Return whether a key is that of a ShardedObject, ``<name>/shard_<offset>_<shape>``."""
     return parts_of_sharded_object(key) is not None

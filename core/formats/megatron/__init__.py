@@ -1,6 +1,7 @@
-"""Megatron's rank files: mp_rank_*/model_optim_rng.pt, one torch file a rank.
+"""Megatron's rank files: mp_rank_*/model_optim_rng.pt, one torch file per rank.
 
-Start at ``format``; ``ranks`` copies what is worked out for one file to all that are alike.
+Start at ``format``; ``ranks`` parses one of several files of equal structure, and reuses the result
+for the others.
 Imports: catalog, errors, files, formats, formats.torch, formats.torch.zip, megatron.extras,
 megatron.model, megatron.optimizer.flat, pickle.
 """

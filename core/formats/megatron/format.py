@@ -3,11 +3,12 @@
 On disk::
 
     root/
-    ├── latest_checkpointed_iteration.txt      "10", without a newline; or "release"
-    └── iter_0000010/                          or release/
-        ├── mp_rank_00_000/                    names: core.megatron.model.topology
-        │   ├── model_optim_rng.pt             a torch zip: args, iteration, model (or model0 … modelN), rng_state …
-        │   └── distrib_optim.pt               with the distributed optimizer: its flat buffers
+    ├── latest_checkpointed_iteration.txt  "10", without a newline; or "release"
+    └── iter_0000010/                      or release/
+        ├── mp_rank_00_000/                names: core.megatron.model.topology
+        │   ├── model_optim_rng.pt         a torch zip: args, iteration, rng_state …,
+        │   │                              model (or model0 … modelN)
+        │   └── distrib_optim.pt           with the distributed optimizer: its flat buffers
         └── mp_rank_01_000/ …
 
 Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of
@@ -17,11 +18,12 @@ A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those
 ``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are
 tensors; those of other entries (random states) are hidden ones inside their object. ``args`` and
 ``iteration`` are the first rank's, ``aliases`` and ``unsupported`` as in
-``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` where the arguments tell it.
+``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` if it follows from the
+arguments.
 
-Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``,
-``optim.pt``), ``.nemo`` archives; expert parallel checkpoints whose ranks wrote over each other
-(ETP does not divide TP), which are refused by name.
+Not supported: files from before 2023-05 with the distributed optimizer (``model_rng.pt``,
+``optim.pt``), ``.nemo`` archives; expert parallel checkpoints whose ranks overwrote each other's
+files (ETP does not divide TP), which are refused by name.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden
     (``mcore_legacy``).
@@ -57,10 +59,11 @@ OPTIM_FILE = "distrib_optim.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
 _OTHER_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
+"""Files of older versions and of NeMo, which are not supported."""
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether there are rank directories, or this is one, or its file."""
+    """Return whether a store is a directory of rank directories, one of these, or a rank's file."""
     if store.entry is not None:
         return store.entry == MODEL_FILE
     return store.exists(MODEL_FILE) or any(map(_RANK_DIR.match, store.folders()))
@@ -69,15 +72,17 @@ def sniff(store: ReadStore) -> bool:
 def sample(store: ReadStore) -> Catalog:
     """Read the rank catalog, but open only one file of each pipeline stage and length.
 
-    ``RankFacts.n_unopened`` is the number of files that were not opened. For looking at a
-    checkpoint; the errors are those of ``read``.
+    For inspecting a checkpoint. ``RankFacts.n_unopened`` is the number of files that were not
+    opened. The errors are those of ``read``.
     """
     return read(store, samples=True)
 
 
 def read(store: ReadStore, *, samples: bool = False) -> Catalog:
-    """Read the rank catalog of an iteration's directory, of one rank directory, or of one rank's
-    file.
+    """Read the rank catalog of an iteration's directory, one rank directory, or one rank's file.
+
+    Args:
+        samples: open only one file of each pipeline stage and length.
 
     Raises:
         MissingShardError: a rank directory or its file is missing.
@@ -87,38 +92,35 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     """
     if store.entry is not None or store.exists(MODEL_FILE):
         return _read_single(store)
-    # Every rank directory needs its file.
+    # Every rank directory must contain its file.
     folders = [name for name in store.folders() if _RANK_DIR.match(name)]
     files_in = {folder: store.files(folder) for folder in folders}
     for folder, names in files_in.items():
         _check_folder(folder, names)
-    # The first rank's arguments tell the topology, hence the expected directories.
+    # The topology, and hence the expected directories, follow from the first rank's arguments.
     files = RankFiles(store, samples=samples)
-    args = files.root(f"{folders[0]}/{MODEL_FILE}").get("args")
+    args = files.read_root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
-    expected = rank_dirs(
-        topology,
-        world_size=_integer_argument(args, "world_size"),
-        cp=_integer_argument(args, "context_parallel_size") or 1,
-    )
-    coords_of = matched_dirs(folders, expected, topology=topology)
+    coords_of = matched_dirs(folders, _possible_dirs(args, topology), topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
     return _catalog(files, places, files_in, topology=topology)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read the rank catalog of those files that can be read, with the arguments that most ranks
-    have.
+    """Read the rank catalog of the files that can be read, and report the others.
+
+    The topology follows from the training arguments that most ranks have in common.
 
     Args:
         report: receives the problems: rules ``ranks.folders``, ``.files``, ``.arguments``.
 
     Raises:
-        CheckpointingException: as for ``read``, if no file can be read.
+        MissingShardError: no file can be read, or no rank directory matches the arguments.
+        CheckpointingException: the checkpoint is a single rank's, and cannot be read.
     """
     if store.entry is not None or store.exists(MODEL_FILE):
         return _read_single(store)
-    # Leave out the rank directories that cannot be read.
+    # Skip the rank directories that cannot be read.
     files_in: dict[str, Sequence[str]] = {}
     roots: dict[str, object] = {}
     files = RankFiles(store)
@@ -126,22 +128,19 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         names = store.files(folder)
         try:
             _check_folder(folder, names)
-            roots[folder] = files.root(f"{folder}/{MODEL_FILE}").get("args")
+            roots[folder] = files.read_root(f"{folder}/{MODEL_FILE}").get("args")
             topology_of(roots[folder], file=f"{folder}/{MODEL_FILE}")
             files_in[folder] = names
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
     if not files_in:
         raise MissingShardError("no rank's file can be read", file=store.label)
-    # The layout is that of most ranks; a few may have other arguments.
+    # Use the topology of most ranks; a few may have other arguments.
     common_rank = _most_common_rank(files_in, roots)
     args = roots[common_rank]
     topology = topology_of(args)
-    possible_dirs = rank_dirs(
-        topology,
-        world_size=_integer_argument(args, "world_size"),
-        cp=_integer_argument(args, "context_parallel_size") or 1,
-    )
+    possible_dirs = _possible_dirs(args, topology)
+    # If directories are missing or superfluous, use the expected set that most of them belong to.
     try:
         coords_of = matched_dirs(
             filter(_RANK_DIR.match, store.folders()), possible_dirs, topology=topology
@@ -149,7 +148,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     except CheckpointingException as err:
         report(err.breaking("ranks.folders"))
         coords_of = max(possible_dirs, key=lambda names: len(names.keys() & files_in.keys()))
-    # Read the rank with the usual arguments first, as it sets those of the catalog.
+    # Read a rank with the common arguments first, because the catalog gets those of the first rank.
     order = sorted(
         coords_of.keys() & files_in.keys(), key=lambda folder: (folder != common_rank, folder)
     )
@@ -162,19 +161,19 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
 
 
 def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> str:
-    """Return the first of the ranks whose training arguments most others have too."""
+    """Return the first rank of the largest group with equal training arguments.
+
+    Args:
+        folders: the ranks' directories.
+        args_of: directory → training arguments.
+    """
     groups: list[list[str]] = []
     for folder in folders:
+        # Compare with the first rank of each group; arguments that are a rank's own do not count.
         for group in groups:
-            if (
-                next(
-                    disagreements(
-                        args_of[folder], args_of[group[0]], rank=folder, other_rank=group[0]
-                    ),
-                    None,
-                )
-                is None
-            ):
+            first = group[0]
+            errors = disagreements(args_of[folder], args_of[first], rank=folder, other_rank=first)
+            if next(errors, None) is None:
                 group.append(folder)
                 break
         else:
@@ -182,20 +181,34 @@ def _most_common_rank(folders: Iterable[str], args_of: Mapping[str, object]) -> 
     return max(groups, key=len)[0]
 
 
-def _integer_argument(args: object, name: str) -> int | None:
-    """Return an integer argument; None if it is missing or of another type."""
-    value = fields_of(args).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
+    """Return the sets of rank directories that training arguments allow, as ``rank_dirs`` does."""
+    # Arguments of older versions may be missing or None.
+    fields = fields_of(args)
+    world_size, cp = fields.get("world_size"), fields.get("context_parallel_size")
+    return rank_dirs(
+        topology,
+        world_size=world_size if type(world_size) is int else None,
+        cp=cp if type(cp) is int and cp else 1,
+    )
 
 
 def _check_folder(folder: str, names: Sequence[str]) -> None:
-    """Raise unless the rank directory holds its model file."""
+    """Raise unless a rank directory contains its model file.
+
+    Args:
+        names: the files in the directory.
+
+    Raises:
+        UnsupportedError: the directory contains files of an older version or of NeMo.
+        MissingShardError: the file is missing.
+    """
     if MODEL_FILE in names:
         return
     old_files = [name for name in _OTHER_FILES if name in names]
     if old_files:
         raise UnsupportedError(
-            f"it holds {old_files[0]}, a kind of rank file that is not supported",
+            f"the rank directory has {old_files[0]}, a kind of rank file that is not supported",
             file=folder,
             hint="load and save the checkpoint with a newer Megatron-LM",
         )
@@ -207,7 +220,7 @@ def _check_folder(folder: str, names: Sequence[str]) -> None:
 
 
 def _read_single(store: ReadStore) -> Catalog:
-    """Read the catalog of one rank."""
+    """Read the catalog of one rank, given by its directory or file."""
     path = PurePath(store.label)
     name = path.parent.name if store.entry is not None else path.name
     folder = name if _RANK_DIR.match(name) else "mp_rank"
@@ -222,19 +235,20 @@ def _catalog(
     topology: Topology | None,
     report: Report = raising,
 ) -> Catalog:
-    """Read the files of some ranks, and return their catalog.
+    """Read the files of some ranks, and build their catalog.
 
     Args:
         places: rank directory → (path before its files, coordinates).
         files_in: rank directory → names of its files.
-        topology: None for one rank out of many.
+        topology: None for a single rank.
         report: receives the problems (rules ``ranks.files``, ``.arguments``); raises them by
             default.
     """
+    # Read the model file of every rank, and compare its arguments with those of the first one.
     collected = _CollectedRanks()
     for folder, (start, coords) in places.items():
         try:
-            content = files.model(start + MODEL_FILE, folder, coords)
+            content = files.read_model(start + MODEL_FILE, folder, coords)
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
             continue
@@ -243,11 +257,11 @@ def _catalog(
             for error in collected.argument_errors(folder, content):
                 report(error.breaking("ranks.arguments"))
 
-        # The optimizer of a rank may be in a file of its own.
+        # The optimizer of a rank may be in a separate file.
         if OPTIM_FILE in files_in[folder]:
             collected.optimizer_kinds.add("distributed")
             try:
-                optim = files.beside(
+                optim = files.read_other(
                     start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem
                 )
             except CheckpointingException as err:
@@ -260,10 +274,10 @@ def _catalog(
 
 
 class _CollectedRanks:
-    """The content of the rank files that were read so far.
+    """The content of the rank files that have been read.
 
     Attributes:
-        optimizer_kinds: kinds of optimizers that the ranks have.
+        optimizer_kinds: the optimizers of the ranks: ``distributed``, ``layer-wise``, ``float16``.
     """
 
     def __init__(self) -> None:
@@ -294,9 +308,7 @@ class _CollectedRanks:
     def argument_errors(
         self, folder: str, content: RankContent
     ) -> Iterable[CheckpointingException]:
-        """Return an error for every training argument in which a rank differs from the first
-        one.
-        """
+        """Return an error for every training argument that differs from the first rank's."""
         assert self._first is not None
         first_folder, first_root = self._first
         if folder == first_folder:
@@ -311,10 +323,10 @@ class _CollectedRanks:
         self._optim_files[coords] = content.skeleton
 
     def catalog(self, topology: Topology | None, *, n_unopened: int) -> Catalog:
-        """Return the catalog of all ranks.
+        """Build the catalog of all ranks.
 
         Args:
-            topology: None for one rank out of many.
+            topology: None for a single rank.
             n_unopened: number of files that were not opened.
 
         Raises:
@@ -324,6 +336,7 @@ class _CollectedRanks:
             raise MissingShardError(
                 "no rank's file can be read", hint="copy the checkpoint again, with all its files"
             )
+        # The first rank's entries are those of the catalog.
         head = self._first[1]
         catalog = catalog_of_arrays(
             format="megatron",
@@ -339,6 +352,8 @@ class _CollectedRanks:
             aliases=self._aliases,
             unsupported=self._unsupported,
         )
+        # Ranks with a separate optimizer file may have an optimizer in the model file, too; the
+        # separate one counts.
         kinds = (
             kind
             for kind in ("distributed", "layer-wise", "float16")
@@ -352,22 +367,23 @@ class _CollectedRanks:
             is_single_rank=topology is None,
             n_unopened=n_unopened,
         )
-        sizes = (
-            topology if topology is not None or "args" not in head else topology_of(head["args"])
-        )
+        # A single rank's arguments contain the topology as well, if it has arguments.
+        if topology is None and "args" in head:
+            topology = topology_of(head["args"])
         catalog = catalog.with_facet(facts)
-        return catalog if sizes is None else catalog.with_facet(sizes)
+        return catalog if topology is None else catalog.with_facet(topology)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of a root: rank files under ``iter_N``, and the tracker.
+    """Lay out the files of a root: rank files under ``iter_N`` or ``release``, and the tracker.
 
     Args:
         target: a result of ``core.megatron.reshard.reshard.shard``, with ``RankFacts``. Without an
             iteration, or with ``WriteOptions.is_release``, it becomes a release.
 
     Raises:
-        UnsupportedError: the target was not sharded, so it has no rank files.
+        UnsupportedError: the target was not sharded, so it has no rank files; or a file would
+            refer to a storage in another file.
     """
     facts = target.facet(RankFacts)
     if facts is None:
@@ -377,6 +393,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         )
     number = None if target.write.is_release else target.iteration
     folder = "release" if number is None else f"iter_{number:07d}"
+    # Ranks of a pipeline stage have files with equal layouts, which are planned only once.
     arrays = target.stored_arrays() if facts.planned is None else facts.planned
     images = []
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
@@ -391,6 +408,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             images.append(
                 FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals)
             )
+    # The tracker is written last, as it makes the directory a checkpoint.
     text = "release" if number is None else str(number)
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
 

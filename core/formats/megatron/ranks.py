@@ -1,8 +1,8 @@
-"""The content of Megatron's rank files, rank by rank; files with equal structure are parsed once.
+"""The content of Megatron's rank files, rank by rank; of files with equal structure, one is parsed.
 
-The content of a file is worked out for its pattern (``core.formats.torch.shared_structure``), and
-every rank gets a copy with its own keys, file and coordinates. Containers without tensors are
-shared by the ranks that have them, so that comparing them costs nothing.
+The content is derived from the parsed file (``core.formats.torch.shared_structure``), and copied
+for every rank with its keys, file and coordinates. Containers without tensors are not copied, so
+that comparing ranks takes no time: they share one object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from core.catalog.stored import Coords, Extent, StoredArray
 from core.errors import CorruptError
 from core.formats.torch.shared_structure import FilePattern, PatternedFile, PatternedFiles
 from core.formats.torch.tree import TorchTree
-from core.formats.torch.zip.container import Record
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
 from core.megatron.model.args import replaced
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -31,7 +30,7 @@ class RankContent:
     """The content of one rank's file.
 
     Args:
-        skeleton: its content, with every object in its place.
+        skeleton: nested containers with leaves for tensors and with all other values.
         arrays: the tensors of model and optimizer, by key.
         hidden: the tensors of other entries, by key.
         objects: the entries that are not tensors.
@@ -48,12 +47,17 @@ class RankContent:
 
 @dataclass(frozen=True, slots=True)
 class _RankForm:
-    """The content of a pattern, with keys without prefix.
+    """The content of a parsed file, from which that of files with equal structure is derived.
+
+    Keys have no prefix.
 
     Args:
+        skeleton: as in ``RankContent``.
         arrays, hidden: key, array, and name of the record with the array's CRC, of each tensor.
         objects: key, top-level entry that is the object (or None), and value, of each object.
-        with_leaves: ids of the containers that hold tensors.
+        tree: the content as it was parsed.
+        with_leaves: ids of the containers in the skeleton that contain tensors.
+        file: the parsed file.
     """
 
     skeleton: object
@@ -69,9 +73,8 @@ class RankFiles:
     """Reads the files of all ranks.
 
     Args:
-        store: holds the files.
-        samples: open one file of each pipeline stage and length, and assume that the others are
-            like it.
+        samples: open one file of each pipeline stage and length, and assume that the others equal
+            it.
     """
 
     def __init__(self, store: ReadStore, *, samples: bool = False) -> None:
@@ -79,63 +82,78 @@ class RankFiles:
         self._store = store
         self.samples = samples
         self._forms: dict[int, tuple[FilePattern, _RankForm]] = {}
+        """id of a pattern → the pattern, kept so that its id stays unique, and its form."""
 
     @property
     def n_unopened(self) -> int:
-        """Return the number of files that were assumed to be like others."""
+        """Number of files that were not opened, but assumed to equal others."""
         return self._patterned_files.n_unopened
 
-    def root(self, file: str) -> Mapping[object, object]:
+    def read_root(self, file: str) -> Mapping[object, object]:
         """Return the top-level entries of a file by name; {} if it is not a dict.
 
-        The keys of tensors in it are not those of the checkpoint.
-        """
-        content = self._patterned_files.read(file)
-        return as_mapping(_with_arguments(content.pattern.tree.value, content.arguments)) or {}
-
-    def model(self, file: str, folder: str, coords: Coords) -> RankContent:
-        """Read a rank's model_optim_rng.pt.
+        The keys of the tensors are not those of the checkpoint.
 
         Raises:
             CorruptError, TruncatedError, UnsupportedError, UnsafeError: as
                 ``core.formats.torch.tree.parse``.
         """
+        content = self._patterned_files.read(file)
+        return as_mapping(_with_arguments(content.pattern.tree.value, content.arguments)) or {}
+
+    def read_model(self, file: str, folder: str, coords: Coords) -> RankContent:
+        """Read a rank's model_optim_rng.pt.
+
+        Args:
+            file: path in the store.
+            folder: the rank's directory, with which keys begin.
+
+        Raises:
+            CorruptError, TruncatedError, UnsupportedError, UnsafeError: as
+                ``core.formats.torch.tree.parse``; or the file's content is not a dict.
+        """
         return self._read(file, f"{folder}:", coords, _build_model_form)
 
-    def beside(self, file: str, folder: str, coords: Coords, *, name: str) -> RankContent:
-        """Read another file of a rank, whose keys begin with ``name``."""
+    def read_other(self, file: str, folder: str, coords: Coords, *, name: str) -> RankContent:
+        """Read another file of a rank, whose keys begin with the directory and ``name``.
+
+        Raises:
+            CorruptError, TruncatedError, UnsupportedError, UnsafeError: as
+                ``core.formats.torch.tree.parse``.
+        """
         return self._read(file, f"{folder}:{name}.", coords, _build_plain_form)
 
     def _read(
         self, file: str, prefix: str, coords: Coords, form_of: Callable[[FilePattern], _RankForm]
     ) -> RankContent:
-        content = (
-            self._patterned_files.assumed(file, self._role(file, coords))
-            if self.samples
-            else self._patterned_files.read(file)
-        )
+        # For a sample, files with equal pipeline stage, name and length are assumed to be equal.
+        if self.samples:
+            folder, _, name = file.rpartition("/")
+            role = f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
+            content = self._patterned_files.assume(file, role)
+        else:
+            content = self._patterned_files.read(file)
+        # The form is derived from a pattern once, and the content of each file from the form.
         entry = self._forms.get(id(content.pattern))
         if entry is None:
-            # The pattern is kept, so that its id stays its own.
             entry = self._forms[id(content.pattern)] = (content.pattern, form_of(content.pattern))
-        return _rank_content(entry[1], content, prefix, coords)
-
-    def _role(self, file: str, coords: Coords) -> tuple[str, int]:
-        """Return the name and stage of a file, and its length; the file is not opened."""
-        folder, _, name = file.rpartition("/")
-        return f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
+        return _derive_content(entry[1], content, prefix, coords)
 
 
 def _build_model_form(pattern: FilePattern) -> _RankForm:
-    """Return the form of a model_optim_rng.pt."""
+    """Build the form of a model_optim_rng.pt.
+
+    Raises:
+        CorruptError: the content of the file is not a dict.
+    """
     tree = pattern.tree
-    skeleton = _inlined(tree)
+    skeleton = _inline_objects(tree)
     root = as_mapping(skeleton)
     if root is None:
         raise CorruptError(
             f"the file holds a {type(skeleton).__name__}, not a dict", file=pattern.file
         )
-    # Tensors that belong to neither model nor optimizer are hidden.
+    # The tensors of entries other than model and optimizer are hidden.
     other_entries = {
         name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER
     }
@@ -144,14 +162,14 @@ def _build_model_form(pattern: FilePattern) -> _RankForm:
     }
     arrays = {key: array for key, array in tree.arrays.items() if key not in hidden_keys}
     hidden = {key: array for key, array in tree.arrays.items() if key in hidden_keys} | tree.hidden
-    return _build_form(pattern, skeleton, arrays, hidden, list(_objects(root)))
+    return _build_form(pattern, skeleton, arrays, hidden, list(_list_objects(root)))
 
 
 def _build_plain_form(pattern: FilePattern) -> _RankForm:
-    """Return the form of any other file of a rank."""
+    """Build the form of any other file of a rank."""
     tree = pattern.tree
     objects = [(key, None, item.value) for key, item in tree.objects.items()]
-    return _build_form(pattern, _inlined(tree), tree.arrays, tree.hidden, objects)
+    return _build_form(pattern, _inline_objects(tree), tree.arrays, tree.hidden, objects)
 
 
 def _build_form(
@@ -161,15 +179,23 @@ def _build_form(
     hidden: Mapping[str, StoredArray],
     objects: Sequence[tuple[str, str | None, object]],
 ) -> _RankForm:
-    record_at = {record.offset: name for name, record in pattern.records.items()}
+    """Build a form; arguments are as in ``_RankForm``."""
+    records = pattern.records
+    name_at = {record.offset: name for name, record in records.items()}
 
+    # An array has its record's CRC if it consists of all its bytes, in their order.
     def with_records(
         tensors: Mapping[str, StoredArray],
     ) -> list[tuple[str, StoredArray, str | None]]:
-        return [
-            (key, array, _record_of(array, record_at, pattern.records))
-            for key, array in tensors.items()
-        ]
+        triples = []
+        for key, array in tensors.items():
+            extent = array.extent
+            name = name_at.get(extent.offset)
+            is_plain = extent.encoding is None and extent.strides is None
+            if name is None or not is_plain or records[name].n_bytes != array.n_bytes:
+                name = None
+            triples.append((key, array, name))
+        return triples
 
     return _RankForm(
         skeleton,
@@ -182,23 +208,14 @@ def _build_form(
     )
 
 
-def _record_of(
-    array: StoredArray, record_at: Mapping[int, str], records: Mapping[str, Record]
-) -> str | None:
-    """Return the record that consists of an array as it lies in the file; None if there is none."""
-    extent = array.extent
-    name = record_at.get(extent.offset)
-    if name is None or extent.encoding is not None or extent.strides is not None:
-        return None
-    return name if records[name].n_bytes == array.n_bytes else None
-
-
 def _containers_with_leaves(skeleton: object) -> frozenset[int]:
-    """Return the ids of the containers with a tensor at any depth."""
+    """Return the ids of the containers that contain a tensor at any depth."""
+    # One pass from the innermost containers outwards finds all but some shared containers and
+    # cycles, so passes are repeated until one finds nothing new.
     nodes = [node for node in walk(skeleton) if isinstance(node, (dict, list, tuple, Inert))]
     ids: set[int] = set()
     n_before = -1
-    while n_before < len(ids):  # cycles and shared parts need another pass, usual files two
+    while n_before < len(ids):
         n_before = len(ids)
         for node in reversed(nodes):
             if id(node) not in ids and any(
@@ -223,7 +240,7 @@ def _direct_parts(node: object) -> Iterator[object]:
             yield item
 
 
-def _inlined(tree: TorchTree) -> object:
+def _inline_objects(tree: TorchTree) -> object:
     """Return the content of a file with every object in its place."""
     objects = tree.objects
     return map_leaves(
@@ -234,10 +251,10 @@ def _inlined(tree: TorchTree) -> object:
     )
 
 
-def _objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, object]]:
-    """Yield the non-tensor entries of a rank.
+def _list_objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, object]]:
+    """Yield the non-tensor entries of a rank, as in ``_RankForm.objects``.
 
-    Those of model and optimizer are separate objects; every other top-level entry is one object.
+    Those inside model and optimizer are separate objects; every other top-level entry is one.
     """
     for name, value in root.items():
         if not is_chunk(name) and name != OPTIMIZER:
@@ -249,13 +266,19 @@ def _objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, o
                 yield entry.key, None, entry.leaf
 
 
-def _rank_content(
+def _derive_content(
     form: _RankForm, patterned: PatternedFile, prefix: str, coords: Coords
 ) -> RankContent:
-    """Return the content of one rank's file, given its form."""
+    """Derive the content of one rank's file from its form.
+
+    Args:
+        patterned: the file's CRCs and training arguments.
+        prefix: prefix of every key.
+    """
     tree, file, crcs = form.tree, patterned.file, patterned.crcs
     names = {key: prefix + key for key in (*tree.arrays, *tree.hidden)}
 
+    # Arrays are at the same addresses as in the parsed file, but have other CRCs.
     def placed(tensors: Sequence[tuple[str, StoredArray, str | None]]) -> dict[str, StoredArray]:
         arrays = {}
         for key, array, record in tensors:
@@ -267,6 +290,7 @@ def _rank_content(
             arrays[name] = StoredArray(name, array.dtype, array.shape, extent, coords)
         return arrays
 
+    # Set this rank's arguments and keys; top-level entries that are objects come from the result.
     skeleton = _KeyRenamer(names, form.with_leaves).renamed(
         _with_arguments(form.skeleton, patterned.arguments)
     )
@@ -287,7 +311,7 @@ def _rank_content(
 
 
 def _with_arguments(skeleton: object, arguments: Mapping[str, int]) -> object:
-    """Return the content with other numbers in its training arguments."""
+    """Return the content of a file with other values of some training arguments."""
     if not arguments:
         return skeleton
     root = as_mapping(skeleton) or {}
@@ -295,13 +319,13 @@ def _with_arguments(skeleton: object, arguments: Mapping[str, int]) -> object:
 
 
 class _KeyRenamer:
-    """Copies containers in which the leaves get other keys.
+    """Copies containers and gives the leaves in them new keys.
 
-    Containers without leaves are not copied.
+    Containers without leaves are not copied, and a container that occurs twice is copied once.
 
     Args:
         names: key → new key.
-        with_leaves: ids of the containers that hold leaves.
+        with_leaves: ids of the containers that contain leaves.
     """
 
     def __init__(self, names: Mapping[str, str], with_leaves: frozenset[int]) -> None:
@@ -310,13 +334,11 @@ class _KeyRenamer:
         self._copies: dict[int, object] = {}
 
     def renamed(self, root: object) -> object:
-        """Return a copy of a file's content with other keys."""
+        """Return a copy of a file's content with other keys; the root becomes a dict."""
         mapping = as_mapping(root)
-        return (
-            self._node(root)
-            if mapping is None
-            else {name: self._node(value) for name, value in mapping.items()}
-        )
+        if mapping is None:
+            return self._node(root)
+        return {name: self._node(value) for name, value in mapping.items()}
 
     def _node(self, node: object) -> object:
         if type(node) is TensorLeaf:
@@ -333,14 +355,12 @@ class _KeyRenamer:
         if isinstance(node, dict):
             return {name: visit(item) for name, item in node.items()}
         if isinstance(node, list):
-            return [visit(item) for item in node]
+            return list(map(visit, node))
         if isinstance(node, tuple):
-            return tuple(visit(item) for item in node)
+            return tuple(map(visit, node))
         assert isinstance(node, Inert)
-        copy = Inert(
-            node.how, node.fn, tuple(visit(item) for item in node.args), kwargs=node.kwargs
-        )
+        copy = Inert(node.how, node.fn, tuple(map(visit, node.args)), kwargs=node.kwargs)
         copy.state = visit(node.state)
-        copy.items = [visit(item) for item in node.items]
+        copy.items = list(map(visit, node.items))
         copy.entries = [(name, visit(item)) for name, item in node.entries]
         return copy

@@ -2,26 +2,25 @@
 
 A file is a torch zip (``torch.zip``): a pickle and one record per storage; or, from before torch
 1.6, a stream of both (``torch.legacy``). Reading it runs nothing: the pickle becomes an inert tree
-(``core.pickle.reader``) with a ``TensorLeaf`` where a tensor is (``torch.tensors``), whose bytes
-stay in the file. Records that were deflated by another program, and those of a big-endian machine,
+(``core.pickle.reader``) with a ``TensorLeaf`` in place of each tensor (``torch.tensors``), whose
+bytes stay in the file. Records that another program deflated, and those from a big-endian machine,
 are decoded (``torch.zip.records``).
 
 A catalog of this format: every tensor that is reached through mappings and lists has its path,
 dot-joined, as key; where two paths join to one key, dots inside names are written ``\\.``. The
-skeleton is the whole unpickled root; other values stand in it inline and are listed in ``objects``
-too. Tensors inside other objects are ``hidden``.
+skeleton is the complete unpickled root; it contains the values that are not tensors, and they are
+listed in ``objects`` too. Tensors inside other objects are ``hidden``.
 
 ``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported``
-are not plain dense
-ones: they are objects of the skeleton and cannot be written. ``iteration`` and ``args`` are the
-root's. Facet: ``TorchFileFacts``.
+are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
+``args`` are the root's. Facet: ``TorchFileFacts``.
 
-On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name
-that is written.
+On disk: one file with any name. In a directory, only ``checkpoint.pt`` is read, which is also the
+name that is written.
 
-Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default
-(``weights_only``) refuses lies below a reserved key of a written file, see ``torch.weights_only``,
-and comes back on reading; with ``WriteOptions.weights_only`` false it stays what it was.
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. Objects that torch refuses
+by default (``weights_only``) are written below a reserved key, see ``torch.weights_only``, and put
+back on reading; with ``WriteOptions.weights_only`` false they stay in their places.
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
@@ -64,17 +63,19 @@ FILE_NAME = "checkpoint.pt"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PREFIX = "archive"
 _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
+"""The name of a file of sharded weights, such as ``pytorch_model-00001-of-00002.bin``."""
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the file, or ``checkpoint.pt`` of the directory, is in one of torch's formats
-    (old ones too).
+    """Return whether the file, or ``checkpoint.pt`` in the directory, is in one of torch's formats.
 
-    Any other file of a directory may be anything: it has to be named.
+    Old formats count, supported or not, so that ``read`` can name them. Other files in a directory
+    are ignored: the user has to pass the file itself.
     """
     name = _checkpoint_file(store)
     if name is None or store.size(name) < 4:
         return False
+    # A bare pickle may be any program's, so the name has to agree.
     kind = stream_kind(store, name, 0, store.size(name))
     return kind in ("zip", "legacy", "tar") or (kind == "pickle" and name.endswith(SUFFIXES))
 
@@ -91,15 +92,18 @@ def read(store: ReadStore) -> Catalog:
 
     Raises:
         CorruptError, TruncatedError: the file is damaged.
-        UnsupportedError: the file is of another kind.
+        UnsupportedError: there is no such file, or it is of another kind.
         UnsafeError: a hostile pickle.
     """
     name = _checkpoint_file(store)
     if name is None:
         raise UnsupportedError(
-            f"the directory holds no {FILE_NAME}", file=store.label, hint="pass the file itself"
+            f"the directory does not contain {FILE_NAME}",
+            file=store.label,
+            hint="pass the file itself",
         )
     catalog = catalog_of(store, name)
+    # A shard is read, but the user may have wanted all of them.
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
         return catalog
@@ -132,21 +136,43 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the image of one file, ``checkpoint.pt``.
+    """Lay out one file, ``checkpoint.pt``.
 
     Args:
         target: every tensor is one array. Its skeleton is saved; without one, a dict of all tensors
-            and objects by key. Tensors that its ``aliases`` call equal share a storage, and only
-            the array of the first one is placed. Objects keep their classes if
+            and objects by key. Tensors that are equal according to ``aliases`` share a storage, and
+            only the array of the first one is placed. Objects keep their classes if
             ``WriteOptions.weights_only`` is false.
 
     Raises:
-        UnsupportedError: a tensor is of a kind that is not supported, or is in several pieces.
+        UnsupportedError: a tensor is of a kind that is not supported or is split into several
+            arrays, an object has not been read, or cannot be written.
     """
     refuse_unsupported(target)
-    same_as = _valid_aliases(target)
+    # A conversion may have changed a tensor since the aliases were recorded.
+    forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}
+    same_as = {
+        key: first
+        for key, first in target.aliases.items()
+        if key in forms and forms[key] == forms.get(first)
+    }
+
+    def value_of(entry: LeafEntry) -> object:
+        if not isinstance(entry.leaf, ObjectLeaf):
+            return entry.leaf
+        item = target.objects[entry.leaf.key]
+        if item.raw_key is not None:
+            raise UnsupportedError("the object has not been read", key=item.key)
+        return item.value
+
+    # Put every object in its place in the skeleton, or in a flat dict.
     with gc_paused():
-        root = _value_to_save(target)
+        root: object
+        if target.skeleton is None:
+            tensors = {key: TensorLeaf(key) for key in target.tensors}
+            root = {**tensors, **{key: item.value for key, item in target.objects.items()}}
+        else:
+            root = map_leaves(target.skeleton, value_of)
         if target.write.weights_only:
             root = set_aside(root)
     plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
@@ -157,7 +183,8 @@ def refuse_unsupported(catalog: AnyCatalog) -> None:
     """Raise if a tensor or object of the catalog cannot be copied.
 
     Raises:
-        UnsupportedError: names the first tensor of a kind that is not supported.
+        UnsupportedError: a tensor is of a kind that is not supported, a container contains itself,
+            or an object contains a bare storage; names the first one.
     """
     for key, kind in catalog.unsupported.items():
         if key in catalog.objects:
@@ -166,46 +193,15 @@ def refuse_unsupported(catalog: AnyCatalog) -> None:
             raise UnsupportedError(
                 f"a {kind} cannot be copied",
                 key=key,
-                hint="leave it out with --exclude, or save a plain tensor instead",
+                hint="drop it with --exclude, or save a plain tensor instead",
             )
     for item in catalog.objects.values():
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
                 "the object holds a bare storage, which cannot be copied",
                 key=item.key,
-                hint="leave it out with --exclude",
+                hint="drop it with --exclude",
             )
-
-
-def _valid_aliases(target: TargetCatalog) -> dict[str, str]:
-    """Return key → key whose array serves for it, for aliases that still have equal dtype and
-    shape.
-    """
-
-    forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}
-    return {
-        key: first
-        for key, first in target.aliases.items()
-        if key in forms and forms[key] == forms.get(first)
-    }
-
-
-def _value_to_save(target: TargetCatalog) -> object:
-    """Return the value to save, with every object in its place."""
-    if target.skeleton is None:
-        flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}
-        flat.update((key, item.value) for key, item in target.objects.items())
-        return flat
-
-    def value_of(entry: LeafEntry) -> object:
-        if not isinstance(entry.leaf, ObjectLeaf):
-            return entry.leaf
-        item = target.objects[entry.leaf.key]
-        if item.raw_key is not None:
-            raise UnsupportedError("the object has not been read", key=item.key)
-        return item.value
-
-    return map_leaves(target.skeleton, value_of)
 
 
 FORMAT = Format(

@@ -1,16 +1,16 @@
 """The data of a DCP item: a torch zip of one bare tensor, embedded in a bigger file.
 
-``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address
-and the strides stand inside the item. Torch writes items at any offset, and a tensor that was
+``.metadata`` records offset and length of the item, dtype and shape of the tensor; the byte address
+and the strides are recorded in the item. Torch writes items at any offset, and a tensor that was
 transposed or channels-last when it was saved keeps those strides, so both must be read. The CRC of
-the data stands behind them, in the record's descriptor.
+the data follows them, in the record's descriptor.
 
-This is asked for every one of 10⁵ items, at copy time, from several threads. So two small reads
-must do: the bytes in front of the data (the pickle and headers), and those behind them (descriptors
-and the zip's directory). Items of equal dtype, shape and strides have both in common, but for the
-CRCs; where that is so, what was found for one whose zip was checked serves for all. An item that
-the real reader would refuse, because its zip is cut short or its directory is damaged, looks
-different, and is refused.
+This is done for every one of 10⁵ items, at copy time, in several threads. So two small reads have
+to suffice: the bytes before the data (pickle and headers), and those after them (descriptors and
+the zip's directory). Both are equal for items of equal dtype, shape and strides, except for the
+CRCs. So one such item is parsed and checked, and the others are compared with it. An item that the
+parser would refuse, because its zip is cut short or its directory is damaged, differs from it; it
+is then parsed, and refused.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core
 wrote, in tests/golden.
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 HEAD_BYTES = 2048
+"""Bytes read at the beginning of an item; torch's pickle and headers of a tensor are shorter."""
 DESCRIPTOR_SIGNATURE = 0x08074B50
 DESCRIPTOR_SIGNATURE_BYTES = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 DESCRIPTOR64 = Struct("<IIQQ")
-"""Signature, CRC, the two sizes. Torch writes this one; others write the short one where sizes
-allow.
-"""
+"""Signature, CRC and two sizes, as torch writes them."""
 DESCRIPTOR32 = Struct("<IIII")
+"""The same as other programs write it if the sizes fit."""
 U32_FIELD = Struct("<I")
 _CRC_IN_CENTRAL = 16
+"""Offset of the CRC in an entry of the directory."""
 _CONTENT_ID = ".data/serialization_id"
 """The record that torch writes last, a hash of the others' CRCs."""
 _MAX_TAIL_BYTES = 1 << 16
@@ -55,16 +56,16 @@ _MAX_FORMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _ItemForm:
-    """The common form of items of one kind.
+    """The bytes that items with equal dtype, shape and strides have in common.
 
     Args:
-        location: the tensor.
+        location: the tensor's location.
         data_offset: byte of the item at which the tensor's record begins.
         tail_offset: byte of the item after that record.
         tail: the bytes from there on as a number, 0 where they differ from item to item; 0 if this
             form cannot be compared with other items.
         mask: a number with ones in the bytes that do not differ.
-        crc_at: byte after ``tail_offset`` at which the directory states the CRC of the record.
+        crc_at: offset of the record's CRC in the directory, relative to ``tail_offset``.
     """
 
     location: Location
@@ -76,11 +77,11 @@ class _ItemForm:
 
 
 class _ThreadForms(threading.local):
-    """The forms of items that a thread has met.
+    """The forms of items that a thread has parsed.
 
     Attributes:
         forms: (bytes before the tensor's data, length of the item) → form.
-        lengths: numbers of bytes before the data, the most recent first.
+        lengths: distinct numbers of bytes before the data, the most recent first.
     """
 
     def __init__(self) -> None:
@@ -98,46 +99,36 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         array: an array whose extent is an item; any other array is returned as it is.
 
     Raises:
-        CorruptError: the item is damaged, or holds another dtype or shape than ``array`` has.
+        CorruptError: the item is damaged, or its tensor differs from ``array`` in dtype or shape.
         TruncatedError: the file ends too early.
-        UnsupportedError: the item holds a tensor of a kind that is not supported.
+        UnsupportedError: the item holds a tensor of a kind that is not supported, a compressed or
+            big-endian one, or one with strides of which only a part is needed.
+        UnsafeError: the pickle would run code when it is loaded.
     """
     extent = array.extent
     if extent.item_bytes is None:
         return array
     start, n_bytes = extent.offset, extent.item_bytes
     try:
-        # Compare the tensor in the item with what the metadata states.
         form, crc = _find_form(store, extent.file, start, n_bytes)
-        offset, location = form.data_offset, form.location
-        own_shape = swapped(array.shape) if extent.is_swapped else array.shape
-        shape, n_before = extent.part_of or (own_shape, 0)
-        if location.dtype != array.dtype or location.shape != shape:
-            raise CorruptError(
-                f"the item holds a {location.dtype} tensor of shape {location.shape}, but the metadata says "
-                f"{array.dtype} and {shape}"
-            )
-        if extent.part_of is not None and location.strides not in (None, c_strides(shape)):
-            raise UnsupportedError(
-                "only a part of the item's tensor is needed, but the tensor is not dense"
-            )
-        if offset + location.storage_bytes > n_bytes:
-            raise CorruptError(
-                f"the item has {n_bytes} bytes, too few for its storage of {location.storage_bytes} bytes"
-            )
+        # The array may be the transpose of the item's tensor, or a run of its elements.
+        stored_shape = swapped(array.shape) if extent.is_swapped else array.shape
+        shape, n_before = extent.part_of or (stored_shape, 0)
+        _check_tensor(form, array, shape)
     except CheckpointingException as err:
         err.file = err.file or extent.file
         err.key = err.key or array.name
         err.span = err.span or (start, start + n_bytes)
         raise
     # Turn the position in the item into an address in the file.
-    address = start + offset + location.offset + n_before * itemsize(array.dtype)
+    location = form.location
+    address = start + form.data_offset + location.offset + n_before * itemsize(array.dtype)
     strides = location.strides if extent.part_of is None else None
-    # The CRC is that of the whole record, so it holds only for all of a dense tensor.
+    # The CRC is that of the entire record, so it is valid only for all of a dense tensor.
     if extent.part_of is not None or strides is not None or location.storage_bytes != array.n_bytes:
         crc = None
     if extent.is_swapped:
-        strides = swapped(strides or c_strides(own_shape))
+        strides = swapped(strides or c_strides(stored_shape))
     return replace(
         array,
         extent=replace(
@@ -152,8 +143,37 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     )
 
 
+def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape) -> None:
+    """Compare the tensor in an item with the metadata.
+
+    Args:
+        array: the array according to the metadata, whose extent is the item.
+        shape: shape of the item's tensor according to the metadata.
+
+    Raises:
+        CorruptError: dtype or shape differ, or the item is too short for its storage.
+        UnsupportedError: only a part of the tensor is needed, but it has strides.
+    """
+    location, item_bytes = form.location, array.extent.item_bytes
+    assert item_bytes is not None
+    if location.dtype != array.dtype or location.shape != shape:
+        raise CorruptError(
+            f"the item holds a {location.dtype} tensor of shape {location.shape}, but the "
+            f"metadata lists {array.dtype} and {shape}"
+        )
+    if array.extent.part_of is not None and location.strides not in (None, c_strides(shape)):
+        raise UnsupportedError(
+            "only a part of the item's tensor is needed, but the tensor is not dense"
+        )
+    if form.data_offset + location.storage_bytes > item_bytes:
+        raise CorruptError(
+            f"the item has {item_bytes} bytes, too few for its storage of "
+            f"{location.storage_bytes} bytes"
+        )
+
+
 def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
-    """Return dtype and shape of the tensor in a DCP item, whatever the metadata states.
+    """Return dtype and shape of the tensor in a DCP item, ignoring those in the metadata.
 
     Raises:
         CorruptError, TruncatedError, UnsupportedError: as ``item_location``.
@@ -167,40 +187,22 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
 def _find_form(
     store: ReadStore, file: str, start: int, n_bytes: int
 ) -> tuple[_ItemForm, int | None]:
-    """Return the form of an item, and the CRC-32 that it states of the tensor's record.
+    """Return the form of an item, and the recorded CRC-32 of the tensor's record.
 
-    None if not computed.
+    The CRC is None if the writer did not compute it.
 
     Raises:
         CorruptError, TruncatedError, UnsupportedError, UnsafeError: see ``item_location``.
     """
     head = store.read(file, start, min(HEAD_BYTES, n_bytes))
-    # Compare the item with the forms met before.
+    # Compare the item with the forms of earlier ones.
     for length in _thread_forms.lengths:
         form = _thread_forms.forms.get((head[:length], n_bytes))
         if form is not None:
             tail = store.read(file, start + form.tail_offset, n_bytes - form.tail_offset)
             if int.from_bytes(tail, "little") & form.mask == form.tail:
                 return form, U32_FIELD.unpack_from(tail, form.crc_at)[0] or None
-    # Read its zip, and keep the form for other items.
-    form, crc = _read_form(store, file, start, n_bytes)
-    if form.tail and form.data_offset <= len(head):
-        if len(_thread_forms.forms) >= _MAX_FORMS:
-            _thread_forms.forms.clear()
-            _thread_forms.lengths.clear()
-        _thread_forms.forms[head[: form.data_offset], n_bytes] = form
-        if form.data_offset not in _thread_forms.lengths:
-            _thread_forms.lengths.insert(0, form.data_offset)
-    return form, crc
-
-
-def _read_form(
-    store: ReadStore, file: str, start: int, n_bytes: int
-) -> tuple[_ItemForm, int | None]:
-    """Return the result of ``_find_form`` from the zip's directory.
-
-    This is slower, and decides what is wrong with an item.
-    """
+    # Otherwise parse it by its directory, which is slower, and finds what is wrong with an item.
     archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     check_kind(archive)
     pickle = archive.record("data.pkl")
@@ -210,45 +212,60 @@ def _read_form(
     refuse_encoded(store, archive, record)
     if location.storage_bytes > record.n_bytes:
         raise CorruptError(
-            f"the tensor's storage has {location.storage_bytes} bytes, but its record has only {record.n_bytes}",
+            f"the tensor's storage has {location.storage_bytes} bytes, but its record has only "
+            f"{record.n_bytes}",
             file=file,
         )
-    return _build_form(store, archive, location), record.crc or None
+    # Keep the form, so that other items can be compared with it.
+    form = _build_form(store, archive, location)
+    if form.tail and form.data_offset <= len(head):
+        if len(_thread_forms.forms) >= _MAX_FORMS:
+            _thread_forms.forms.clear()
+            _thread_forms.lengths.clear()
+        _thread_forms.forms[head[: form.data_offset], n_bytes] = form
+        if form.data_offset not in _thread_forms.lengths:
+            _thread_forms.lengths.insert(0, form.data_offset)
+    return form, record.crc or None
 
 
 def _build_form(store: ReadStore, archive: Archive, location: Location) -> _ItemForm:
-    """Return what other items have in common with one whose zip has been checked."""
+    """Build the form of an item whose zip has been checked.
+
+    Args:
+        location: location of the item's tensor.
+    """
     record = archive.records[location.record]
     start, stop = archive.span
     begin = record.span[1]
     if stop - begin > _MAX_TAIL_BYTES:
         return _ItemForm(location, record.offset - start)
     tail = store.read(archive.file, begin, stop - begin)
-    # The mask is 0 where items differ: CRCs, and torch's hash of them.
+    # The mask is 0 where items may differ: CRCs, and torch's hash of them.
     mask = bytearray(b"\xff" * len(tail))
 
-    def differs(address: int, n_bytes: int) -> None:
+    def ignore(address: int, n_bytes: int) -> None:
         mask[address - begin : address - begin + n_bytes] = bytes(n_bytes)
 
     # A record is followed by its descriptor, with the CRC after the signature.
     varying = {location.record: record}
     if _CONTENT_ID in archive.records and archive.records[_CONTENT_ID].offset >= begin:
         varying[_CONTENT_ID] = archive.records[_CONTENT_ID]
-        differs(archive.records[_CONTENT_ID].offset, archive.records[_CONTENT_ID].n_bytes)
+        ignore(archive.records[_CONTENT_ID].offset, archive.records[_CONTENT_ID].n_bytes)
     for other in varying.values():
         if tail[other.span[1] - begin :].startswith(DESCRIPTOR_SIGNATURE_BYTES):
-            differs(other.span[1] + 4, U32_FIELD.size)
+            ignore(other.span[1] + 4, U32_FIELD.size)
 
-    # The directory repeats every CRC.
+    # The directory repeats every CRC; that of the tensor's record will be read from there.
     names = {f"{archive.root}/{name}".encode("utf-8", "surrogatepass"): name for name in varying}
     at, crc_at = archive.directory - begin, None
     while tail[at : at + 4] == b"PK\x01\x02":
         fields = CENTRAL.unpack_from(tail, at)
         name = names.get(tail[at + CENTRAL.size : at + CENTRAL.size + fields[10]])
         if name is not None:
-            differs(begin + at + _CRC_IN_CENTRAL, U32_FIELD.size)
+            ignore(begin + at + _CRC_IN_CENTRAL, U32_FIELD.size)
         if name == location.record:
             crc_at = at + _CRC_IN_CENTRAL
+        # Name, extra field and comment follow an entry's fixed part.
         at += CENTRAL.size + fields[10] + fields[11] + fields[12]
     if crc_at is None:
         return _ItemForm(location, record.offset - start)
@@ -264,7 +281,13 @@ def _build_form(store: ReadStore, archive: Archive, location: Location) -> _Item
 
 
 def _load_tensor(pickle: bytes, file: str) -> Location:
-    """Return the location of the tensor that a pickle consists of."""
+    """Return the location of the tensor that a pickle consists of.
+
+    Raises:
+        UnsafeError: the pickle would run code when it is loaded.
+        UnsupportedError: it is a tensor of a kind that is not supported.
+        CorruptError: it is not a tensor.
+    """
     reader = TensorHooks()
     with noting_uses() as uses:
         value = load(pickle, label=file, hooks=reader.hooks)
@@ -275,7 +298,7 @@ def _load_tensor(pickle: bytes, file: str) -> Location:
         raise UnsafeError(
             f"the item names {dangerous.name}, which would run code when it is loaded",
             file=file,
-            hint="do not load it with anything else, and find out who wrote this checkpoint",
+            hint="do not load it with any other program, and find out who wrote this checkpoint",
         )
     if isinstance(value, TensorLeaf):
         return reader.locations[value.key]

@@ -1,10 +1,10 @@
-"""Names in nested pickles: bytes inside a value that are themselves a stream of ``torch.save`` or a
-pickle.
+"""Names in nested pickles: in bytes inside a value that are themselves a pickle or torch stream.
 
 ``torch.storage._load_from_bytes(b"…")`` unpickles its argument, Transformer Engine and Megatron
-keep a ``BytesIO`` with a saved object in it, and whoever wants to hide a call wraps it so. Nothing
-is unwrapped here for its value: the streams are only read for what they do with names. What is
-called on bytes that are nested too deeply to be read, or that are refused, is ``unread``.
+save a ``BytesIO`` that contains a saved object, and an attacker can hide a call in the same way.
+The values of such streams are not used here: they are only read to see which names they import,
+call and so on. If a stream is nested too deeply to be read, or is refused, the use of the function
+that loads it is ``unread``.
 
 Source: torch 2.13 ``torch/storage.py``; ``megatron/core/extensions/transformer_engine.py``
     (``get_extra_state``).
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.errors import (
@@ -47,25 +48,27 @@ if TYPE_CHECKING:
 
 _MAX_DEPTH = 4
 _MAX_LOADED = PickleLimits().max_streams
-"""Maximum number of nested streams of one value that something loads; a pickled model has one a
+"""Maximum number of nested streams in one value that the pickle loads; a pickled model has one per
 tensor.
 """
 _MAX_UNLOADED = 1000
 _MAX_BYTES = 64 << 20
-"""Maximum number of nested streams that nothing loads, and their maximum size in total."""
+"""Maximum number of nested streams that the pickle does not load, and their maximum total size."""
 _MAX_TRIED = 10_000
 """Maximum number of bytes objects that are tested for being streams."""
 _MAX_USES = 3 * PickleLimits().max_names
-"""Uses beyond which no further stream is read."""
+"""Number of uses beyond which no further stream is read."""
 _SMALL_BYTES = 8192
+"""Maximum size of streams whose scans are cached."""
 _MAX_TEXT_BYTES = 1 << 20
+"""Maximum size of bytes that are tested for being a pickle of protocol 0."""
 _LEAST_BYTES = 4
 _FIRST_BYTES = b"P\x80L"
-"""Of zips, of pickles, and of what torch wrote in protocol 0."""
+"""First bytes of zips, of pickles, and of streams that torch wrote in protocol 0."""
 _HEAD_BYTES = 1 << 16
 _N_LEGACY = 5
 _N_PREAMBLE = 3
-"""Pickles of a stream of before torch 1.6, and those of them before the object."""
+"""Number of pickles in a stream from before torch 1.6, and of those before the object."""
 _MAX_PREAMBLE_BYTES = 256
 _FILE = "bytes"
 _LOADS = Global("pickle", "load")
@@ -74,39 +77,35 @@ _LOADS = Global("pickle", "load")
 def uses_of_stream(
     store: ReadStore, file: str, start: int, n_bytes: int, *, read: Sequence[ReadPickle] = ()
 ) -> set[Use]:
-    """Return what a stream does with names: a file of ``torch.save`` or a pickle, and what is
-    nested in it.
+    """Return the uses of names in a stream and in the streams nested in it.
 
     Args:
-        start, n_bytes: the bytes of the file that are the stream.
+        start, n_bytes: the bytes of the file that are the stream: a file of ``torch.save``, or a
+            pickle.
         read: its pickles that torch would load, if they were read before; () to read them now.
     """
     with noting_uses() as noted:
-        reading = _read_stream(store, file, start, n_bytes, has_root=not read)
+        stream = _read_stream(store, file, start, n_bytes, has_root=not read)
     uses = _collect_uses(
-        [*reading.trees, *(pickle.tree for pickle in read)],
+        [*stream.trees, *(pickle.tree for pickle in read)],
         noted.union(*(pickle.uses for pickle in read)),
     )
-    return uses | {Use(_LOADS, "unread")} if reading.is_refused else uses
+    return uses | {Use(_LOADS, "unread")} if stream.is_refused else uses
 
 
 def trees_of_stream(store: ReadStore, file: str) -> tuple[object, ...]:
-    """Return the content of the pickles of a stream, as far as they are sound; no uses are
-    noted.
-    """
+    """Return the content of the pickles in a stream, up to any damage; no uses are noted."""
     with noting_uses(passes_on=False):
         return _read_stream(store, file, 0, store.size(file)).trees
 
 
 def uses_in(value: object) -> set[Use]:
-    """Return what an inert value and the streams inside it do with names; the value is walked
-    once.
-    """
+    """Return the uses of names in an inert value and in the streams inside it."""
     return _collect_uses([value], ())
 
 
 def with_nested(uses: Iterable[Use]) -> set[Use]:
-    """Return the uses that ``noting_uses`` collected, and those of the streams passed to torch."""
+    """Return uses that ``noting_uses`` collected, and those in the streams passed to torch."""
     return _collect_uses((), uses)
 
 
@@ -115,7 +114,7 @@ class _NestedStream:
     """Bytes that are, or look like, a stream.
 
     Args:
-        loaded_by: the use that loads them; None if nothing does.
+        loaded_by: the use that loads the bytes; None if the pickle only contains them.
         depth: number of streams around this one.
     """
 
@@ -129,8 +128,7 @@ class _PickleScan:
     """The uses in some pickles, without those in nested streams.
 
     Args:
-        uses: what the pickles do with names.
-        streams: the streams in the pickles.
+        streams: the streams directly inside the pickles.
         is_complete: whether all pickles were read to their ends.
     """
 
@@ -140,9 +138,7 @@ class _PickleScan:
 
 
 def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
-    """Return the uses in trees and those that were noted, and what the streams in them use in
-    turn.
-    """
+    """Return the uses in trees, those that were noted, and those in the streams nested in both."""
     with gc_paused():
         scan = _scan_pickles(trees, noted)
         uses = set(scan.uses)
@@ -152,32 +148,26 @@ def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
         while streams:
             stream = streams.pop()
             # A stream that occurs again is not read again.
-            if stream.data in is_complete:
-                if stream.loaded_by is not None and not is_complete[stream.data]:
-                    uses.add(Use(stream.loaded_by.name, "unread"))
-                continue
-            # Count loaded streams and others separately, each with its own limit.
-            if stream.loaded_by is not None:
-                n_loaded += 1
-                is_read = n_loaded <= _MAX_LOADED and stream.depth <= _MAX_DEPTH
-            else:
-                n_unloaded, n_unloaded_bytes = n_unloaded + 1, n_unloaded_bytes + len(stream.data)
-                is_read = (
-                    n_unloaded <= _MAX_UNLOADED
-                    and n_unloaded_bytes <= _MAX_BYTES
-                    and stream.depth <= _MAX_DEPTH
-                )
-            # Read the stream, and queue the streams in it.
-            if is_read and len(uses) <= _MAX_USES:
-                inner = (_scan_small if len(stream.data) <= _SMALL_BYTES else _scan_stream)(
-                    stream.data
-                )
-                note_uses(inner.uses)
-                uses |= inner.uses
-                streams += [replace(below, depth=stream.depth + 1) for below in inner.streams]
-                is_read = is_complete[stream.data] = inner.is_complete
-            else:
-                is_read = False
+            is_read = is_complete.get(stream.data)
+            if is_read is None:
+                # Count loaded streams and others separately, each with its own limit, so that
+                # harmless bytes cannot use up the limit of the loaded ones.
+                is_read = stream.depth <= _MAX_DEPTH and len(uses) <= _MAX_USES
+                if stream.loaded_by is not None:
+                    n_loaded += 1
+                    is_read &= n_loaded <= _MAX_LOADED
+                else:
+                    n_unloaded += 1
+                    n_unloaded_bytes += len(stream.data)
+                    is_read &= n_unloaded <= _MAX_UNLOADED and n_unloaded_bytes <= _MAX_BYTES
+                # Read the stream, and queue the streams in it.
+                if is_read:
+                    scan_data = _scan_small if len(stream.data) <= _SMALL_BYTES else _scan_stream
+                    inner = scan_data(stream.data)
+                    note_uses(inner.uses)
+                    uses |= inner.uses
+                    streams += [replace(below, depth=stream.depth + 1) for below in inner.streams]
+                    is_read = is_complete[stream.data] = inner.is_complete
             # A loaded stream that could not be read completely is reported as unread.
             if not is_read and stream.loaded_by is not None:
                 uses.add(Use(stream.loaded_by.name, "unread"))
@@ -185,19 +175,19 @@ def _collect_uses(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
 
 
 def _scan_stream(data: bytes) -> _PickleScan:
-    """Return the uses in a stream, without those in nested streams."""
+    """Read a stream; return the uses in it, without those in nested streams."""
     store = MemoryStore({_FILE: memoryview(data)})
     with noting_uses(passes_on=False) as noted:
-        reading = _read_stream(store, _FILE, 0, len(data))
-    return replace(_scan_pickles(reading.trees, noted), is_complete=reading.is_complete)
+        stream = _read_stream(store, _FILE, 0, len(data))
+    return replace(_scan_pickles(stream.trees, noted), is_complete=stream.is_complete)
 
 
 _scan_small = lru_cache(maxsize=_MAX_LOADED)(_scan_stream)
-"""Several checks and plans ask for the streams of the same objects."""
+"""``_scan_stream`` with a cache, because several checks and plans scan the same objects."""
 
 
 def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _PickleScan:
-    """Return the uses in trees, the uses that were noted, and the streams in both."""
+    """Return the uses in trees and those that were noted, and the streams in both."""
     uses: set[Use] = set()
     streams: list[_NestedStream] = []
     n_tried = 0
@@ -212,49 +202,48 @@ def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _PickleScan:
                 streams.append(_NestedStream(use.stream, plain))
 
     take(noted)
-    for tree in trees:
-        # Most nodes repeat the names and plain calls of others; each is looked at once a tree.
-        names: set[int] = set()
-        calls: set[tuple[int, str, bool]] = set()
-        for node in walk(tree):
-            kind = type(node)
-            if kind is Global:
-                if id(node) not in names:
-                    names.add(id(node))
-                    take(uses_of_node(node))
-            elif kind is Inert:
-                call = id(node.fn), node.how, bool(node.args)  # type: ignore[attr-defined]
-                if call not in calls or not is_plain_call(node):  # type: ignore[arg-type]
-                    calls.add(call)
-                    take(uses_of_node(node))
-            elif kind is Persistent:
-                take(uses_of_node(node))
-            elif (
-                (kind is bytes or kind is bytearray)
-                and n_tried < _MAX_TRIED
-                and _may_be_stream(node)  # type: ignore[arg-type]
-            ):
+    for node in chain.from_iterable(map(_informative_nodes, trees)):
+        if not isinstance(node, (bytes, bytearray)):
+            take(uses_of_node(node))
+        # The first and last bytes are quick to check, and exclude nearly all that is not a stream.
+        elif n_tried < _MAX_TRIED and len(node) >= _LEAST_BYTES:
+            if node[0] in _FIRST_BYTES or node.endswith(b"."):
                 n_tried += 1
-                if _is_stream(node):  # type: ignore[arg-type]
-                    streams.append(_NestedStream(bytes(node), None))  # type: ignore[call-overload]
+                if _is_stream(node):
+                    streams.append(_NestedStream(bytes(node), None))
     return _PickleScan(frozenset(uses), tuple(streams))
 
 
-def _may_be_stream(data: bytes | bytearray) -> bool:
-    """Return whether the first and last bytes are those of a stream, which is quick to check."""
-    return len(data) >= _LEAST_BYTES and (data[0] in _FIRST_BYTES or data.endswith(b"."))
+def _informative_nodes(tree: object) -> Iterator[object]:
+    """Yield the names, calls and bytes in a tree, each name and each kind of plain call only once.
+
+    Most nodes of a checkpoint repeat the names and plain calls of others.
+    """
+    names: set[int] = set()
+    calls: set[tuple[int, str, bool]] = set()
+    for node in walk(tree):
+        kind = type(node)
+        if kind is Global:
+            if id(node) not in names:
+                names.add(id(node))
+                yield node
+        elif kind is Inert:
+            call = id(node.fn), node.how, bool(node.args)  # type: ignore[attr-defined]
+            if call not in calls or not is_plain_call(node):  # type: ignore[arg-type]
+                calls.add(call)
+                yield node
+        elif kind is Persistent or kind is bytes or kind is bytearray:
+            yield node
 
 
 def _is_stream(data: bytes | bytearray) -> bool:
-    """Return whether bytes begin as a stream does, or are a complete pickle in a text protocol."""
-    if stream_kind(MemoryStore({_FILE: memoryview(data)}), _FILE, 0, len(data)) in (
-        "zip",
-        "legacy",
-        "pickle",
-    ):
+    """Return whether bytes begin like a stream, or are a complete pickle in a text protocol."""
+    store = MemoryStore({_FILE: memoryview(data)})
+    if stream_kind(store, _FILE, 0, len(data)) in ("zip", "legacy", "pickle"):
         return True
     if len(data) > _MAX_TEXT_BYTES or not data.endswith(b".") or b"\n" not in data:
         return False
+    # Text that happens to be a pickle is of interest only if it names anything.
     with noting_uses(passes_on=False) as uses, suppress(CheckpointingException):
         load(bytes(data), label=_FILE)
         return bool(uses)
@@ -266,9 +255,9 @@ class _StreamPickles:
     """The pickles of a stream.
 
     Args:
-        trees: their content, as far as they are sound.
-        is_refused: whether one asks for something that is never done, so that the rest is unknown.
-        is_complete: whether all were read to their ends; a more lenient reader may read further.
+        trees: their content, up to any damage.
+        is_refused: whether one was refused as unsafe, so that the content after it is unknown.
+        is_complete: whether all were read to their ends; if not, another reader may read further.
     """
 
     trees: tuple[object, ...]
@@ -279,19 +268,30 @@ class _StreamPickles:
 def _read_stream(
     store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool = True
 ) -> _StreamPickles:
-    """Read the pickles of a stream; uses are noted also of those that are damaged.
+    """Read the pickles of a stream; uses in damaged ones are noted, too.
 
     Args:
         has_root: also read the pickles that torch would load.
     """
+    # If a pickle cannot be read, the list keeps those before it.
     trees: list[object] = []
     try:
         kind = stream_kind(store, file, start, n_bytes)
-        if not has_root and kind != "zip":
+        if kind == "zip":
+            trees.extend(_read_zip_pickles(store, file, start, n_bytes, has_root=has_root))
+        elif not has_root:
             return _StreamPickles((), is_refused=False)
-        if kind is None:
-            return _StreamPickles(_read_text_trees(store, file, start, n_bytes), is_refused=False)
-        trees.extend(_read_trees(store, file, start, n_bytes, kind, has_root=has_root))
+        elif kind is None:
+            trees.extend(_read_text_pickles(store, file, start, n_bytes))
+        elif kind == "legacy":
+            trees.extend(_read_legacy_pickles(store, file, start, n_bytes))
+        elif kind == "tar":
+            for at, size in tar_members(store, file, start, n_bytes).values():
+                with suppress(CorruptError, UnsupportedError):
+                    data = store.read(file, at, min(size, MAX_PICKLE_BYTES))
+                    trees.extend(_read_pickles(data, file))
+        elif n_bytes <= MAX_PICKLE_BYTES:
+            trees.extend(_read_pickles(store.read(file, start, n_bytes), file))
     except UnsafeError:
         return _StreamPickles(tuple(trees), is_refused=True, is_complete=False)
     except CheckpointingException:
@@ -299,15 +299,15 @@ def _read_stream(
     return _StreamPickles(tuple(trees), is_refused=False)
 
 
-def _read_text_trees(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[object, ...]:
-    """Read bytes that do not begin like a pickle as one of protocol 0 or 1, if it calls anything.
+def _read_text_pickles(store: ReadStore, file: str, start: int, n_bytes: int) -> Sequence[object]:
+    """Read bytes without a signature as pickles of protocol 0 or 1, if these call anything.
 
-    Bytes that are not a pickle may look like the beginning of one.
-
-    What is no pickle may look like the begin of one, and name what is no name.
+    Other text may begin like such a pickle, and seem to contain names. So names that are not used
+    do not count.
     """
     trees: list[object] = []
     with noting_uses(passes_on=False) as uses, suppress(CheckpointingException):
+        # Read more only if the beginning is a pickle, which goes on.
         head = store.read(file, start, min(n_bytes, _HEAD_BYTES))
         try:
             trees += _read_pickles(head, file)
@@ -317,74 +317,72 @@ def _read_text_trees(store: ReadStore, file: str, start: int, n_bytes: int) -> t
     if all(use.how == "named" for use in uses):
         return ()
     note_uses(uses)
-    return tuple(trees)
+    return trees
 
 
-def _read_trees(
-    store: ReadStore, file: str, start: int, n_bytes: int, kind: str, *, has_root: bool
+def _read_zip_pickles(
+    store: ReadStore, file: str, start: int, n_bytes: int, *, has_root: bool
 ) -> Iterator[object]:
-    """Yield the content of the pickles of a stream.
+    """Yield the content of the pickles in a zip.
+
+    Args:
+        has_root: include ``data.pkl``, the pickle that torch would load.
 
     Raises:
-        CheckpointingException: the stream ends here for any reader.
+        CorruptError, UnsupportedError: a pickle could not be read; raised after the other ones, so
+            that a damaged pickle does not hide them.
+        CheckpointingException: the zip cannot be read, or a pickle is refused.
     """
-    if kind == "zip":
-        archive = read_archive(store, file, start=start, n_bytes=n_bytes)
-        # Pickles of a zip: one that is damaged does not hide those after it.
-        failure: CheckpointingException | None = None
-        for name, record in archive.records.items():
-            if name.endswith(".pkl") and (has_root or name != "data.pkl"):
-                try:
-                    yield load(read_pickle(store, file, record), label=file)
-                except (CorruptError, UnsupportedError) as err:
-                    failure = err
-        if failure is not None:
-            raise failure
-    elif kind == "legacy":
-        # The pickles of a legacy stream; those before the object are cached.
-        at = start
-        for position in range(_N_LEGACY):
-            end = pickle_end(store, file, at, start + n_bytes)
-            data = store.read(file, at, end - at)
-            if position < _N_PREAMBLE and len(data) <= _MAX_PREAMBLE_BYTES:
-                pickle = _read_preamble(data)
-                note_uses(pickle.uses)
-                yield pickle.tree
-            else:
-                yield load(data, label=file, persistent_load=_class_or_storage)
-            at = end
-    elif kind == "tar":
-        for at, size in tar_members(store, file, start, n_bytes).values():
-            with suppress(CorruptError, UnsupportedError):
-                yield from _read_pickles(store.read(file, at, min(size, MAX_PICKLE_BYTES)), file)
-    elif kind == "pickle" and n_bytes <= MAX_PICKLE_BYTES:
-        yield from _read_pickles(store.read(file, start, n_bytes), file)
+    archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+    failure: CheckpointingException | None = None
+    for name, record in archive.records.items():
+        if name.endswith(".pkl") and (has_root or name != "data.pkl"):
+            try:
+                yield load(read_pickle(store, file, record), label=file)
+            except (CorruptError, UnsupportedError) as err:
+                failure = err
+    if failure is not None:
+        raise failure
+
+
+def _read_legacy_pickles(store: ReadStore, file: str, start: int, n_bytes: int) -> Iterator[object]:
+    """Yield the content of the pickles in a stream from before torch 1.6.
+
+    Raises:
+        CheckpointingException: a pickle cannot be read, or is refused.
+    """
+    at = start
+    for position in range(_N_LEGACY):
+        end = pickle_end(store, file, at, start + n_bytes)
+        data = store.read(file, at, end - at)
+        # The pickles before the object are equal in many streams, so they are cached.
+        if position < _N_PREAMBLE and len(data) <= _MAX_PREAMBLE_BYTES:
+            pickle = _read_preamble(data)
+            note_uses(pickle.uses)
+            yield pickle.tree
+        else:
+            yield load(data, label=file, persistent_load=_class_or_storage)
+        at = end
 
 
 @lru_cache(maxsize=64)
 def _read_preamble(data: bytes) -> ReadPickle:
-    """Read a pickle before the object of a legacy stream.
-
-    It is the same in all files of one machine.
-    """
+    """Read a pickle before the object of a legacy stream; equal in all files from one machine."""
     with noting_uses() as uses:
         tree = load(data, label=_FILE, persistent_load=_class_or_storage)
     return ReadPickle(frozenset(uses), tree)
 
 
 def _class_or_storage(pid: object) -> object:
-    """Return the class that stands for a module in files of before torch 1.6, and any other
-    persistent id as it is.
-    """
+    """Return the value for a persistent id in files from before torch 1.6."""
+    # ("module", class, file, source) stands for the class.
     if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
         return pid[1]
     return Persistent(pid)
 
 
 def _read_pickles(data: bytes, file: str) -> Iterator[object]:
-    """Yield the content of the first pickles of some bytes: torch reads five from a file that is
-    not a zip.
-    """
+    """Yield the content of the first five pickles; torch reads so many from files without a zip."""
     at = 0
     for _ in range(_N_LEGACY):
         if at < len(data):

@@ -3,13 +3,14 @@
 On disk::
 
     x.npy      "\\x93NUMPY", version, header {'descr': '|O', …}, and for arrays of objects a pickle
-    x.npz      a zip of .npy members (any other zip that torch did not write is looked into likewise)
-    x.joblib   a pickle, in which the bytes of each array follow the BUILD of its NumpyArrayWrapper; or that, compressed
+    x.npz      a zip of .npy members (members of other zips that torch did not write are read, too)
+    x.joblib   a pickle, in which the bytes of each array follow the BUILD of its NumpyArrayWrapper;
+               or such a pickle, compressed
     x.pkl.gz   any of these in gzip, bz2, xz, lzma or zlib
 
-Only the beginning of a file is read until it turns out to hold a pickle; then at most 64 MiB are
-read, after decompression. Not supported, and reported: more than that, compressions that Python's
-standard library does not have (lz4, zstd), joblib's files of before version 0.10, encrypted zips.
+Only the beginning of a file is read at first; if it is that of a pickle, at most 64 MiB are read,
+after decompression. Not supported, and reported: larger files, compressions that Python's standard
+library lacks (lz4, zstd), files of joblib before 0.10, encrypted zips.
 
 Source: numpy 2.4 ``numpy/lib/_format_impl.py``; joblib 1.6 ``numpy_pickle.py``, ``compressor.py``.
 """
@@ -50,35 +51,37 @@ _MAX_MEMBERS = 10_000
 _NPY = b"\x93NUMPY"
 _ZIP = b"PK\x03\x04"
 _JOBLIB_OLD = re.compile(rb"ZF0x[0-9a-f ]{17}")
-"""zlib as joblib before 0.10 wrote it: the length in hexadecimal digits stands before it."""
+"""What precedes zlib data in files of joblib before 0.10: the length, in hexadecimal digits."""
 _NO_MODULE = {b"\x04\x22\x4d\x18": "lz4", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Signature → name, of compressions that Python's standard library lacks."""
 _PICKLED_NAME = re.compile(r"\.(pkl|pickle|joblib|npy|npz|pt|pth|ckpt)(\.\w+)?$")
 _CHECKPOINT_FILE = re.compile(
-    r"(^|/)(\.metadata(\.tmp)?|c|[c.\d]*\d|d/[0-9a-f]{32})$|\.(pt|pth|bin|ckpt|pkl|pickle|distcp|safetensors|json)$"
+    r"(^|/)(\.metadata(\.tmp)?|c|[c.\d]*\d|d/[0-9a-f]{32})$"
+    r"|\.(pt|pth|bin|ckpt|pkl|pickle|distcp|safetensors|json)$"
 )
-"""This includes the chunks of zarr, which may be compressed, and the data of OCDBT."""
+"""This includes zarr chunks, which may be compressed, and the data files of OCDBT."""
 _TEXT_NAME = re.compile(r"\.(pkl|pickle)$")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MAX_MEMBER_BYTES = 1 << 30
 """Maximum number of bytes read of a zip's members in total."""
 _MAX_CHECKED_BYTES = 1 << 32
 _MAX_CHECKED_RATIO = 20
-"""Limit on inflated data when a zip is checked: bytes, or multiples of the zip's size, whichever is
-more.
+"""Limits on inflated data when a zip is checked, in bytes and in multiples of the zip's size; the
+larger one counts.
 """
 _FILE = "bytes"
 
 
 class _Decompressor(Protocol):
-    """What the objects of Python's compression modules have in common."""
+    """The interface that the decompressors of Python's standard library have in common."""
 
     @property
     def eof(self) -> bool:
-        """Return whether the stream has ended."""
+        """Flag that is true after the end of the stream."""
 
     @property
     def unused_data(self) -> bytes:
-        """Return the input after the end of the stream."""
+        """Input after the end of the stream."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
         """Return at most ``max_length`` bytes."""
@@ -98,11 +101,11 @@ _COMPRESSIONS: tuple[tuple[re.Pattern[bytes], Callable[[], _Decompressor]], ...]
 
 @dataclass(frozen=True, slots=True)
 class PickledContent:
-    """The parts of a file that Python would unpickle.
+    """The findings about the parts of a file that Python would unpickle.
 
     Args:
-        uses: what its pickles do with names.
-        unread: reasons why parts of it were not read.
+        uses: the uses of names in its pickles.
+        unread: reasons why parts of it were not read, each with the name of the part.
     """
 
     uses: frozenset[Use] = frozenset()
@@ -110,53 +113,54 @@ class PickledContent:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether a file belongs to a checkpoint format by its name, so that other readers check
-    it.
-    """
+    """Return whether a file's name is one of a checkpoint format, whose readers check the file."""
     return _CHECKPOINT_FILE.search(name) is not None
 
 
 def has_pickled_name(name: str) -> bool:
-    """Return whether a file is named like a pickle, maybe a compressed one, though not like a torch
-    file.
-    """
+    """Return whether a file is named like a pickle, maybe compressed, but not like a torch file."""
     return _PICKLED_NAME.search(name) is not None and not name.endswith((".pt", ".pth", ".ckpt"))
 
 
 def look_into(store: ReadStore, file: str, n_bytes: int) -> PickledContent:
-    """Return what the pickles of a file do with names, whatever its name; nothing if it holds
-    none.
-    """
+    """Read the pickles in a file with any name, if it contains any, for their uses of names."""
     try:
         return _read_content(store, file, n_bytes, depth=0, name=file)
     except UnsafeError as err:
         return PickledContent(unread=(err.message,))
-    except CheckpointingException:  # what is damaged is found where bytes are checked
+    # Damage is reported elsewhere, where the bytes of the file are checked.
+    except CheckpointingException:
         return PickledContent()
 
 
 def _read_content(
     store: ReadStore, file: str, n_bytes: int, *, depth: int, name: str
 ) -> PickledContent:
-    """Read bytes of any kind; ``name`` is their name in a zip or in a directory."""
+    """Read the pickles in bytes of any kind.
+
+    Args:
+        depth: number of archives and compressed streams around the bytes.
+        name: their name in a zip or in a directory.
+
+    Raises:
+        CheckpointingException: the content is damaged, or refused.
+    """
     head = store.read(file, 0, min(n_bytes, _HEAD_BYTES))
     if depth > _MAX_DEPTH:
         return PickledContent(unread=(f"{name} is nested in more than {_MAX_DEPTH} archives",))
     # Containers that are recognised by their first bytes: NumPy's, zips, compressed data.
     if head.startswith(_NPY):
         start = _start_of_objects(head)
-        return (
-            PickledContent() if start is None else _read_pickle(store, file, start, n_bytes, name)
-        )
+        if start is None:
+            return PickledContent()
+        return _read_pickle(store, file, start, n_bytes, name)
     if head.startswith(_ZIP) and not is_torch_zip(store, file, n_bytes):
         return _read_zip(store, file, n_bytes, depth=depth)
-    for mark, compression in _NO_MODULE.items():
+    # Data that cannot be decompressed matters only if its name is that of a pickle.
+    has_name = _PICKLED_NAME.search(name) is not None
+    for mark, title in _NO_MODULE.items():
         if head.startswith(mark):
-            return PickledContent(
-                unread=(f"it is compressed with {compression}",)
-                if _PICKLED_NAME.search(name)
-                else ()
-            )
+            return PickledContent(unread=(f"it is compressed with {title}",) if has_name else ())
     old = _JOBLIB_OLD.match(head)
     begin = old.end() if old is not None else 0
     for magic, decompressor in _COMPRESSIONS:
@@ -164,21 +168,24 @@ def _read_content(
             return _read_compressed(
                 store, file, begin, n_bytes, decompressor, depth=depth, name=name
             )
-    # Otherwise a stream: a pickle, one of torch's, or nothing that is known.
+    # Otherwise a pickle or one of torch's streams. A pickle of protocol 0 has no signature, so
+    # that only its name shows that it may be one.
     kind = stream_kind(store, file, 0, n_bytes)
     if kind == "pickle":
         return _read_pickle(store, file, 0, n_bytes, name)
-    if kind is not None or _PICKLED_NAME.search(name):
+    if kind is not None or has_name:
         return PickledContent(frozenset(uses_of_stream(store, file, 0, n_bytes)))
     return PickledContent()
 
 
 def _start_of_objects(head: bytes) -> int | None:
-    """Return where the pickle of a ``.npy`` begins; None if its elements are not objects."""
+    """Return the offset of the pickle in a ``.npy``; None if its elements are not objects."""
+    # The header's length has 2 bytes in version 1, 4 in versions 2 and 3.
     width = 2 if head[6:7] == b"\x01" else 4
     begin = 8 + width
     size = int.from_bytes(head[8:begin], "little")
     text = head[begin : begin + size].decode("latin-1")
+    # A header that cannot be parsed (or is longer than ``head``) is searched for the type.
     try:
         header = ast.literal_eval(text.strip())
         has_objects = _has_objects(header["descr"])
@@ -188,7 +195,7 @@ def _start_of_objects(head: bytes) -> int | None:
 
 
 def _has_objects(described: object) -> bool:
-    """Return whether a dtype, as a header describes it, has elements that are objects."""
+    """Return whether a dtype, given by its description in a header, contains objects."""
     if isinstance(described, list):
         return any(_has_objects(field[1]) for field in described)
     if isinstance(described, tuple):
@@ -199,10 +206,11 @@ def _has_objects(described: object) -> bool:
 def _read_pickle(
     store: ReadStore, file: str, start: int, n_bytes: int, name: str
 ) -> PickledContent:
-    """Read a pickle, including the bytes of joblib's arrays after their wrappers."""
+    """Read the pickle from byte ``start`` on, including arrays that joblib wrote inside it."""
+    # A large file of joblib's consists of arrays; its pickles may still be short.
     if n_bytes - start > MAX_BYTES and b"joblib" not in store.read(file, start, _HEAD_BYTES):
         return PickledContent(unread=(f"{name} has more than {MAX_BYTES >> 20} MiB",))
-    # A pickle that breaks off counts as unread only if it was too large, or had calls before.
+    # A pickle that breaks off is reported only if it is too large, or calls anything before that.
     data = store.read(file, start, min(n_bytes - start, MAX_BYTES))
     unread: tuple[str, ...] = ()
     tree: object = None
@@ -229,37 +237,29 @@ class _InlineArray(Inert):
         self.state = NO_STATE if state is None else state
 
     def bytes_behind(self, data: bytes, at: int) -> int:
-        """Return where the pickle continues after the array.
+        """Return the position in ``data`` at which the pickle continues after the array.
+
+        The pickle reader calls this after BUILD.
+
+        Args:
+            at: position after BUILD.
 
         Raises:
-            UnsupportedError: the state does not say how long the array is.
+            UnsupportedError: the length of the array does not follow from the state.
         """
         state = self.state if type(self.state) is dict else {}
         shape, dtype = state.get("shape"), state.get("dtype")
-        code = (
-            dtype.args[0]
-            if type(dtype) is Inert and dtype.args and type(dtype.args[0]) is str
-            else ""
-        )
-        # An array of objects is a pickle of its own.
-        if "O" in code:
+        # numpy.dtype("f4", False, True): the first argument is the type code.
+        code: object = dtype.args[0] if type(dtype) is Inert and dtype.args else ""
+        # The elements of an array of objects are a pickle.
+        if isinstance(code, str) and "O" in code:
             _, end = load_next(data, at, label="array", hooks=_JOBLIB)
             return end
-        # Any other has the size of its dtype times its shape.
-        width = re.fullmatch(r"[<>|=]?([biufcmMSU])(\d+)", code)
-        if (
-            width is None
-            or type(shape) is not tuple
-            or any(type(size) is not int or size < 0 for size in shape)
-        ):
-            raise UnsupportedError("a joblib array whose size is unclear")
-        item_bytes = int(width[2]) * (4 if width[1] == "U" else 1)
-        # the state of a text's dtype has its length again, and numpy takes it from there
-        state_length = (
-            dtype.state[5:6] if type(dtype) is Inert and type(dtype.state) is tuple else ()
-        )
-        if width[1] in "SU" and state_length != (item_bytes,):
-            raise UnsupportedError("a joblib array whose size is unclear")
+        # Any other array is as long as its dtype and shape imply.
+        if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
+            raise UnsupportedError(_UNCLEAR_SIZE)
+        item_bytes = _item_bytes(dtype)
+        # joblib 1.2 and later align the data: one byte is the length of the padding after it.
         if state.get("numpy_array_alignment_bytes") is not None:
             at += 1 + data[at]
         return at + math.prod(shape) * item_bytes
@@ -267,6 +267,27 @@ class _InlineArray(Inert):
 
 _WRAPPER = Global("joblib.numpy_pickle", "NumpyArrayWrapper")
 _JOBLIB = {(_WRAPPER.module, _WRAPPER.name): lambda *args: _InlineArray("newobj", _WRAPPER, args)}
+_UNCLEAR_SIZE = "a joblib array whose size is unclear"
+
+
+def _item_bytes(dtype: object) -> int:
+    """Return the bytes per element of a pickled numpy dtype of numbers, dates or text.
+
+    Raises:
+        UnsupportedError: the dtype is of another kind, or contradicts itself.
+    """
+    if type(dtype) is not Inert or not dtype.args or type(dtype.args[0]) is not str:
+        raise UnsupportedError(_UNCLEAR_SIZE)
+    match = re.fullmatch(r"[<>|=]?([biufcmMSU])(\d+)", dtype.args[0])
+    if match is None:
+        raise UnsupportedError(_UNCLEAR_SIZE)
+    # The unit of numpy's "U" is a character of 4 bytes.
+    item_bytes = int(match[2]) * (4 if match[1] == "U" else 1)
+    # The state of a text's dtype contains the length again, and numpy uses that one.
+    state_bytes = dtype.state[5:6] if type(dtype.state) is tuple else ()
+    if match[1] in "SU" and state_bytes != (item_bytes,):
+        raise UnsupportedError(_UNCLEAR_SIZE)
+    return item_bytes
 
 
 def _read_compressed(
@@ -279,7 +300,16 @@ def _read_compressed(
     depth: int,
     name: str,
 ) -> PickledContent:
-    """Decompress the beginning, and the rest if the beginning is that of a pickle."""
+    """Decompress some bytes, and read them if they begin like a pickle.
+
+    Args:
+        start: offset of the compressed data, after joblib's old header.
+        depth, name: as for ``_read_content``.
+
+    Raises:
+        CheckpointingException: the content is damaged, or refused.
+    """
+    # The beginning is cheap, and most compressed files end here.
     try:
         head, _ = _decompress(store, file, start, n_bytes, decompressor, _HEAD_BYTES)
         if not _may_hold_a_pickle(head):
@@ -293,16 +323,16 @@ def _read_compressed(
         return PickledContent(
             unread=(f"{name} has more than {MAX_BYTES >> 20} MiB when decompressed",)
         )
-    looked = _read_content(MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name)
-    return (
-        looked
-        if is_complete
-        else replace(looked, unread=(*looked.unread, "its compressed data is incomplete"))
+    content = _read_content(
+        MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name
     )
+    if is_complete:
+        return content
+    return replace(content, unread=(*content.unread, "its compressed data is incomplete"))
 
 
 def _may_hold_a_pickle(head: bytes) -> bool:
-    """Return whether bytes begin like a pickle, or like something that may hold one."""
+    """Return whether bytes begin like a pickle, or like a container that may hold one."""
     if head.startswith(_NPY):
         return _start_of_objects(head) is not None
     kind = stream_kind(MemoryStore({_FILE: head}), _FILE, 0, len(head))
@@ -319,30 +349,30 @@ def _decompress(
 ) -> tuple[bytes, bool]:
     """Return the first decompressed bytes, and whether the last stream was read to its end.
 
-    Several streams may follow one another, which Python's modules read as one. What comes out is
-    limited at each step.
+    Several streams may follow one another, which Python's modules read as one. The output is
+    limited at each step, so that a small file cannot fill the memory.
     """
     parts: list[bytes] = []
     size = 0
     at = start
     stream = decompressor()
-    rest = b""
+    pending = b""
     while size < max_bytes:
-        # A new stream begins with what the last one left over.
+        # A new stream begins with the bytes that follow the end of the last one.
         if stream.eof:
-            rest = stream.unused_data
-        if not rest:
-            rest = store.read(file, at, min(_PIECE_BYTES, n_bytes - at))
-            at += len(rest)
-            if not rest:
+            pending = stream.unused_data
+        if not pending:
+            pending = store.read(file, at, min(_PIECE_BYTES, n_bytes - at))
+            at += len(pending)
+            if not pending:
                 break
         if stream.eof:
             stream = decompressor()
-        part = stream.decompress(rest, max_bytes - size)
+        part = stream.decompress(pending, max_bytes - size)
         parts.append(part)
         size += len(part)
-        # Drain modules that keep input of their own.
-        rest = getattr(stream, "unconsumed_tail", b"")  # of zlib; the others keep it themselves
+        # zlib returns the input that it did not use; bz2 and lzma keep it, and must be drained.
+        pending = getattr(stream, "unconsumed_tail", b"")
         while not stream.eof and size < max_bytes and not getattr(stream, "needs_input", True):
             parts.append(stream.decompress(b"", max_bytes - size))
             size += len(parts[-1])
@@ -380,7 +410,7 @@ def _open_zip(store: ReadStore, file: str, n_bytes: int) -> zipfile.ZipFile:
     """Open a zip and read its directory.
 
     Raises:
-        CorruptError: it has no readable directory.
+        CorruptError: the directory cannot be read.
     """
     try:
         return zipfile.ZipFile(_StoreFile(store, file, n_bytes))
@@ -396,8 +426,9 @@ def _open_zip(store: ReadStore, file: str, n_bytes: int) -> zipfile.ZipFile:
 
 
 def is_torch_zip(store: ReadStore, file: str, n_bytes: int) -> bool:
-    """Return whether a zip is one of ``torch.save``, or cannot be read, so that only torch's reader
-    can tell.
+    """Return whether a zip was written by torch, or cannot be read.
+
+    An unreadable zip counts, because the reader for torch zips explains what is wrong with it.
     """
     try:
         with _open_zip(store, file, n_bytes) as archive:
@@ -410,17 +441,15 @@ def is_torch_zip(store: ReadStore, file: str, n_bytes: int) -> bool:
 
 
 def damaged_member(store: ReadStore, file: str, n_bytes: int) -> str | None:
-    """Return what is wrong with the first damaged member of a zip that torch did not write.
-
-    None if nothing is.
+    """Describe the first damaged member of a zip that torch did not write; None if all are intact.
 
     Members are read in the order of the directory and compared with their CRC-32. Not checked:
-    members that are encrypted or packed by other methods than deflate, and what comes after 4 GiB
-    of inflated data and 20 times the size of the zip, so that a small file cannot keep the reader
-    busy for hours.
+    members that are encrypted or compressed by a method other than deflate, and members after both
+    4 GiB of inflated data and 20 times the size of the zip, so that a small file cannot keep the
+    reader busy for hours.
 
     Raises:
-        CorruptError: the zip has no readable directory.
+        CorruptError: the directory of the zip cannot be read.
     """
     limit = max(_MAX_CHECKED_BYTES, _MAX_CHECKED_RATIO * n_bytes)
     n_read = 0
@@ -434,7 +463,8 @@ def damaged_member(store: ReadStore, file: str, n_bytes: int) -> str | None:
                         n_read += len(part)
             except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as err:
                 return f"{info.filename}: {err}"
-            except RuntimeError:  # encrypted
+            # zipfile's error for encrypted members.
+            except RuntimeError:
                 continue
     return None
 
@@ -450,34 +480,32 @@ def _read_zip(store: ReadStore, file: str, n_bytes: int, *, depth: int) -> Pickl
             unread.append(f"only the first {_MAX_MEMBERS} of its {len(infos)} members were read")
         for info in infos[:_MAX_MEMBERS]:
             name = info.filename
-            # Members that cannot be read are reported if their names are those of pickles.
+            # Members that cannot be read matter only if their names are those of pickles.
             try:
                 data = _read_member(archive, info)
             except UnsupportedError as err:
                 unread += [f"{name}: {err.message}"] if _PICKLED_NAME.search(name) else []
                 continue
             n_read += len(data)
-            # Stop once too much has been read.
+            # Report members that are too large, and stop after too many bytes in total.
             if len(data) > MAX_BYTES or n_read > _MAX_MEMBER_BYTES:
                 unread.append(f"{name} is too large to be read")
                 if n_read > _MAX_MEMBER_BYTES:
                     break
             elif data:
-                looked = _read_content(
+                content = _read_content(
                     MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name
                 )
-                uses |= looked.uses
-                unread += looked.unread
+                uses |= content.uses
+                unread += content.unread
     return PickledContent(frozenset(uses), tuple(unread))
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a member that may hold a pickle, at most one more than the limit.
-
-    B"" of any other.
+    """Read a member that may be a pickle, up to one byte more than the limit; b"" for any other.
 
     Raises:
-        UnsupportedError: the member is encrypted, or compressed in an unusual way.
+        UnsupportedError: the member is encrypted, or compressed by a method other than deflate.
     """
     if info.compress_type not in _METHODS:
         raise UnsupportedError("compressed with an unsupported method")
@@ -487,7 +515,9 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
             if not (_may_hold_a_pickle(head) or _TEXT_NAME.search(info.filename)):
                 return b""
             return head + member.read(MAX_BYTES + 1 - len(head))
+    # Damage is reported elsewhere, by ``damaged_member``.
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError):
-        return b""  # which is found where its bytes are checked
+        return b""
+    # zipfile's error for encrypted members.
     except RuntimeError as err:
         raise UnsupportedError("it is encrypted") from err

@@ -1,10 +1,9 @@
-"""Notes to the user about what ``torch.load(weights_only=True)`` refuses of a state dict, by path
-and class.
+"""Notes to the user on the objects of a state dict that ``torch.load(weights_only=True)`` refuses.
 
-The rules of what is refused are those of ``weights_only``. A torch file either keeps such objects
-under their classes, as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has
-them set aside. Files of other formats that torch loads have those set aside that name classes of
-other packages than torch and numpy.
+``weights_only`` decides what is refused. A torch file either keeps such objects as instances of
+their classes, as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has them
+set aside. In files of other formats that torch loads, only those objects are set aside that need
+packages other than torch and numpy.
 """
 
 from __future__ import annotations
@@ -23,38 +22,36 @@ if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog
 
 _MAX_SHOWN = 20
+"""Maximum number of objects that a note names."""
 _IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
 _NUMPY = {
     "numpy.core.multiarray._reconstruct": "numpy.ndarray",
     "numpy.core.numeric._frombuffer": "numpy.ndarray",
     "numpy.core.multiarray.scalar": "a numpy scalar",
 }
-"""Functions that numpy's pickles call → the class that they build."""
+"""Function that numpy's pickles call → name of what it builds, for notes."""
 
 
 def refusal_notes(target: TargetCatalog) -> list[str]:
-    """Return a note that names the objects of a torch file that weights_only refuses."""
+    """Return a note that names the objects in a torch file that weights_only refuses."""
     objects = {join_path(path) or "the root": value for path, value in refused(target.skeleton)}
     if not objects:
         return []
     names = _listed(objects)
+    refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     if target.write.weights_only:
-        return [
-            f"set aside below {ASIDE_KEY!r}, because torch.load's weights_only mode refuses these objects: {names}"
-        ]
-    return [
-        f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"
-    ]
+        return [f"set aside below {ASIDE_KEY!r}, because {refusal}"]
+    return [f"{refusal}; --weights-only sets them aside"]
 
 
 def loadable(value: object, *, key: str | None = None, packages: Set[str] = frozenset()) -> object:
-    """Return a value so that a loader can read it which imports every class that is named.
+    """Return a value in a form that a loader can read which imports every class in a pickle.
 
-    The value is returned as it is if it names only importable classes; otherwise it is set aside.
+    A value that names only importable classes stays as it is; any other is set aside.
 
     Args:
-        key: key of the object, None for a dict of several; for the error.
-        packages: packages that the loader has in addition to torch and numpy.
+        key: key of the object, for the error; None for a dict of several objects.
+        packages: packages that are installed for the loader in addition to torch and numpy.
 
     Raises:
         UnsupportedError: the value must be set aside, but contains itself.
@@ -70,24 +67,23 @@ def loadable(value: object, *, key: str | None = None, packages: Set[str] = froz
 
 def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> list[str]:
     """Return a note that names the objects that ``loadable`` sets aside."""
-    values = {key: item.value for key, item in target.objects.items()}
     objects = {
-        key: value
-        for key, value in values.items()
-        if not names_importable(value, packages=packages)
+        key: item.value
+        for key, item in target.objects.items()
+        if not names_importable(item.value, packages=packages)
     }
     if not objects:
         return []
     packages_named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
     needed = ", ".join(sorted(packages_named - _IMPORTABLE - packages))
-    return [
-        f"set aside below {ASIDE_KEY!r}, because loading these objects needs {needed}: {_listed(objects)}"
-    ]
+    reason = f"because loading these objects needs {needed}: {_listed(objects)}"
+    return [f"set aside below {ASIDE_KEY!r}, {reason}"]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:
-    """Return whether an inert value names only Python's, torch's and numpy's classes, or those of
-    ``packages``.
+    """Return whether an inert value names only classes that a loader can import.
+
+    These are the classes from Python's standard library, torch, numpy and ``packages``.
     """
     return all(
         name.module.partition(".")[0] in _IMPORTABLE | packages for name in globals_of(value)
@@ -95,10 +91,10 @@ def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool
 
 
 def _listed(objects: Mapping[str, object]) -> str:
-    """Return the names of some objects as text, each with its class."""
+    """Return the names of the objects as text, each with its class, shortened if they are many."""
     names = [f"{name} ({class_of(value)})" for name, value in list(objects.items())[:_MAX_SHOWN]]
-    rest = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
-    return ", ".join(names) + rest
+    ending = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
+    return ", ".join(names) + ending
 
 
 def class_of(value: object) -> str:
@@ -111,6 +107,7 @@ def class_of(value: object) -> str:
         if isinstance(node, Global):
             return str(node)
         if isinstance(node, Inert):
+            # numpy 2 renamed numpy.core to numpy._core.
             return _NUMPY.get(node.class_name.replace("._core.", ".core."), node.class_name)
         if isinstance(node, frozenset):
             return "frozenset"

@@ -1,19 +1,17 @@
-"""Torch zips with the same structure: one is parsed in full, the others are compared with it byte
-by byte.
+"""Torch zips of equal structure: one is parsed, the others are compared with it byte by byte.
 
 The rank files of a pipeline stage describe equal tensors. Their pickles differ by the ranks'
-numbers in the training
-arguments, their directories by CRCs::
+numbers in the training arguments, their directories by CRCs::
 
-    model_optim_rng.pt of rank 0     ... 'rank' BININT1 0 ... │ headers │ directory: sizes, offsets, CRCs
-    of rank 1                        ... 'rank' BININT1 1 ... │ the same │ the same but for CRCs
-                                               └ a hole
+    file of rank 0     … 'rank' BININT1 0 … │ headers │ directory: sizes, offsets, CRCs
+    file of rank 1     … 'rank' BININT1 1 … │ equal   │ equal, except for the CRCs
+                                 └ a hole
 
-So a checkpoint of 1024 files costs a few dozen parses. Nothing is taken on trust: the directory
-(apart from CRCs), each local header and the pickle (apart from holes) of each file are read and
-compared with those of the file that was parsed and checked. A hole is an integer that stands as a
-value in the dict of the training arguments and nowhere else, which parsing the pickle once more
-with a name in its place shows. A file that differs in any other way is parsed.
+So a checkpoint of 1024 files costs a few dozen parses. All files are checked equally: the directory
+(except for the CRCs), each local header and the pickle (except for holes) of each file are read and
+compared with those of the file that was parsed. A hole is an integer that occurs as the value of
+one training argument and nowhere else. To prove that, the pickle is parsed once more with a name in
+place of the integer. A file that differs in any other way is parsed.
 
 Source: the rank files in tests/golden (``mcore_legacy``) differ in ``rank`` and ``local_rank``
     only.
@@ -42,18 +40,23 @@ if TYPE_CHECKING:
 
 _SIGNED = 0x4A
 _WIDTHS = {0x4B: 1, 0x4D: 2, _SIGNED: 4}
-"""BININT1, BININT2 (unsigned) and BININT (signed): bytes of the number behind the opcode."""
+"""BININT1, BININT2 (unsigned) and BININT (signed) → bytes of the number after the opcode."""
 _CRC_AT = 16
+"""Offset of the CRC in an entry of the directory."""
 _MAX_HOLES = 16
 _WINDOW_BYTES = 8192
+"""Bytes of a file that are read at once to compare local headers."""
 _MAX_PATTERNS = 8
-"""Maximum number of patterns of one file size."""
+"""Maximum number of patterns that are kept per file size."""
 
 
 @dataclass(slots=True)
 class _Hole:
-    """An integer that differs from file to file: the position of its opcode, and the argument that
-    it is.
+    """An integer in a pickle that differs from file to file.
+
+    Args:
+        start, stop: its bytes in the pickle, opcode included.
+        name: the training argument whose value it is.
     """
 
     start: int
@@ -63,13 +66,14 @@ class _Hole:
 
 @dataclass(slots=True)
 class FilePattern:
-    """A file that was parsed in full, with which others are compared.
+    """A file that was parsed completely, with which others are compared.
 
     Args:
-        file: the file.
+        file: name of the file.
         tree: its content; keys without prefix, arrays in ``file``.
-        records: the zip's, by name; {} for a stream of before torch 1.6.
-        tail: the directory and what follows, cut into its parts: bytes, CRC, bytes, CRC, …, bytes.
+        records: the zip's records, by name; {} for a stream from before torch 1.6.
+        tail: the directory and the end records, cut at the CRCs: bytes, CRC, bytes, CRC, …, bytes;
+            () if other files cannot be compared with this one.
     """
 
     file: str
@@ -88,12 +92,12 @@ class FilePattern:
 
 @dataclass(frozen=True, slots=True)
 class PatternedFile:
-    """The content of a file: that of its pattern, with other numbers.
+    """The content of a file: that of its pattern, with other CRCs and training arguments.
 
     Args:
         crcs: record name → CRC-32 from the file's directory; {} for the pattern itself, and if the
             directory was not read.
-        arguments: the training arguments that differ from the pattern's.
+        arguments: values of the training arguments that may differ from the pattern's.
     """
 
     pattern: FilePattern
@@ -105,24 +109,24 @@ class PatternedFile:
 class PatternedFiles:
     """Reads torch files of which many have the same structure.
 
-    Args:
-        store: holds the files.
+    Attributes:
+        n_unopened: number of files whose content was assumed.
     """
 
     def __init__(self, store: ReadStore) -> None:
         self._store = store
         self._patterns: dict[int, list[FilePattern]] = {}
+        """File size → patterns, the most recent first."""
         self._of_role: dict[tuple[str, int], FilePattern] = {}
         self.n_unopened = 0
 
-    def assumed(self, file: str, role: tuple[str, int]) -> PatternedFile:
+    def assume(self, file: str, role: tuple[str, int]) -> PatternedFile:
         """Return the content of a file, assumed to equal the first file with its role.
 
-        Only that one is opened.
+        Only the first file of a role is opened.
 
         Args:
-            role: purpose and length in bytes of the file; files of one role are assumed to be
-                equal.
+            role: purpose and length in bytes of the file.
 
         Raises:
             CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``tree.parse``.
@@ -141,25 +145,25 @@ class PatternedFiles:
         """
         patterns = self._patterns.setdefault(self._store.size(file), [])
         for pattern in patterns:
-            match = self._as(pattern, file)
+            match = self._match(pattern, file)
             if match is not None:
                 return match
         with gc_paused():
-            pattern = _pattern(self._store, file)
+            pattern = _parse_pattern(self._store, file)
         if pattern.tail and len(patterns) < _MAX_PATTERNS:
             patterns.insert(0, pattern)
         return PatternedFile(pattern, file, {}, {})
 
-    def _as(self, pattern: FilePattern, file: str) -> PatternedFile | None:
-        """Return the file's content by a pattern, or None if it differs from the pattern."""
+    def _match(self, pattern: FilePattern, file: str) -> PatternedFile | None:
+        """Compare a file with a pattern; return its content, or None if it differs."""
         store = self._store
         assert pattern._cutter is not None
-        # The directory must equal the pattern's, but for CRCs.
+        # The directory must equal the pattern's, except for the CRCs.
         tail = store.read(file, pattern._tail_at, pattern._size - pattern._tail_at)
         parts = pattern._cutter.unpack(tail)
         if parts[::2] != pattern.tail[::2]:
             return None
-        # So must the local headers and the small records.
+        # The local headers and the small records must be equal.
         windows = store.read_spans(
             file, [(start, n_bytes) for start, n_bytes, _ in pattern._windows]
         )
@@ -167,49 +171,72 @@ class PatternedFiles:
             if any(not window.startswith(data, at) for at, data in wanted):
                 return None
         # The pickle may differ in holes only.
-        arguments = _arguments(pattern, store.read(file, pattern._pickle_at, len(pattern._pickle)))
+        pickle = store.read(file, pattern._pickle_at, len(pattern._pickle))
+        arguments = _compare_pickle(pattern, pickle)
         if arguments is None:
             return None
-        return PatternedFile(
-            pattern, file, dict(zip(pattern.records, parts[1::2], strict=True)), arguments
-        )
+        crcs = dict(zip(pattern.records, parts[1::2], strict=True))
+        return PatternedFile(pattern, file, crcs, arguments)
 
 
-def _pattern(store: ReadStore, file: str) -> FilePattern:
-    """Parse a file in full; the pattern has no tail if other files cannot be compared with it."""
+def _parse_pattern(store: ReadStore, file: str) -> FilePattern:
+    """Parse a file completely; the pattern has no tail if other files cannot be compared with it.
+
+    Raises:
+        CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``tree.parse``.
+    """
     tree = parse(store, file)
     pattern = FilePattern(file, tree)
     if stream_kind(store, file, 0, store.size(file)) != "zip":
         return pattern
     archive = read_archive(store, file)
     pattern.records = archive.records
-    # The numbers of deflated or big-endian records do not lie in the file as they are.
-    if any(record.packed_bytes is not None for record in archive.records.values()) or is_big_endian(
-        store, archive
-    ):
+    # Deflated or big-endian records must be decoded, which is not done for files that match.
+    is_deflated = any(record.packed_bytes is not None for record in archive.records.values())
+    if is_deflated or is_big_endian(store, archive):
         return pattern
-    # Keep what is to be compared: pickle, local headers, directory.
+    # Keep the bytes to compare: pickle, local headers, directory.
     pickle = archive.record("data.pkl")
     pattern._size = store.size(file)
     pattern._pickle_at, pattern._pickle = pickle.offset, read_pickle(store, file, pickle)
-    pattern._windows = list(_windows(store, archive))
-    _cut_tail(pattern, store, archive)
+    pattern._windows = list(_read_windows(store, archive))
+    tail = store.read(file, archive.directory, pattern._size - archive.directory)
+    # Find every CRC field of the directory; only these may differ from file to file.
+    names = []
+    struct_format = "<"
+    position = stop = 0
+    for _ in archive.records:
+        n_name, n_extra, n_comment = CENTRAL.unpack_from(tail, position)[10:13]
+        name_at = position + CENTRAL.size
+        names.append(tail[name_at : name_at + n_name].decode().partition("/")[2])
+        struct_format += f"{position + _CRC_AT - stop}sI"
+        stop = position + _CRC_AT + 4
+        position = name_at + n_name + n_extra + n_comment
+    # The directory has other entries if another program added the zip's directories.
+    if names != list(archive.records):
+        return pattern
+    # Cut the tail at the CRCs, by a struct that other files are unpacked with as well.
+    pattern._cutter = struct.Struct(f"{struct_format}{len(tail) - stop}s")
+    pattern._tail_at = archive.directory
+    pattern.tail = pattern._cutter.unpack(tail)
     return pattern
 
 
-def _windows(
+def _read_windows(
     store: ReadStore, archive: Archive
 ) -> Iterator[tuple[int, int, list[tuple[int, bytes]]]]:
-    """Yield the local headers and the small records in windows.
+    """Read the local headers and the small records, in windows of at most 8 KiB.
 
     Yields:
         First byte, length in bytes, and [(byte in the window, expected bytes)].
     """
+    # The small records have no tensors, so their data is compared, too.
     spans = []
     for (name, record), header in zip(archive.records.items(), archive.headers, strict=True):
         is_literal = name in ("byteorder", "version")
         spans.append((header, record.offset + (record.n_bytes if is_literal else 0)))
     spans.sort()
+    # Group the spans by windows; None ends the last group.
     group: list[tuple[int, int]] = []
     for span in [*spans, None]:
         if group and (span is None or span[1] - group[0][0] > _WINDOW_BYTES):
@@ -225,56 +252,26 @@ def _windows(
             group.append(span)
 
 
-def _cut_tail(pattern: FilePattern, store: ReadStore, archive: Archive) -> None:
-    """Cut the zip's directory at its CRCs, the only parts in which files with one pattern may
-    differ.
-    """
-    position = 0
-    cuts = []
-    names = []
-    directory = archive.directory
-    size = pattern._size - directory
-    tail = store.read(archive.file, directory, size)
-    # Find every CRC field of the directory.
-    for _ in archive.records:
-        n_name, n_extra, n_comment = CENTRAL.unpack_from(tail, position)[10:13]
-        names.append(
-            tail[position + CENTRAL.size : position + CENTRAL.size + n_name]
-            .decode()
-            .partition("/")[2]
-        )
-        cuts.append(position + _CRC_AT)
-        position += CENTRAL.size + n_name + n_extra + n_comment
-    if names != list(archive.records):
-        return  # directories as entries, as other zip programs add them
-    # Build a struct that separates the CRCs from the bytes between them.
-    code = []
-    before = 0
-    for cut in cuts:
-        code.append(f"{cut - before}sI")
-        before = cut + 4
-    pattern._cutter = struct.Struct("<" + "".join(code) + f"{size - before}s")
-    pattern._tail_at = directory
-    pattern.tail = pattern._cutter.unpack(tail)
+def _compare_pickle(pattern: FilePattern, pickle: bytes) -> dict[str, int] | None:
+    """Compare a pickle of equal length with the pattern's; add holes to the pattern as needed.
 
-
-def _arguments(pattern: FilePattern, pickle: bytes) -> dict[str, int] | None:
-    """Return the arguments in which a pickle differs from the pattern's.
-
-    None if it differs otherwise.
+    Returns:
+        The training arguments in the holes, with their values in the pickle; None if the pickles
+        differ in anything else.
     """
     # Each round compares everything but the holes; a difference becomes a hole, or ends the
     # comparison.
     while True:
-        before = 0
+        start = 0
         differs_at = None
         for hole in [*pattern._holes, None]:
+            # The opcode of a hole must be equal: it determines the width of the number.
             stop = len(pickle) if hole is None else hole.start + 1
-            if pickle[before:stop] != pattern._pickle[before:stop]:
-                differs_at = _first_difference(pickle, pattern._pickle, before, stop)
+            if pickle[start:stop] != pattern._pickle[start:stop]:
+                differs_at = _find_difference(pickle, pattern._pickle, start, stop)
                 break
             if hole is not None:
-                before = hole.stop
+                start = hole.stop
         if differs_at is None:
             return {
                 hole.name: int.from_bytes(
@@ -288,10 +285,10 @@ def _arguments(pattern: FilePattern, pickle: bytes) -> dict[str, int] | None:
             return None
 
 
-def _first_difference(pickle: bytes, expected: bytes, start: int, stop: int) -> int:
-    """Return the first byte from ``start`` in which two pickles differ.
+def _find_difference(pickle: bytes, expected: bytes, start: int, stop: int) -> int:
+    """Return the first byte in [start, stop) in which two pickles differ, by bisection.
 
-    They differ before ``stop``.
+    They must differ there.
     """
     while stop - start > 1:
         middle = (start + stop) // 2
@@ -303,9 +300,12 @@ def _first_difference(pickle: bytes, expected: bytes, start: int, stop: int) -> 
 
 
 def _add_hole(pattern: FilePattern, position: int) -> bool:
-    """Turn the integer at a byte of the pattern's pickle into a hole, if it is a training
-    argument.
+    """Turn the integer at a byte of the pattern's pickle into a hole, if it is an argument.
+
+    Returns:
+        Whether a hole was added.
     """
+    # Find the integer that contains the byte; only its number may differ, not its opcode.
     if pattern._integers is None:
         pattern._integers = _integers(pattern._pickle)
     number = bisect_right(pattern._integers, (position, 0)) - 1
@@ -314,7 +314,8 @@ def _add_hole(pattern: FilePattern, position: int) -> bool:
     start, stop = pattern._integers[number]
     if not start < position < stop:
         return False
-    name = _argument_at(pattern._pickle, start, stop, file=pattern.file)
+    # It must be the value of a training argument that is not a hole yet.
+    name = _find_argument(pattern._pickle, start, stop, file=pattern.file)
     if name is None or any(hole.name == name for hole in pattern._holes):
         return False
     pattern._holes = sorted(
@@ -324,7 +325,7 @@ def _add_hole(pattern: FilePattern, position: int) -> bool:
 
 
 def _integers(pickle: bytes) -> list[tuple[int, int]]:
-    """Return (opcode, end) of the integers of fixed length in a pickle that was read before."""
+    """Return (start, stop) of the integers of fixed length in a pickle, opcodes included."""
     spans = []
     for opcode, _, start in genops(pickle):
         width = _WIDTHS.get(ord(opcode.code))
@@ -333,22 +334,23 @@ def _integers(pickle: bytes) -> list[tuple[int, int]]:
     return spans
 
 
-def _argument_at(pickle: bytes, start: int, stop: int, *, file: str) -> str | None:
-    """Return the name of the training argument whose value stands at some bytes of a pickle.
+def _find_argument(pickle: bytes, start: int, stop: int, *, file: str) -> str | None:
+    """Return the name of the training argument whose value are bytes [start, stop) of a pickle.
 
-    None if the value is not that of an argument, or stands elsewhere too.
+    None if they are not the value of an argument, or the pickle uses them elsewhere too.
     """
-    # Parse the pickle with an unguessable name in place of the number, and see where it ends up.
-    mark = Global(
-        f"hole_{secrets.token_hex(16)}", "here"
-    )  # nobody can have written that name into the file
+    # Parse the pickle with a name in place of the number, and see where the name ends up. It is
+    # random, so that nobody can have written it into the file.
+    mark = Global(f"hole_{secrets.token_hex(16)}", "here")
     marked = pickle[:start] + f"c{mark.module}\n{mark.name}\n".encode() + pickle[stop:]
     try:
-        with noting_uses(passes_on=False):  # the mark is none of the file's names
+        # The mark is not a name in the file, so its use is not noted.
+        with noting_uses(passes_on=False):
             root = load(marked, label=file, hooks=TensorHooks().hooks)
     except CheckpointingException:
         return None
+    # The mark must be one argument, and occur nowhere else (the pickle may refer to it again).
     fields = attributes((as_mapping(root) or {}).get("args")) or {}
     names = [name for name, value in fields.items() if value == mark]
-    n_marks = sum(1 for node in walk(root) if type(node) is Global and node == mark)
+    n_marks = sum(type(node) is Global and node == mark for node in walk(root))
     return names[0] if len(names) == 1 and n_marks == 1 else None

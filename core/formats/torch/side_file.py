@@ -1,21 +1,21 @@
-"""Non-tensor objects beside formats that hold only tensors: the side file ``ckpt-objects.pt``.
+"""``ckpt-objects.pt``, the file for non-tensor objects next to formats that hold only tensors.
 
 On disk, one ``torch.save`` file that ``torch.load`` opens with its defaults (``weights_only``)::
 
     model.safetensors        tensors, in a format of their own
     ckpt-objects.pt          {"ckpt_objects": 1, "objects": {key: value}, "skeleton": …}
 
-Values hold their tensors in place; what ``weights_only`` refuses is set aside as in any ``.pt``
-file (``core.formats.torch.weights_only``). ``skeleton`` is how tensors and objects were nested,
-spelled by ``core.pickle.plain``, or None for a flat state dict. A tensor in it is ``{"$object":
-"tensor:KEY"}`` (or ``tensor+grad``, ``parameter``, ``parameter+grad``), an object ``{"$object":
-"object:KEY"}``.
+Values contain their tensors; objects that ``weights_only`` refuses are set aside as in any ``.pt``
+file (``core.formats.torch.weights_only``). ``skeleton`` is the nesting of tensors and objects,
+spelled by ``core.pickle.plain``, or None for a flat state dict. In it, a tensor is
+``{"$object": "tensor:KEY"}`` (or ``tensor+grad``, ``parameter``, ``parameter+grad``), an object
+``{"$object": "object:KEY"}``.
 
-Versions: 1 is the only one.
+Versions: only 1.
 
-Source: this project alone writes it.
+Source: only this project writes this file.
 
-Not supported: any other file of that name.
+Not supported: files with this name from other programs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS: dict[str, tuple[str | None, bool]] = {
     "parameter": ("parameter", False),
     "parameter+grad": ("parameter", True),
 }
-"""Prefix of a tensor's mark in the skeleton → wrapper and requires_grad of the leaf."""
+"""Prefix of a tensor's mark in the skeleton → wrapper and ``requires_grad`` of the leaf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,19 @@ class ObjectsBeside:
 
 
 def objects_image(target: TargetCatalog) -> FileImage | None:
-    """Return the image of the file that holds a target catalog's objects, or None if it has none.
+    """Lay out the file for a target catalog's objects; return None if it has no objects.
 
     Args:
         target: its objects have been read; the tensors inside them are hidden tensors of one array
-            each, which the image places.
+            each, which the file contains.
 
     Raises:
-        UnsupportedError: an object has not been read, or holds a bare storage.
+        UnsupportedError: an object has not been read, contains itself or a bare storage, or has
+            the key that ``weights_only`` reserves.
     """
     if not target.objects:
         return None
+    # Objects that cannot be copied are refused by name.
     for item in target.objects.values():
         if item.raw_key is not None:
             raise UnsupportedError("the object has not been read", key=item.key)
@@ -84,14 +86,25 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
             raise UnsupportedError(
                 "the object holds a bare storage, which cannot be copied",
                 key=item.key,
-                hint="leave it out with --exclude",
+                hint="drop it with --exclude",
             )
+    # In the skeleton, a mark replaces every tensor and object; other values stay.
+    kind_of = {facts: kind for kind, facts in _KINDS.items()}
 
+    def mark(entry: LeafEntry) -> object:
+        leaf = entry.leaf
+        if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
+            return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
+        item = target.objects.get(entry.key)
+        is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
+        return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
+
+    # Build the content, and plan a torch file of it.
     with gc_paused():
         root: object = {
             "ckpt_objects": _VERSION,
             "objects": {key: item.value for key, item in target.objects.items()},
-            "skeleton": None if _is_flat(target) else to_plain(_skeleton_with_marks(target)),
+            "skeleton": None if _is_flat(target) else to_plain(map_leaves(target.skeleton, mark)),
         }
         try:
             root = set_aside(root)
@@ -103,50 +116,27 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
 
 
 def _is_flat(target: TargetCatalog) -> bool:
-    """Return whether the skeleton is that of a flat state dict: every tensor and object under its
-    key.
+    """Return whether the skeleton is a flat dict with every tensor and object under its key.
+
+    Such a skeleton contains no information. Tensors in it are neither parameters nor do they
+    require grad.
     """
     if target.skeleton is None:
         return True
-    if not isinstance(target.skeleton, dict):
-        return False
-    for name, item in target.skeleton.items():
-        is_tensor = isinstance(item, TensorLeaf) and item == TensorLeaf(str(name))
-        is_object = item == ObjectLeaf(str(name)) if isinstance(item, ObjectLeaf) else False
-        if not (
-            is_tensor
-            or is_object
-            or (name in target.objects and target.objects[name].value is item)
-        ):
-            return False
-    return True
-
-
-def _skeleton_with_marks(target: TargetCatalog) -> object:
-    """Return the skeleton with a mark in place of every tensor and object; other values stay in
-    it.
-    """
-
-    kind_of = {facts: kind for kind, facts in _KINDS.items()}
-
-    def mark(entry: LeafEntry) -> object:
-        leaf = entry.leaf
-        if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
-            return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
-        item = target.objects.get(entry.key)
-        is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
-        return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
-
-    return map_leaves(target.skeleton, mark)
+    return isinstance(target.skeleton, dict) and all(
+        item in (TensorLeaf(str(name)), ObjectLeaf(str(name)))
+        or (name in target.objects and target.objects[name].value is item)
+        for name, item in target.skeleton.items()
+    )
 
 
 def read_objects(store: ReadStore) -> ObjectsBeside | None:
-    """Read the objects file of a store; return None if there is no such file.
+    """Read the objects file in a store; return None if there is no such file.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image``
-            makes.
-        UnsupportedError: a newer version of it.
+            lays out.
+        UnsupportedError: a newer version of the file.
         UnsafeError: a hostile pickle.
     """
     path = OBJECTS_FILE
@@ -158,7 +148,7 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
         raise CorruptError(
             "not an objects file written by ckpt",
             file=path,
-            hint="move it away if you do not need its contents",
+            hint="remove it if you do not need its contents",
         )
     version = root.get("ckpt_objects")
     if version != _VERSION:
@@ -167,6 +157,7 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
             file=path,
             hint="update ckpt-toolkit",
         )
+    # Keys come from a pickle, so they may be of any type.
     objects: dict[str, StoredObject] = {}
     for key, value in root["objects"].items():
         if not isinstance(key, str):
@@ -174,11 +165,15 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
                 f"an object's key is a {type(key).__name__}, not a string", file=path
             )
         objects[key] = StoredObject(key, value=value)
-    return ObjectsBeside(objects, _skeleton_with_leaves(root.get("skeleton"), file=path), hidden)
+    return ObjectsBeside(objects, _parse_skeleton(root.get("skeleton"), file=path), hidden)
 
 
-def _skeleton_with_leaves(plain_tree: object, *, file: str) -> object:
-    """Return the skeleton of a file, with leaves in place of its marks."""
+def _parse_skeleton(plain_tree: object, *, file: str) -> object:
+    """Return the skeleton in an objects file, with leaves in place of its marks.
+
+    Raises:
+        CorruptError: the skeleton is malformed, or has a mark of an unknown kind.
+    """
     if plain_tree is None:
         return None
     try:
@@ -203,10 +198,10 @@ def _skeleton_with_leaves(plain_tree: object, *, file: str) -> object:
 
 
 def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
-    """Return a catalog of tensors together with the objects beside it.
+    """Return a catalog of tensors, completed by the content of its objects file.
 
-    A skeleton is used only if it places exactly the tensors and objects that exist. If it does not
-    (a file was added or removed), the catalog stays flat and has a note about it.
+    The skeleton is used only if it contains exactly the tensors and objects that exist. If not,
+    because a file was added or removed, the catalog stays flat and gets a note about it.
 
     Raises:
         CorruptError: an object, or a tensor inside one, has the same key as a tensor.
@@ -221,14 +216,16 @@ def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
     )
     if contents.skeleton is None:
         return result
-    misplaced = _first_misplaced_key(contents, catalog.tensors)
-    if misplaced is None:
+    mismatch = _find_mismatch(contents, catalog.tensors)
+    if mismatch is None:
         return replace(result, skeleton=contents.skeleton)
-    note = f"{OBJECTS_FILE} does not match these tensors ({misplaced} differs), so its nesting is ignored"
-    return result.noted([note])
+    difference = f"{mismatch} is in only one of them"
+    return result.noted(
+        [f"{OBJECTS_FILE} does not match the tensors ({difference}), so its nesting is ignored"]
+    )
 
 
-def _first_misplaced_key(contents: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
+def _find_mismatch(contents: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
     """Return the first key that is only in the skeleton or only in the checkpoint, or None."""
     placed: dict[str, None] = {}
     for entry in entries(contents.skeleton):

@@ -1,7 +1,7 @@
-"""Recognising streams by their first bytes: one of torch's formats, a pickle, or neither.
+"""Recognition of streams by their first bytes: one of torch's formats, a pickle, or neither.
 
-A tar file of torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other tar file
-is none of torch's.
+A tar file written by torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other
+tar file is not torch's.
 
 Source: torch 2.13 ``torch/serialization.py`` (``_is_zipfile``, ``legacy_load``); POSIX.1-1988 for
     tar's headers.
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 _TAR_MEMBERS = frozenset((b"storages", b"tensors", b"pickle"))
 _TAR_BLOCK_BYTES = 512
 _MAX_MEMBERS = 8
-"""Maximum number of headers that are read; torch wrote four."""
+"""Maximum number of headers that are read; torch wrote four members."""
 
 
 def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
-    """Return what some bytes look like: ``zip``, ``legacy`` (torch before 1.6), ``tar``,
-    ``pickle``, or None.
+    """Return the kind of a stream: ``zip``, ``legacy`` (torch before 1.6), ``tar``, ``pickle``.
+
+    None if the bytes look like none of these. Pickles are recognised in protocols 2 to 5 only,
+    because those of protocols 0 and 1 have no signature.
+
+    Args:
+        start, n_bytes: the bytes of the file that are the stream.
     """
     head = store.read(file, start, min(n_bytes, _TAR_BLOCK_BYTES))
     if head.startswith(b"PK\x03\x04"):
@@ -41,17 +46,19 @@ def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | 
 def tar_members(
     store: ReadStore, file: str, start: int, n_bytes: int
 ) -> dict[bytes, tuple[int, int]]:
-    """Return the first byte and the length of the first members of a tar file, by name."""
+    """Return name → (address of the first byte, length in bytes) of a tar file's first members."""
     members: dict[bytes, tuple[int, int]] = {}
     at, stop = start, start + n_bytes
     for _ in range(_MAX_MEMBERS):
         if at + _TAR_BLOCK_BYTES > stop:
             break
+        # A header contains the name, and the size in octal digits; anything else ends the list.
         header = store.read(file, at, _TAR_BLOCK_BYTES)
         name, size = header[:100].rstrip(b"\0"), header[124:136].strip(b"\0 ")
         if header[257:262] != b"ustar" or not size.isdigit() or set(size) & set(b"89"):
             break
         at += _TAR_BLOCK_BYTES
         members[name.removeprefix(b"./")] = at, min(int(size, 8), stop - at)
+        # The next header begins at the next block.
         at += -(-int(size, 8) // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
     return members

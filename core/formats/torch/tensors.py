@@ -1,26 +1,27 @@
-"""Tensors as their pickles describe them: ``torch._utils._rebuild_*`` read as an address in a
-record.
+"""Tensor locations, derived from the arguments of the ``torch._utils._rebuild_*`` calls in pickles.
 
 ::
 
-    _rebuild_tensor_v2(('storage', torch.FloatStorage, '3', 'cpu', 24), 4, (2, 3), (3, 1), False,
-    OrderedDict())
-                        │          │                    │           │   │  │       │       └ requires_grad
-                        │          │                    │           │   │  shape   strides, in elements
-                        │          │                    │           │   offset of element 0 in the storage, in elements
-                        persistent id                   record      elements of the storage
-                                   └ dtype              data/3
+    _rebuild_tensor_v2(
+        ('storage', torch.FloatStorage, '3', 'cpu', 24),    persistent id of the storage
+                    │                    │          └ number of elements
+                    └ element type       └ record data/3
+        4,                   offset of element 0 in the storage, in elements
+        (2, 3), (3, 1),      shape and strides, in elements
+        False,               requires_grad
+        OrderedDict())       backward hooks
 
 ``_rebuild_tensor_v3`` ends with the dtype and uses ``UntypedStorage``, whose length is in bytes.
-Parameters and tensors with Python attributes wrap such a call. Several tensors may name one
+Parameters and tensors with Python attributes wrap such a call. Several tensors may refer to one
 storage, with any offsets and strides.
 
-Everything that a file states is checked with Python's integers before anybody uses it (torch leaves
-some of that to C).
+All numbers in a pickle are checked as Python integers before they are used (torch leaves some of
+these checks to C).
 
-Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it):
+Not plain dense tensors, hence not read (the call stays inert; ``unsupported_kind`` names it):
 quantized, sparse, nested, meta tensors, subclasses such as DTensor, lazily conjugated or negated
-views, element types without a row in ``core.arrays.dtypes``, and expanded views of more than 4 GiB.
+views, element types that ``core.arrays.dtypes`` does not list, and expanded views of more than
+4 GiB.
 
 Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serialization.py``.
 """
@@ -31,28 +32,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
+from typing import TypeGuard
 
 from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
+from core.arrays.gather import byte_span
 from core.errors import CorruptError
 from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
 _MAX_ATTRIBUTES = 16
-"""Maximum number of attribute names that are noted for a tensor."""
+"""Maximum number of attribute names that are kept for a tensor."""
 MAX_EXPANDED_BYTES = 1 << 32
+"""Maximum dense size of a view that is larger than its storage."""
 
 Hook = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The position and form of a tensor in a storage.
+    """The position, dtype, shape and strides of a tensor in a storage.
 
     Args:
         record: name of the record, ``data/<key>``.
-        storage_bytes: length of the storage, as the pickle states it.
-        offset: byte of the record at which element 0 lies.
+        storage_bytes: length of the storage according to the pickle.
+        offset: byte offset of element 0 in the record.
         dtype: canonical dtype name.
         shape: in elements.
         strides: in elements; None for C order.
@@ -67,19 +71,19 @@ class Location:
 
     @property
     def n_bytes(self) -> int:
-        """Return the size of the tensor as a dense one, in bytes."""
+        """Size of the dense tensor, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class TensorHooks:
-    """Hooks that turn the tensors of one pickle into leaves, and the tensors met so far.
+    """Hooks that turn the tensors of one pickle into leaves, and the tensors read so far.
 
     A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a
-    tensor that occurs at several places is one leaf.
+    tensor that occurs in several places is one leaf.
 
     Args:
         label: prefix of the keys.
-        hooks: additional hooks, for other names.
+        hooks: additional hooks, by module and name of the callable.
 
     Attributes:
         locations: key → location in a storage.
@@ -126,8 +130,9 @@ class TensorHooks:
         hooks: object,
         metadata: object = None,
     ) -> object:
+        # With the conj or neg bit, the tensor's values are not the stored ones.
         if metadata:
-            return NotImplemented  # conj or neg bit: the stored numbers are not the tensor's
+            return NotImplemented
         return self._build_tensor(storage, offset, size, stride, None, requires_grad)
 
     def _tensor_v3(
@@ -157,17 +162,19 @@ class TensorHooks:
     def _device_tensor(
         self, data: object, dtype: object, device: object, requires_grad: object
     ) -> object:
-        """Build a tensor of a device whose storages torch cannot write (XLA and others), saved via
-        the CPU.
+        """Build a tensor from a device whose storages torch cannot write (XLA and others).
+
+        torch saves a copy on the CPU, and the dtype separately. If the two dtypes differ, loading
+        casts, and the stored numbers are not the tensor's.
         """
-        if not isinstance(data, TensorLeaf) or dtype != Global(
-            "torch", self.locations[data.key].dtype
-        ):
+        if not isinstance(data, TensorLeaf):
+            return NotImplemented
+        if dtype != Global("torch", self.locations[data.key].dtype):
             return NotImplemented
         return self._leaf(self.locations[data.key], requires_grad)
 
     def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
-        """Build a tensor with Python attributes, or leave a subclass inert."""
+        """Build a tensor that has Python attributes; a subclass of Tensor stays inert."""
         rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
         if (
             rebuild is None
@@ -182,6 +189,7 @@ class TensorHooks:
         return leaf
 
     def _note_attributes(self, leaf: TensorLeaf, state: object) -> None:
+        # The state is the ``__dict__``, or (``__dict__``, slots) for classes with slots.
         parts = state if isinstance(state, tuple) else (state,)
         names = [
             name
@@ -202,12 +210,13 @@ class TensorHooks:
         dtype: object,
         requires_grad: object,
     ) -> object:
-        location = located(storage, offset, size, stride, dtype)
+        location = locate(storage, offset, size, stride, dtype)
         return NotImplemented if location is None else self._leaf(location, requires_grad)
 
 
 def _size(*args: object) -> object:
-    """Build a ``torch.Size``, which the pickle reader alone would make a plain tuple."""
+    """Build a ``torch.Size``, which without this hook would become a plain tuple."""
+    # torch.Size(extents), or torch.Size() for the shape of a scalar.
     extents = args[0] if len(args) == 1 else () if not args else None
     if not isinstance(extents, (tuple, list)) or len(extents) > MAX_RANK:
         return NotImplemented
@@ -224,15 +233,14 @@ _PLAIN_CLASSES = (
 )
 
 
-def located(
+def locate(
     storage: object, offset: object, size: object, stride: object, dtype: object = None
 ) -> Location | None:
     """Return the location of a tensor, from the arguments of its rebuild function.
 
     Args:
         storage: the persistent id, as ``Persistent``.
-        dtype: the ``Global`` that names the element type where the storage does not (v3), else
-            None.
+        dtype: the ``Global`` that names the element type if the storage does not (v3), else None.
 
     Returns:
         None if the tensor is well-formed but of a kind that is not supported.
@@ -240,8 +248,57 @@ def located(
     Raises:
         CorruptError: the tensor is malformed, or reaches outside its storage.
     """
-    # Check everything the pickle states before any arithmetic with it.
+    # Check all values from the pickle before any arithmetic with them.
     kind, key, numel = storage_of(storage)
+    first, shape, strides = _check_geometry(offset, size, stride)
+    # The element type comes from the storage's class, or (v3) from an argument of its own.
+    storage_dtype = _STORAGES.get(kind.name)
+    if dtype is None:
+        name = storage_dtype
+    elif isinstance(dtype, Global) and dtype.module == "torch":
+        name = dtype.name
+    else:
+        raise CorruptError(f"a tensor has the dtype {dtype!r:.80}")
+    if storage_dtype is None or name not in DTYPES:
+        return None
+    # The last element must be inside the storage.
+    storage_bytes = numel * DTYPES[storage_dtype].itemsize
+    itemsize = DTYPES[name].itemsize
+    if 0 not in shape:
+        stop = (first + byte_span(shape, 1, strides)) * itemsize
+        if stop > storage_bytes:
+            raise CorruptError(
+                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
+                f"{stop} of a storage of {storage_bytes} bytes",
+                rule="torch.storage",
+            )
+    # torch's own element counts have 63 bits, too.
+    if prod(shape) >= 1 << 63:
+        raise CorruptError(
+            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count",
+            rule="torch.storage",
+        )
+    location = Location(
+        f"data/{key}",
+        storage_bytes,
+        first * itemsize,
+        name,
+        shape,
+        None if is_c_contiguous(shape, strides) else strides,
+    )
+    # An expanded view (stride 0) repeats its elements; a huge one is not worth materializing.
+    if location.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
+        return None
+    return location
+
+
+def _check_geometry(offset: object, size: object, stride: object) -> tuple[int, Shape, Shape]:
+    """Return offset, shape and strides of a tensor, in elements, after checking their types.
+
+    Raises:
+        CorruptError: they are not integers from 0 to 2⁶³ − 1, one per axis, or there are more axes
+            than ``MAX_RANK``.
+    """
     if (
         not isinstance(size, (tuple, list))
         or not isinstance(stride, (tuple, list))
@@ -253,49 +310,8 @@ def located(
             raise CorruptError(f"a tensor has an invalid offset, size or stride: {value!r:.80}")
     assert isinstance(offset, int)
     if len(size) > MAX_RANK:
-        raise CorruptError(f"a tensor has {len(size)} axes")
-    # The element type comes from the storage's class, or (v3) from an argument of its own.
-    storage_dtype = _STORAGES.get(kind.name)
-    if dtype is None:
-        name = storage_dtype
-    elif isinstance(dtype, Global) and dtype.module == "torch":
-        name = dtype.name
-    else:
-        raise CorruptError(f"a tensor has the dtype {dtype!r:.80}")
-    if storage_dtype is None or name not in DTYPES:
-        return None
-    # The last element must lie inside the storage.
-    storage_bytes = numel * DTYPES[storage_dtype].itemsize
-    itemsize = DTYPES[name].itemsize
-    shape, strides = tuple(size), tuple(stride)
-    if 0 not in shape:
-        last = offset + sum(
-            (extent - 1) * step for extent, step in zip(shape, strides, strict=True)
-        )
-        if (last + 1) * itemsize > storage_bytes:
-            raise CorruptError(
-                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
-                f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes",
-                rule="torch.storage",
-            )
-    # Shapes whose sizes overflow 63 bits cannot be counted by torch either.
-    if prod(shape) >= 1 << 63:
-        raise CorruptError(
-            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count",
-            rule="torch.storage",
-        )
-    location = Location(
-        f"data/{key}",
-        storage_bytes,
-        offset * itemsize,
-        name,
-        shape,
-        None if is_c_contiguous(shape, strides) else strides,
-    )
-    # An expanded view repeats its elements; a huge one is not worth materializing.
-    if location.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
-        return None
-    return location
+        raise CorruptError(f"a tensor has {len(size)} axes, more than {MAX_RANK}")
+    return offset, tuple(size), tuple(stride)
 
 
 _STORAGES = {
@@ -303,6 +319,7 @@ _STORAGES = {
     "UntypedStorage": "uint8",
     "_UntypedStorage": "uint8",
 }
+"""Name of a storage class → dtype of its elements; untyped storages count bytes."""
 
 
 _QUANTIZED_STORAGES = {
@@ -312,17 +329,17 @@ _QUANTIZED_STORAGES = {
     "QUInt4x2Storage": 1,
     "QUInt2x4Storage": 1,
 }
-"""Bytes of an element, for storages whose tensors are not read but whose length must be known."""
+"""Bytes per element of storages whose tensors are not read, but whose length must be known."""
 
 
 def storage_itemsize(kind: Global) -> int | None:
-    """Return the bytes of one element of a storage class; None if the class is not known."""
+    """Return the bytes per element of a storage class; None for an unknown class."""
     name = _STORAGES.get(kind.name)
     return DTYPES[name].itemsize if name is not None else _QUANTIZED_STORAGES.get(kind.name)
 
 
 def unknown_storage(node: object) -> Global | None:
-    """Return the class of a bare storage if torch has no such class; None for anything else."""
+    """Return the class of a bare storage if torch has no such class, else None."""
     pid = node.value if isinstance(node, Persistent) else None
     if (
         not isinstance(pid, tuple)
@@ -335,24 +352,29 @@ def unknown_storage(node: object) -> Global | None:
 
 
 def storage_of(storage: object) -> tuple[Global, str, int]:
-    """Return class, key and number of elements from a storage's persistent id.
+    """Return class, key and number of elements of a storage, from its persistent id.
 
     Raises:
         CorruptError: the persistent id is not one that torch writes.
     """
     pid = storage.value if isinstance(storage, Persistent) else None
+    if pid is None:
+        raise CorruptError("a tensor has no storage")
     if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
+        # The fourth part is the device, which does not matter here.
         _, kind, key, _, numel = pid
-        is_class = (
-            isinstance(kind, Global)
-            and kind.module.split(".")[0] == "torch"
-            and kind.name.endswith("Storage")
-        )
-        if is_class and type(key) is str and type(numel) is int and 0 <= numel < 1 << 63:
-            assert isinstance(kind, Global)
-            return kind, key, numel
-    raise CorruptError(
-        f"a tensor's storage is {pid!r:.120}" if pid is not None else "a tensor has no storage"
+        if _is_storage_class(kind) and type(key) is str and type(numel) is int:
+            if 0 <= numel < 1 << 63:
+                return kind, key, numel
+    raise CorruptError(f"a tensor has a malformed storage: {pid!r:.120}")
+
+
+def _is_storage_class(kind: object) -> TypeGuard[Global]:
+    """Return whether a pickled name is that of a storage class of torch."""
+    return (
+        isinstance(kind, Global)
+        and kind.module.split(".")[0] == "torch"
+        and kind.name.endswith("Storage")
     )
 
 
@@ -368,27 +390,27 @@ _KINDS = {
     "_rebuild_device_tensor_from_cpu_tensor": "tensor of another device",
     "_rebuild_xla_tensor": "tensor of another device",
 }
+"""Name of a rebuild function in torch → kind of tensor, for kinds that are not supported."""
 
 
 def unsupported_kind(value: object) -> str | None:
-    """Return what an inert value stands for if it is a tensor that is not supported; else None."""
+    """Return the kind of an inert value that stands for an unsupported tensor; None for others."""
     if isinstance(value, Persistent):
         return "bare storage"
-    if (
-        not isinstance(value, Inert)
-        or not isinstance(value.fn, Global)
-        or value.fn.module.split(".")[0] != "torch"
-    ):
+    if not isinstance(value, Inert) or not isinstance(value.fn, Global):
+        return None
+    if value.fn.module.split(".")[0] != "torch":
         return None
     name, args = value.fn.name, value.args
     if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"):
         return _kind_of_dense(args)
+    # A parameter is unsupported because of the tensor that it wraps.
     if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         return unsupported_kind(args[0]) if args else "malformed parameter"
     if name == "_rebuild_from_type_v2":
         if len(args) < 2:
             return "malformed tensor"
-        # A plain tensor with attributes is unsupported for what it wraps, a subclass for its class.
+        # So is a plain tensor with attributes; a subclass is unsupported because of its class.
         if args[1] in _PLAIN_CLASSES and len(args) > 2 and type(args[2]) is tuple:
             inner = unsupported_kind(Inert("reduce", args[0], args[2]))
             if inner:
@@ -398,7 +420,8 @@ def unsupported_kind(value: object) -> str | None:
 
 
 def _kind_of_dense(args: tuple[object, ...]) -> str:
-    """Return why the arguments of a ``_rebuild_tensor`` were not accepted."""
+    """Return the kind of tensor that a ``_rebuild_tensor`` call builds if ``locate`` refuses it."""
+    # The metadata, {"conj": True} or {"neg": True}, is the last argument if it is present.
     flags = next((part for part in reversed(args) if isinstance(part, dict) and part), None)
     if flags is not None:
         return f"view with the {' and '.join(str(name)[:40] for name in flags)} bit"

@@ -1,9 +1,8 @@
-"""The content of a file of ``torch.save``: an inert tree, and the stored arrays of the tensors in
-it.
+"""The content of a ``torch.save`` file: an inert tree, and the stored arrays of its tensors.
 
-A zip (``torch.zip``) or a stream of before torch 1.6 (``torch.legacy``): both are a pickle and
-named records, and from there on the same. Also where they lie inside other files: Megatron's rank
-files, and the objects of a DCP checkpoint.
+The file is a zip (``torch.zip``) or a stream from before torch 1.6 (``torch.legacy``). Both consist
+of a pickle and named records, so that they are treated alike here. Also for such files inside other
+ones: Megatron's rank files, and the objects of a DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -55,15 +54,16 @@ class TorchTree:
             object whose key is not its path is an ``ObjectLeaf`` in it; so is a root that is
             neither tensor nor container.
         arrays: the tensors reached through mappings and lists, by key, in order.
-        aliases: key → the first key whose bytes are the same.
-        objects: everything else reached in this way, with its value, by key.
+        aliases: key → first key of a tensor that consists of the same bytes of the file.
+        objects: everything else reached through mappings and lists, with its value, by key.
         hidden: the tensors inside those objects, by the keys of their leaves.
         unsupported: key → kind, for objects that stand for tensors of an unsupported kind.
-        notes: what the user should know.
+        notes: notes to the user.
         version: the zip's version record, or ``legacy 1001``.
-        shared: path of a container → earlier path of the same one; they are separate in ``value``.
-        is_set_aside: objects were below the reserved key of ``weights_only``; they are back in
-            place.
+        shared: path of a container → earlier path of the same object. In ``value``, each path has
+            its own copy.
+        is_set_aside: whether objects were stored below the reserved key of ``weights_only``; in
+            ``value``, they are in their own places again.
     """
 
     value: object
@@ -90,23 +90,23 @@ def parse(
     """Read a file of ``torch.save``; metadata only.
 
     Args:
-        start, n_bytes: the bytes of the file to read; None for the rest.
+        start, n_bytes: the bytes of the file to read; ``n_bytes`` None: up to its end.
         prefix: prefix of every key.
         coords: rank coordinates of the arrays and objects.
 
     Raises:
-        CorruptError, TruncatedError: the file is damaged, or a tensor lies outside its storage.
+        CorruptError, TruncatedError: the file is damaged, or a tensor is outside its storage.
         UnsupportedError: neither a zip nor a stream that ``torch.save`` writes.
         UnsafeError: a hostile pickle.
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
-    # Refuse what is not a torch file, and files that stand for another one (a Git LFS pointer).
+    # Refuse other pickles, and files that stand for another one (a Git LFS pointer).
     kind = refuse_other_streams(store, file, start, n_bytes)
     substitute = substitute_in(store, file) if kind is None and start == 0 else None
     if substitute is not None:
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
     reader = TensorHooks(f"{prefix}#")
-    with _file_in_errors(file), gc_paused():
+    with _placing_errors(file=file), gc_paused():
         read_content = _read_legacy_stream if kind == "legacy" else _read_zip
         content = read_content(store, file, start, n_bytes, reader)
         return _TreeBuilder(content, reader, prefix, coords).tree(put_back(content.value))
@@ -114,13 +114,13 @@ def parse(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A pickle and the records beside it.
+    """The unpickled object of a torch file, and the positions of the storages.
 
     Args:
         file: the file with the records.
-        value: the inert object, with a leaf of the hooks for each tensor.
-        records: by name; ``data/<key>`` are those of storages.
-        is_big: whether the numbers in them are big-endian.
+        value: the inert object, with a leaf of ``TensorHooks`` for each tensor.
+        records: record name → position; storages are called ``data/<key>``.
+        is_big: whether the numbers in the storages are big-endian.
         version: as in ``TorchTree``.
     """
 
@@ -134,16 +134,17 @@ class _Content:
 def _read_zip(
     store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
 ) -> _Content:
-    """Read the pickle of a torch zip; none of its tensors' data."""
+    """Read the pickle of a torch zip, but not the data of its tensors."""
     archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     check_kind(archive)
     pickle = archive.record("data.pkl")
     data = read_pickle(store, file, pickle)
     value = load(data, label=file, hooks=reader.hooks, limits=pickle_limits(pickle))
-    stated = archive.records.get("version")
-    version = (
-        read_record(store, file, stated) if stated is not None and stated.n_bytes <= 16 else b""
-    )
+    # The version is informative only, so a record of an unlikely size is ignored.
+    record = archive.records.get("version")
+    version = b""
+    if record is not None and record.n_bytes <= 16:
+        version = read_record(store, file, record)
     text = version.decode("ascii", "replace").strip()
     return _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
 
@@ -151,7 +152,7 @@ def _read_zip(
 def _read_legacy_stream(
     store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorHooks
 ) -> _Content:
-    """Read the object of a stream of before torch 1.6; none of its tensors' data."""
+    """Read the object of a stream from before torch 1.6, but not the data of its tensors."""
     stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
     return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
 
@@ -166,21 +167,29 @@ def load_object(
         key: the object's key; the keys of the tensors inside begin with it.
 
     Returns:
-        The inert value, and the arrays of the tensors in it by the keys of their leaves.
+        The inert value, and the arrays of its tensors by the keys of their leaves.
 
     Raises:
-        CorruptError, UnsupportedError, UnsafeError: as ``parse``; they name the object.
+        CorruptError, UnsupportedError, UnsafeError: as ``parse``, or a container in the object
+            contains itself; the error names the object.
     """
     extent = array.extent
     assert extent.encoding is None and len(array.shape) == 1
-    start, n_bytes = extent.offset, array.shape[0]
-    try:
-        if stream_kind(store, extent.file, start, n_bytes) == "pickle":
-            return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
-        tree = parse(
-            store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords
-        )
-        _refuse_endless(tree, prefix=f"{key}:")
+    file, start, n_bytes = extent.file, extent.offset, array.shape[0]
+    prefix = f"{key}:"
+    with _placing_errors(key=key, span=(start, start + n_bytes)):
+        # A bare pickle has no tensors.
+        if stream_kind(store, file, start, n_bytes) == "pickle":
+            return load(store.read(file, start, n_bytes), label=file), {}
+        tree = parse(store, file, start=start, n_bytes=n_bytes, prefix=prefix, coords=array.coords)
+        # The parser cuts containers that contain themselves; here nothing could put them together.
+        endless = [name for name, kind in tree.unsupported.items() if kind == ENDLESS]
+        if endless:
+            paths = listed_keys([name.removeprefix(prefix) for name in endless])
+            raise UnsupportedError(
+                f"a container in the object contains itself, at {paths}",
+                hint="save the object again without these entries",
+            )
         value = map_leaves(
             tree.value,
             lambda entry: (
@@ -189,28 +198,23 @@ def load_object(
                 else entry.leaf
             ),
         )
-    except CheckpointingException as err:
-        err.key = err.key or key
-        err.span = err.span or (start, start + n_bytes)
-        raise
     return value, {**tree.arrays, **tree.hidden}
 
 
 def load_shared(
     store: ReadStore, array: StoredArray, *, key: str, hooks: Mapping[Name, Hook] | None = None
 ) -> tuple[object, dict[str, StoredArray]]:
-    """Read an object that is stored as a stream of its own, with its shared and cyclic parts as
-    they are.
+    """Read an object that is stored as a stream of its own; shared and cyclic parts are kept.
 
-    ``load_object`` copies a container for each of its places, and gives each place of a tensor a
-    key of its own. Here one leaf object with one key stands for each tensor.
+    ``load_object`` copies a container for each path that leads to it, and gives a tensor a key for
+    each path. Here each tensor has one leaf with one key.
 
     Args:
         array, key: as for ``load_object``.
         hooks: additional hooks, see ``core.pickle.reader.load``.
 
     Returns:
-        The inert value, and the arrays of the tensors in it by the keys of their leaves.
+        The inert value, and the arrays of its tensors by the keys of their leaves.
 
     Raises:
         CorruptError, UnsupportedError, UnsafeError: as ``load_object``.
@@ -219,45 +223,26 @@ def load_shared(
     assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
     reader = TensorHooks(f"{key}:#", hooks)
-    try:
+    with _placing_errors(key=key, span=(start, start + n_bytes)):
         # A bare pickle has no tensors.
         kind = stream_kind(store, file, start, n_bytes)
         if kind == "pickle":
             return load(store.read(file, start, n_bytes), label=file, hooks=hooks), {}
-        # A torch file: every location of the hooks becomes an array.
+        # A torch file: every tensor that the hooks located becomes an array.
         refuse_other_streams(store, file, start, n_bytes)
-        with _file_in_errors(file), gc_paused():
-            content = (_read_legacy_stream if kind == "legacy" else _read_zip)(
-                store, file, start, n_bytes, reader
-            )
-            reading = _TreeBuilder(content, reader, "", array.coords)
+        with _placing_errors(file=file), gc_paused():
+            read_content = _read_legacy_stream if kind == "legacy" else _read_zip
+            content = read_content(store, file, start, n_bytes, reader)
+            builder = _TreeBuilder(content, reader, "", array.coords)
             value = put_back(content.value)
             arrays = {
-                name: reading.array(name, location) for name, location in reader.locations.items()
+                name: builder.array(name, location) for name, location in reader.locations.items()
             }
-    except CheckpointingException as err:
-        err.key = err.key or key
-        err.span = err.span or (start, start + n_bytes)
-        raise
     return value, arrays
 
 
-def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
-    """Raise if a container in a tree contains itself.
-
-    Raises:
-        UnsupportedError: a container contains itself; names the entries.
-    """
-    keys = [key.removeprefix(prefix) for key, kind in tree.unsupported.items() if kind == ENDLESS]
-    if keys:
-        raise UnsupportedError(
-            f"a container in the object contains itself, at {listed_keys(keys)}",
-            hint="save it again without these",
-        )
-
-
 def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
-    """Return ``legacy`` for a stream of before torch 1.6, None for what may be a zip.
+    """Return ``legacy`` for a stream from before torch 1.6, None for anything that may be a zip.
 
     Raises:
         UnsupportedError: a tar file of torch 0.1, or a bare pickle.
@@ -268,6 +253,7 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
         return kind
     if kind not in ("tar", "pickle"):
         return None
+    # Warn of a dangerous file first, before a hint suggests to load it.
     dangerous = sorted(
         str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes))
     )
@@ -275,33 +261,46 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
         raise UnsafeError(
             f"the pickle names {dangerous[0]}, which would run code when it is loaded",
             file=file,
-            hint="do not load it with anything else, and find out who wrote it",
+            hint="do not load it with any other program, and find out who wrote it",
         )
     if kind == "tar":
         raise UnsupportedError(
-            "written in the tar format of torch 0.1, which no version of torch loads without running its pickles",
+            "written in the tar format of torch 0.1, which torch can only load by running its "
+            "pickles",
             file=file,
-            hint="if you trust who wrote it, save its state dict anew with torch 1, where nothing else can be harmed",
+            hint="if you trust its author, load it with torch 1 in a sandbox and save its state "
+            "dict again",
         )
     raise UnsupportedError(
         "a bare pickle, not a file of torch.save",
         file=file,
-        hint="save it with torch.save where it came from",
+        hint="load it with the program that wrote it, and save it with torch.save",
     )
 
 
 @contextmanager
-def _file_in_errors(file: str) -> Iterator[None]:
-    """Add the name of the file to errors that lack it."""
+def _placing_errors(
+    *, file: str | None = None, key: str | None = None, span: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Add file, key and bytes to errors that lack them."""
     try:
         yield
     except CheckpointingException as err:
         err.file = err.file or file
+        err.key = err.key or key
+        err.span = err.span or span
         raise
 
 
 class _TreeBuilder:
-    """Builds one tree, in which keys take the place of placeholders."""
+    """Builds the ``TorchTree`` of one file, in which tensors have their final keys.
+
+    Args:
+        content: the pickle and the records.
+        reader: the hooks with which the pickle was read; they know the tensors' locations.
+        prefix: prefix of every key.
+        coords: rank coordinates of the arrays and objects.
+    """
 
     def __init__(self, content: _Content, reader: TensorHooks, prefix: str, coords: Coords) -> None:
         self._content = content
@@ -310,17 +309,21 @@ class _TreeBuilder:
         self._coords = coords
 
     def tree(self, root: object) -> TorchTree:
-        """Build the content of the file.
+        """Build the tree of the file.
 
         Args:
-            root: the pickle's value, with everything that was set aside back in its place.
+            root: the pickle's value, with all objects that were set aside back in their places.
+
+        Raises:
+            CorruptError: a tensor's record is missing or too short, or the nesting is too deep.
+            UnsafeError: containers are shared so often that there are too many paths.
         """
         is_set_aside = root is not self._content.value
-        # Containers that contain themselves are cut, so that every path ends.
+        # Cut containers that contain themselves, so that every path ends.
         if _check_unfolded_size(root):
             root = cut_cycles(root)
             _check_unfolded_size(root)
-        # Give every tensor and object its key, and rebuild the tree with them.
+        # Compute the key of every tensor and object, and rebuild the tree with them.
         tree_entries = list(entries(root))
         keys = iter(keys_of(tree_entries, reserved=self._reader.locations))
         arrays: dict[str, StoredArray] = {}
@@ -337,6 +340,7 @@ class _TreeBuilder:
                 if leaf.key in self._reader.attributes:
                     attributes[key] = self._reader.attributes[leaf.key]
                 return TensorLeaf(key, leaf.wrapper, leaf.requires_grad)
+            # The only object leaves at this point are those of cut containers.
             if isinstance(leaf, ObjectLeaf):
                 objects[key] = StoredObject(key, coords=self._coords)
                 unsupported[key] = ENDLESS
@@ -345,10 +349,11 @@ class _TreeBuilder:
             kind = unsupported_kind(leaf)
             if kind is not None:
                 unsupported[key] = kind
+            # An object stays in the tree if its path leads to its key.
             return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
         value = map_leaves(root, leaf_with_key)
-        # Tensors inside objects keep the keys of the hooks.
+        # Tensors inside objects keep the keys that the hooks gave them.
         hidden = {
             node.key: self.array(node.key, self._reader.locations[node.key])
             for node in walk([value, [item.value for item in objects.values()]])
@@ -357,34 +362,35 @@ class _TreeBuilder:
         return TorchTree(
             value=value,
             arrays=arrays,
-            aliases=_same_bytes(arrays),
+            aliases=_find_aliases(arrays),
             objects=objects,
             hidden=hidden,
             unsupported=unsupported,
             notes=_attribute_notes(attributes),
             version=self._content.version,
-            shared=_shared_containers(root),
+            shared=_find_shared_containers(root),
             is_set_aside=is_set_aside,
         )
 
     def array(self, key: str, location: Location) -> StoredArray:
-        """Return the stored array of a tensor, after checking that its record holds it.
+        """Return the stored array of a tensor, after checking that its record contains it.
 
         Raises:
             CorruptError: the record is missing or too short.
         """
+        # The pickle records the length of the storage, the zip that of the record.
         content = self._content
         record = content.records.get(location.record)
         if record is None:
             raise CorruptError(
-                f"the record {location.record!r} of the tensor is missing",
+                f"the tensor's record {location.record!r} is missing",
                 key=key,
                 rule="torch.storage",
             )
         if location.storage_bytes > record.n_bytes:
             raise CorruptError(
-                f"the tensor's storage has {location.storage_bytes} bytes, but its record {location.record!r} has only "
-                f"{record.n_bytes}",
+                f"the tensor's storage has {location.storage_bytes} bytes, but its record "
+                f"{location.record!r} has only {record.n_bytes}",
                 key=key,
                 span=record.span,
                 rule="torch.storage",
@@ -398,13 +404,14 @@ class _TreeBuilder:
             strides=location.strides,
             is_big=content.is_big,
         )
+        # The record's CRC is that of the tensor if the record contains nothing else.
         if extent is None:
-            is_whole = (
+            is_entire = (
                 location.offset == 0
                 and location.strides is None
                 and location.n_bytes == record.n_bytes
             )
-            crc = record.crc if is_whole and record.crc else None
+            crc = record.crc if is_entire and record.crc else None
             extent = Extent(
                 content.file, record.offset + location.offset, location.strides, crc=crc
             )
@@ -416,8 +423,8 @@ def keys_of(
 ) -> list[tuple[str, str]]:
     """Return a unique key and the plain key of every entry.
 
-    The plain key is the path, dot-joined. Where several entries have the same, those with dots in
-    names get them escaped (``a\\.b``); what is still the same is numbered.
+    The plain key is the path, dot-joined. Where several entries have the same plain key, dots
+    inside names are escaped (``a\\.b``); keys that are still equal are numbered (``a~2``).
 
     Args:
         tree_entries: entries of one tree.
@@ -430,11 +437,11 @@ def keys_of(
     for entry, key in zip(tree_entries, plain, strict=True):
         # Escape dots in names where two paths join to the same key.
         chosen = key
-        if count[key] > 1 and any("." in text_of(part) for part in entry.path):
+        if count[key] > 1 and "." in "".join(map(text_of, entry.path)):
             chosen = ".".join(
                 text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path
             )
-        # Number what is still the same.
+        # Number the keys that are still taken; an altered key must not be another's plain key.
         base, number = chosen, 2
         while chosen in used or chosen in reserved or (chosen != key and chosen in count):
             chosen = f"{base}~{number}"
@@ -449,10 +456,10 @@ def _dotted(path: Path) -> str:
     return join_path(path) if path else "value"
 
 
-def _same_bytes(arrays: dict[str, StoredArray]) -> dict[str, str]:
+def _find_aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
     """Return key → first key with the same address, strides, shape and dtype.
 
-    Empty tensors share no bytes.
+    Empty tensors have no bytes, so they are nobody's alias.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
@@ -466,25 +473,24 @@ def _same_bytes(arrays: dict[str, StoredArray]) -> dict[str, str]:
     return aliases
 
 
-def _shared_containers(root: object) -> dict[str, str]:
-    """Return path of a container of entries → path of the same object before it.
+def _find_shared_containers(root: object) -> dict[str, str]:
+    """Return path of a repeated container → path of its first occurrence.
 
-    Those below it are not listed.
-
-    The path of an object that holds such a container is listed as well.
-
-    Of an object that holds a container of entries, its own path.
+    Containers inside a repeated one are not listed. For an object that holds a repeated container,
+    the path is that of the object.
     """
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
-    # Containers of entries are listed by their own path.
+    # Mappings and lists with entries of the checkpoint are listed by their own paths. Tuples are
+    # immutable, so that sharing them makes no difference.
     for path, node in containers(root, once=True):
         name = _dotted(path)
         earlier = first.setdefault(id(node), name)
         if earlier != name and not isinstance(node, tuple):
             shared[name] = earlier
-    # Objects are listed if they hold such a container.
-    visited: set[int] = set()  # a container in several objects is reported for the first of them
+    # Objects are listed if they hold one of these; the set is shared, so that a container in
+    # several objects is reported for the first of them.
+    visited: set[int] = set()
     for entry in entries(root):
         if isinstance(entry.leaf, TensorLeaf):
             continue
@@ -499,7 +505,7 @@ def _shared_containers(root: object) -> dict[str, str]:
 
 
 def _attribute_notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return a note on the Python attributes of tensors, which are not kept."""
+    """Return a note that the Python attributes of tensors are lost, if there are any."""
     if not attributes:
         return ()
     names = sorted({name for tensor_names in attributes.values() for name in tensor_names})
@@ -510,21 +516,20 @@ def _attribute_notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _check_unfolded_size(root: object) -> bool:
-    """Return whether containers contain themselves.
+    """Return whether containers contain themselves; if not, check that they have few paths.
 
-    If not, walking every path through them ends soon.
-
-    A few shared lists or dicts make 2⁶⁰ paths; a checkpoint has not many more than it has
-    containers.
+    A few shared lists or dicts can form 2⁶⁰ paths, and walking them all would not end. A real
+    checkpoint has hardly more paths than entries.
 
     Raises:
         UnsafeError: there are too many paths.
         CorruptError: the containers are nested too deeply.
     """
+    # id of a container → number of paths from it; _OPEN until its children have been counted.
     sizes: dict[int, int] = {}
     is_endless = False
 
-    def size(node: object, depth: int) -> int:
+    def count_paths(node: object, depth: int) -> int:
         nonlocal is_endless
         children: list[object] | tuple[object, ...]
         if type(node) in PLAIN or type(node) is TensorLeaf or not node:
@@ -536,6 +541,7 @@ def _check_unfolded_size(root: object) -> bool:
             if not mapping:
                 return 1
             children = list(mapping.values())
+        # Count each container once, and mark it as open meanwhile to detect cycles.
         n_paths_below = sizes.get(id(node))
         if n_paths_below is None:
             if depth > MAX_DEPTH:
@@ -544,29 +550,27 @@ def _check_unfolded_size(root: object) -> bool:
             n_paths_below = 1 + (
                 len(children)
                 if is_flat(children)
-                else sum(size(child, depth + 1) for child in children)
+                else sum(count_paths(child, depth + 1) for child in children)
             )
             sizes[id(node)] = n_paths_below
         is_endless |= n_paths_below == _OPEN
         return n_paths_below
 
-    n_paths = size(root, 0)
+    n_paths = count_paths(root, 0)
     if is_endless:
         return True
-    if n_paths > 1_000_000 and n_paths > 16 * sum(_container_lengths(root)):
-        raise UnsafeError(f"containers are shared so often that they unfold to {n_paths:,} entries")
+    # Compare with the number of entries only if there are many paths, as counting them takes long.
+    if n_paths > 1_000_000:
+        n_entries = sum(
+            len(node) if isinstance(node, (list, tuple)) else len(as_mapping(node) or ())
+            for node in walk(root)
+        )
+        if n_paths > 16 * n_entries:
+            raise UnsafeError(
+                f"containers are shared so often that they unfold to {n_paths:,} entries"
+            )
     return False
 
 
 _OPEN = 0
-"""The size of a container whose children are being counted; that of any other is more."""
-
-
-def _container_lengths(root: object) -> Iterator[int]:
-    """Yield the number of elements of every container below ``root``, each container once."""
-    for node in walk(root):
-        mapping = as_mapping(node)
-        if mapping is not None:
-            yield len(mapping)
-        elif isinstance(node, (list, tuple)):
-            yield len(node)
+"""Number of paths of a container whose children are being counted; any other has at least one."""

@@ -1,29 +1,29 @@
 """Setting aside what ``torch.load(weights_only=True)`` refuses, and putting it back on reading.
 
-The default of ``torch.load`` is to build nothing but tensors, plain containers and a few others. A
-``.pt`` file that holds an ``argparse.Namespace`` or a numpy array cannot be loaded at all, tensors
-included. So such objects leave their
-places::
+By default, ``torch.load`` builds nothing but tensors, plain containers and a few other objects. A
+``.pt`` file that contains an ``argparse.Namespace`` or a numpy array cannot be loaded at all, not
+even its tensors. So such objects are moved to a reserved entry::
 
     {"model": {…}, "args": Namespace(lr=0.1)}
     {"model": {…}, "__ckpt_inert__": {"version": 1, "entries": [
         {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse",
          "Namespace"]}, …}}]}}
 
-``value`` is spelled by ``core.pickle.plain``. ``position`` is the entry's place in its mapping. In
-a list or tuple that also holds tensors or mappings, None holds the place; others are set aside
-whole. A dict subclass that is refused (``defaultdict``) leaves its entries in a plain dict, and an
-entry with ``keeps_entries`` says what it was. A root that is no mapping stands below
-``__ckpt_root__``.
+``value`` is spelled by ``core.pickle.plain``. ``position`` is the index of the entry in its
+mapping. In a list or tuple that also contains tensors or mappings, None replaces the object; any
+other list or tuple is set aside as one object. A dict subclass that is refused (``defaultdict``)
+leaves its entries in a plain dict, and the value of a record with ``keeps_entries`` describes the
+subclass. A root that is not a mapping is stored below ``__ckpt_root__``.
 
-``put_back(set_aside(tree))`` equals ``tree``, save that what was shared between places is then
-separate.
+``put_back(set_aside(tree))`` equals ``tree``, except that an object which the tree contains several
+times is a separate one each time.
 
 Source: torch 2.13 ``torch/_weights_only_unpickler.py`` (``_get_allowed_globals``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,16 +38,20 @@ ASIDE_KEY = "__ckpt_inert__"
 ROOT_KEY = "__ckpt_root__"
 _VERSION = 1
 
-_SCALARS = frozenset({type(None), bool, float, str, bytes, bytearray, complex, TensorLeaf})
-_MAX_INT_BITS = 2039  # LONG1
+_SCALARS = frozenset({type(None), bool, float, str, bytes, bytearray, complex, TensorLeaf, Size})
+_MAX_INT_BITS = 2039
+"""Bits of the largest integer that fits LONG1, the only opcode for long ones that torch reads."""
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _DEVICE = Global("torch", "device")
 _ALLOWED_CALLS = (_DEVICE, Global("collections", "Counter"))
-"""Classes that weights_only builds, besides tensors, containers and ordered dicts."""
+"""Classes that weights_only builds in addition to tensors, containers and ordered dicts."""
 
 
 def set_aside(root: object) -> object:
-    """Return the tree without what weights_only refuses; ``root`` itself if nothing is refused.
+    """Move the objects that weights_only refuses to the reserved entry.
+
+    Returns:
+        The tree with the reserved entry; ``root`` itself if nothing is refused.
 
     Raises:
         UnsupportedError: the root has the reserved key already, or an object contains itself.
@@ -56,6 +60,7 @@ def set_aside(root: object) -> object:
     kept = visitor.visit(root, ())
     if not visitor.records:
         return root
+    # Spell the objects as plain data; an error names the first one that contains itself.
     try:
         note = {"version": _VERSION, "entries": to_plain(visitor.records)}
     except UnsupportedError as err:
@@ -64,7 +69,7 @@ def set_aside(root: object) -> object:
             None,
         )
         raise
-    # Add the note below the reserved key, whatever the root is.
+    # Add them below the reserved key: to the root if it is a mapping, else to a new dict.
     if kept is _REFUSED:
         return {ASIDE_KEY: note}
     mapping = as_mapping(kept)
@@ -85,6 +90,7 @@ def _record_path(record: dict[str, object]) -> tuple[object, ...]:
 
 
 def _is_endless(record: dict[str, object]) -> bool:
+    """Return whether the object of a record contains itself, so that it cannot be spelled."""
     try:
         to_plain(record)
     except UnsupportedError:
@@ -93,9 +99,9 @@ def _is_endless(record: dict[str, object]) -> bool:
 
 
 def refused(root: object) -> list[tuple[tuple[object, ...], object]]:
-    """Return path and value of every object of a tree that ``set_aside`` would put aside.
+    """Return path and value of every object of a tree that ``set_aside`` would move.
 
-    What is put aside for its key only has the value ``RefusedKey``.
+    An entry that is refused because of its key has the value ``RefusedKey``.
     """
     visitor = _AsideVisitor()
     visitor.visit(root, ())
@@ -122,13 +128,13 @@ _REFUSED = _Refused()
 
 
 class _AsideVisitor:
-    """Walks a tree once for ``set_aside``.
+    """A walk over a tree that separates what weights_only refuses from what it builds.
 
     Args:
-        is_trial: only answer whether something would be set aside.
+        is_trial: only find out whether something is refused; the records are not needed.
 
     Attributes:
-        records: entries as in the module's docstring, but before ``to_plain``.
+        records: records as in the module's docstring, but before ``to_plain``.
     """
 
     def __init__(self, *, is_trial: bool = False) -> None:
@@ -139,30 +145,27 @@ class _AsideVisitor:
         self._trial: _AsideVisitor | None = None
 
     def visit(self, node: Any, path: tuple[object, ...]) -> object:
-        """Return what stays of ``node``.
+        """Return the part of ``node`` that stays in the tree, or ``_REFUSED``.
 
         Every container is visited once, so that shared ones cost nothing.
         """
-        kind = type(node)
-        if kind in _SCALARS or id(node) in self._clean:
+        if id(node) in self._clean or _is_allowed_leaf(node):
             return node
-        if kind is int and node.bit_length() <= _MAX_INT_BITS:
-            return node
-        if kind is Size or (kind is Global and node.module == "torch" and node.name in DTYPES):
-            return node
-        # A container that was changed at another place is set aside at this one: its entries are recorded there.
+        # A container that also occurs elsewhere, and was changed there, is refused here: the
+        # records of its entries have the other path.
         is_new = id(node) not in self._changed and len(path) < MAX_DEPTH
         kept = self._visit_container(node, path) if is_new else _REFUSED
         if kept is node:
             self._clean.add(id(node))
         else:
             self._changed.add(id(node))
+        # Refused entries are recorded by their container; the root has none.
         if kept is _REFUSED and not path:
             self._record(path, 0, node)
         return kept
 
     def _visit_container(self, node: Any, path: tuple[object, ...]) -> object:
-        """Return what stays of a container that was not visited before."""
+        """Return the part that stays of a container that was not visited before."""
         kind = type(node)
         if kind is dict:
             return self._visit_mapping(node, list(node.items()), path)
@@ -175,19 +178,16 @@ class _AsideVisitor:
     def _visit_mapping(
         self, node: object, entries: list[tuple[object, object]], path: tuple[object, ...]
     ) -> object:
-        """Return a mapping without the entries that are refused.
-
-        ``node`` itself if it stays as it is.
-        """
+        """Return a mapping without the entries that are refused; ``node`` itself if none is."""
         kept = []
         is_same = True
         for position, (key, item) in enumerate(entries):
-            stays = self.visit(item, (*path, key)) if self.allows_key(key) else _REFUSED
-            is_same &= stays is item
-            if stays is _REFUSED:
+            kept_item = self.visit(item, (*path, key)) if self.allows_key(key) else _REFUSED
+            is_same &= kept_item is item
+            if kept_item is _REFUSED:
                 self._record((*path, key), position, item)
             else:
-                kept.append((key, stays))
+                kept.append((key, kept_item))
         if is_same:
             return node
         return _with_entries(node, kept) if isinstance(node, Inert) else dict(kept)
@@ -195,46 +195,53 @@ class _AsideVisitor:
     def _visit_sequence(
         self, node: list[object] | tuple[object, ...], path: tuple[object, ...]
     ) -> object:
-        """Return a list or tuple with None in place of refused elements.
-
-        ``node`` itself if it stays as it is.
-        """
+        """Return a list or tuple with None in place of refused elements; ``node`` if none is."""
+        # A sequence without tensors and mappings stays or goes as one object.
         if not self._is_trial and not _holds_entries(node):
             return node if self._is_clean(node, path) else _REFUSED
         kept: list[object] = []
         is_same = True
         for index, item in enumerate(node):
-            stays = self.visit(item, (*path, index))
-            is_same &= stays is item
-            if stays is _REFUSED:
+            kept_item = self.visit(item, (*path, index))
+            is_same &= kept_item is item
+            if kept_item is _REFUSED:
                 self._record((*path, index), index, item)
-            kept.append(None if stays is _REFUSED else stays)
+            kept.append(None if kept_item is _REFUSED else kept_item)
         if is_same:
             return node
         return tuple(kept) if isinstance(node, tuple) else kept
 
     def _visit_inert(self, node: Inert, path: tuple[object, ...]) -> object:
-        """Return what stays of an inert object: all of it, a plain dict of its entries, or
-        nothing.
-        """
+        """Return the part that stays of an inert object: all, a dict of its entries, or nothing."""
         if node.how == "reduce" and not node.items and node.kwargs is None:
-            if node.fn == _ORDERED_DICT and node.args == () and self._has_clean_state(node, path):
+            if self._allows_ordered_dict(node, path):
                 return self._visit_mapping(node, node.entries, path)
-            if node.fn in _ALLOWED_CALLS and node.state is NO_STATE and not node.entries:
-                return node if self._allows_arguments(node, path) else _REFUSED
-
-        # The entries of other mappings stay in a plain dict; the record says what the dict was.
+            if self._allows_call(node, path):
+                return node
+        # The entries of other mappings stay, in a plain dict; the record describes the mapping.
         if as_mapping(node) is None or not node.entries or node.items:
             return _REFUSED
         shell = _with_entries(node, [])
         self.records.append({"path": list(path), "value": shell, "keeps_entries": True})
+        # Of entries with one key, the last counts.
         kept = self._visit_mapping(node, list(dict(node.entries).items()), path)
         return dict(kept.entries) if isinstance(kept, Inert) else kept
 
-    def _allows_arguments(self, node: Inert, path: tuple[object, ...]) -> bool:
-        """Return whether weights_only builds a ``torch.device`` or a ``Counter`` with these
-        arguments.
+    def _allows_ordered_dict(self, node: Inert, path: tuple[object, ...]) -> bool:
+        """Return whether an object is an ``OrderedDict`` that weights_only builds.
+
+        Its entries are not considered. Its state, if it has one, is the dict of its attributes.
         """
+        if node.fn != _ORDERED_DICT or node.args != ():
+            return False
+        return node.state is NO_STATE or (
+            type(node.state) is dict and self._is_clean(node.state, path)
+        )
+
+    def _allows_call(self, node: Inert, path: tuple[object, ...]) -> bool:
+        """Return whether an object is an allowed ``torch.device`` or ``Counter``."""
+        if node.fn not in _ALLOWED_CALLS or node.state is not NO_STATE or node.entries:
+            return False
         if node.fn == _DEVICE:
             return all(type(part) in (str, int) for part in node.args)
         return (
@@ -243,14 +250,8 @@ class _AsideVisitor:
             and self._is_clean(node.args[0], path)
         )
 
-    def _has_clean_state(self, node: Inert, path: tuple[object, ...]) -> bool:
-        """Return whether an inert object has no state, or a dict in which nothing is refused."""
-        return node.state is NO_STATE or (
-            type(node.state) is dict and self._is_clean(node.state, path)
-        )
-
     def _is_clean(self, value: object, path: tuple[object, ...]) -> bool:
-        """Return whether nothing in ``value``, which lies below ``path``, is refused.
+        """Return whether nothing in ``value``, which is below ``path``, is refused.
 
         Nothing is recorded.
         """
@@ -261,7 +262,7 @@ class _AsideVisitor:
         return self._trial.visit(value, (*path, "")) is value
 
     def allows_key(self, key: object) -> bool:
-        """Return whether weights_only builds a key of a dict."""
+        """Return whether weights_only builds a key of a dict, which must be hashable."""
         if isinstance(key, tuple):
             return all(self.allows_key(part) for part in key)
         return not isinstance(key, (bytearray, TensorLeaf, Inert)) and self.visit(key, ("",)) is key
@@ -270,10 +271,18 @@ class _AsideVisitor:
         self.records.append({"path": list(path), "position": position, "value": value})
 
 
+def _is_allowed_leaf(node: Any) -> bool:
+    """Return whether weights_only builds a node that is not a container (sizes count as leaves)."""
+    kind = type(node)
+    if kind is int:
+        return node.bit_length() <= _MAX_INT_BITS  # type: ignore[no-any-return]
+    if kind is Global:
+        return node.module == "torch" and node.name in DTYPES
+    return kind in _SCALARS
+
+
 def _holds_entries(node: list[object] | tuple[object, ...]) -> bool:
-    """Return whether a sequence holds a tensor or a mapping at any depth, and so is not a single
-    object.
-    """
+    """Return whether a list or tuple contains a tensor or a mapping at any depth."""
     visited: set[int] = set()
     stack = [node]
     while stack:
@@ -295,13 +304,13 @@ def _with_entries(node: Inert, entries: list[tuple[object, object]]) -> Inert:
 
 @dataclass(slots=True)
 class _RestorePoint:
-    """The objects to put back at one place of the tree, and below it.
+    """The objects to put back at one path of the tree, and below it.
 
     Args:
-        below: mapping key or list index → place.
-        value: the object to put here if ``is_object``; the dict subclass that was here if
-            ``is_shell``.
-        position: position among the entries of the mapping above.
+        below: mapping key or list index → restore point of that entry.
+        value: the object to put at the path if ``is_object``; the dict subclass, without entries,
+            that was there if ``is_shell``.
+        position: index among the entries of the mapping that contains it.
     """
 
     below: dict[object, _RestorePoint] = field(default_factory=dict)
@@ -312,99 +321,109 @@ class _RestorePoint:
 
 
 def put_back(root: object) -> object:
-    """Return the tree from which ``set_aside`` made ``root``.
+    """Move the objects in the reserved entry back to their places; the inverse of ``set_aside``.
 
-    ``root`` itself if it has no reserved key.
+    Returns:
+        The tree without the reserved entry; ``root`` itself if it has none.
 
     Raises:
-        CorruptError: the reserved entry is not one that ``set_aside`` makes.
+        CorruptError: the reserved entry is not one that ``set_aside`` writes.
     """
     mapping = as_mapping(root)
     if mapping is None or ASIDE_KEY not in mapping:
         return root
-    places = _restore_points(mapping[ASIDE_KEY])
-    if places.is_object:
-        return places.value
+    restore_point = _parse_note(mapping[ASIDE_KEY])
+    if restore_point.is_object:
+        return restore_point.value
     if ROOT_KEY in mapping:
-        return _restore(mapping[ROOT_KEY], places)
+        return _restore(mapping[ROOT_KEY], restore_point)
     kept = {key: item for key, item in mapping.items() if key != ASIDE_KEY}
     if isinstance(root, Inert):
-        return _restore(_with_entries(root, list(kept.items())), places)
-    return _restore(kept, places)
+        return _restore(_with_entries(root, list(kept.items())), restore_point)
+    return _restore(kept, restore_point)
 
 
-def _restore_points(note: object) -> _RestorePoint:
-    """Return the objects of a reserved entry as a tree of the places that they belong to."""
+def _parse_note(note: object) -> _RestorePoint:
+    """Parse a reserved entry; return the restore point of the root.
+
+    Raises:
+        CorruptError: the reserved entry is not one that ``set_aside`` writes.
+    """
     if not isinstance(note, dict) or note.get("version") != _VERSION or "entries" not in note:
         raise CorruptError(f"the reserved entry {ASIDE_KEY!r} has an unknown form")
     records = from_plain(note["entries"])
     root = _RestorePoint()
     guard = KeyGuard()
     for record in records if isinstance(records, list) else (None,):
-        path = record.get("path") if isinstance(record, dict) else None
-        if (
-            not isinstance(record, dict)
-            or not isinstance(path, list)
-            or len(path) > MAX_DEPTH
-            or "value" not in record
-        ):
+        if not isinstance(record, dict) or "value" not in record:
             raise CorruptError(f"the reserved entry {ASIDE_KEY!r} is malformed")
-        # Walk down the path, creating the places on the way.
-        place = root
+        path = record.get("path")
+        if not isinstance(path, list) or len(path) > MAX_DEPTH:
+            raise CorruptError(f"the reserved entry {ASIDE_KEY!r} is malformed")
+        # Walk down the path, creating the restore points on the way.
+        point = root
         for part in path:
             guard.check(part)
-            place = place.below.setdefault(part, _RestorePoint())
-        place.value = record["value"]
+            point = point.below.setdefault(part, _RestorePoint())
+        point.value = record["value"]
         position = record.get("position", 0)
-        place.position = position if type(position) is int else 0
-        place.is_shell = record.get("keeps_entries") is True
-        place.is_object = not place.is_shell
+        point.position = position if type(position) is int else 0
+        point.is_shell = record.get("keeps_entries") is True
+        point.is_object = not point.is_shell
     return root
 
 
-def _restore(node: object, place: _RestorePoint) -> object:
-    """Return ``node`` with everything put back below it.
+def _restore(node: object, point: _RestorePoint) -> object:
+    """Return ``node`` with the objects of a restore point put back below it.
 
-    Recursion is as deep as the paths, so bounded.
+    The recursion is bounded, as it is as deep as the paths.
+
+    Raises:
+        CorruptError: the restore point does not fit the tree.
     """
     mapping = as_mapping(node)
     if mapping is not None:
-        # A mapping: restore below its entries, and insert what was set aside.
-        entries = [
-            (key, _restore(item, place.below[key]) if key in place.below else item)
-            for key, item in mapping.items()
-        ]
-        missing = [
-            (below.position, key, below.value)
-            for key, below in place.below.items()
-            if below.is_object
-        ]
-        entries = _merge_entries(entries, sorted(missing, key=lambda entry: entry[0]))
-        if isinstance(place.value, Inert) and place.is_shell:
-            return _with_entries(place.value, entries)
-        return _with_entries(node, entries) if isinstance(node, Inert) else dict(entries)
-    if isinstance(node, (list, tuple)) and not place.is_shell:
-        # A list or tuple: None holds the place of what was set aside.
-        items = list(node)
-        for index, below in place.below.items():
-            if type(index) is not int or not 0 <= index < len(items):
-                raise CorruptError(
-                    f"the reserved entry {ASIDE_KEY!r} names an element that does not exist"
-                )
-            items[index] = below.value if below.is_object else _restore(items[index], below)
-        return tuple(items) if isinstance(node, tuple) else items
-    raise CorruptError(f"the reserved entry {ASIDE_KEY!r} names a container that does not exist")
+        return _restore_mapping(node, mapping, point)
+    if not isinstance(node, (list, tuple)) or point.is_shell:
+        raise CorruptError(
+            f"the reserved entry {ASIDE_KEY!r} names a container that does not exist"
+        )
+    # In a list or tuple, the objects replace the Nones that were left in their places.
+    items = list(node)
+    for index, below in point.below.items():
+        if type(index) is not int or not 0 <= index < len(items):
+            raise CorruptError(
+                f"the reserved entry {ASIDE_KEY!r} names an element that does not exist"
+            )
+        items[index] = below.value if below.is_object else _restore(items[index], below)
+    return tuple(items) if isinstance(node, tuple) else items
 
 
-def _merge_entries(
-    entries: list[tuple[object, object]], missing: list[tuple[int, object, object]]
-) -> list[tuple[object, object]]:
-    """Return the entries with each missing entry at its position."""
+def _restore_mapping(
+    node: object, mapping: Mapping[object, object], point: _RestorePoint
+) -> object:
+    """Return a mapping with the objects of a restore point put back among and below its entries.
+
+    Args:
+        node: the mapping, which may be inert.
+        mapping: its entries.
+    """
+    # Restore below the entries that stayed.
+    entries = [
+        (key, _restore(item, point.below[key]) if key in point.below else item)
+        for key, item in mapping.items()
+    ]
+    # Insert each missing entry where it was: its position counts the entries before it.
+    missing = [(key, below) for key, below in point.below.items() if below.is_object]
     merged: list[tuple[object, object]] = []
     n_taken = 0
-    for position, key, value in missing:
-        n = min(max(position - len(merged), 0), len(entries) - n_taken)
+    for key, below in sorted(missing, key=lambda entry: entry[1].position):
+        n = min(max(below.position - len(merged), 0), len(entries) - n_taken)
         merged += entries[n_taken : n_taken + n]
         n_taken += n
-        merged.append((key, value))
-    return merged + entries[n_taken:]
+        merged.append((key, below.value))
+    merged += entries[n_taken:]
+    # A plain dict that stands for a dict subclass becomes an instance of it again.
+    if isinstance(point.value, Inert) and point.is_shell:
+        return _with_entries(point.value, merged)
+    return _with_entries(node, merged) if isinstance(node, Inert) else dict(merged)

@@ -410,7 +410,7 @@ def test_of_a_directory_only_the_file_that_is_written_there_is_the_checkpoint() 
     for names in (["x.pt"], ["last.ckpt", "readme.md"], ["x.pt", "y.pt"], ["x.txt"], []):
         store = MemoryStore(dict.fromkeys(names, data))
         assert not FORMAT.sniff(store)
-        with pytest.raises(UnsupportedError, match=r"holds no checkpoint\.pt"):
+        with pytest.raises(UnsupportedError, match=r"does not contain checkpoint\.pt"):
             read(store)
 
 

@@ -268,7 +268,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "listed, not used": (
         legacy_stream(FINE, {**STORED, "2": (1, b"1234")}),
         CorruptError,
-        "nothing refers to it",
+        "nothing refers to the listed storage",
     ),
     "used, not listed": (
         legacy_stream(FINE, {}),
@@ -299,12 +299,12 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "two lengths": (
         legacy_stream({"t": a_view(None, (3,)), "u": a_view(None, (3,), n=15)}, STORED),
         CorruptError,
-        "64 bytes at one place, 60",
+        "with 64 bytes, and again with 60 bytes",
     ),
     "a short storage": (
         legacy_stream(FINE, {"1": (16, CONTENT[:-1])}),
         TruncatedError,
-        "of which the file holds 63",
+        "of which the file contains only 63",
     ),
     "no storage": (legacy_stream(FINE, STORED)[:-72], TruncatedError, "ends before storage '1'"),
     "half a length": (legacy_stream(FINE, STORED)[:-68], TruncatedError, "ends before storage '1'"),
@@ -313,7 +313,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a huge storage": (
         legacy_stream({"t": a_view(None, (3,), n=1 << 62)}, {"1": (1 << 62, CONTENT)}),
         TruncatedError,
-        "the file holds 64",
+        "the file contains only 64",
     ),
     "an unknown storage": (
         legacy_stream({"t": a_tensor(pid=storage(kind=Global("torch", "OddStorage")))}, STORED),
@@ -338,12 +338,12 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a key that is no text": (
         legacy_stream({"t": a_tensor(pid=storage(1))}, STORED),
         CorruptError,
-        "storage is",
+        "malformed storage",
     ),
     "a negative length": (
         legacy_stream({"t": a_tensor(pid=storage(n=-1))}, STORED),
         CorruptError,
-        "storage is",
+        "malformed storage",
     ),
     "a view outside": (
         legacy_stream({"t": a_view(("2", 12, 5), (2,))}, STORED),
@@ -358,7 +358,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a view of two places": (
         legacy_stream({"t": a_view(("2", 1, 5), (2,)), "u": a_view(("2", 2, 5), (2,))}, STORED),
         CorruptError,
-        "'2' is stated in two ways",
+        "'2' is defined in two ways",
     ),
     "a view of a storage's name": (
         legacy_stream({"t": a_view(("1", 1, 5), (2,))}, STORED),
@@ -368,7 +368,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a malformed view": (
         legacy_stream({"t": a_view((1, 2), (2,))}, STORED),
         CorruptError,
-        "a view of a storage is",
+        "malformed view",
     ),
     "a tensor outside its view": (
         legacy_stream({"t": a_view(("2", 4, 5), (2, 3))}, STORED),

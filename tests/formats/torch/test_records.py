@@ -267,13 +267,13 @@ def _raw(content: bytes) -> bytes:
 
 
 DAMAGES = {
-    "more than stated": (packed(content=CONTENT + b"x", size=256), "more than the 256 bytes"),
-    "a bomb": (packed(raw=_raw(bytes(1 << 24))), "more than the 256 bytes"),
+    "more than stated": (packed(content=CONTENT + b"x", size=256), "more than its 256 bytes"),
+    "a bomb": (packed(raw=_raw(bytes(1 << 24))), "more than its 256 bytes"),
     "less than stated": (packed(content=CONTENT[:-1], size=256), "inflates to 255 bytes"),
     "another checksum": (packed(crc=1), "CRC-32"),
     "no end": (packed(raw=_raw(CONTENT)[:-5]), "is incomplete"),
     "nothing": (packed(raw=b"\x03"), "inflates to more|is incomplete|too few|damaged"),
-    "something behind": (packed(raw=_raw(CONTENT) + b"more"), "leaves 4"),
+    "something behind": (packed(raw=_raw(CONTENT) + b"more"), "4 bytes follow the end"),
     "no deflate": (packed(raw=b"\xff" * 60), "damaged deflated data"),
 }
 

@@ -211,7 +211,7 @@ END = DATA.index(b"PK\x05\x06")
 DEFLATED = zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_DEFLATED)
 
 CONTRADICTIONS = {
-    "bytes before the zip": (b"junk" + DATA, CorruptError, "would have to end"),
+    "bytes before the zip": (b"junk" + DATA, CorruptError, "has to end"),
     "bytes behind the zip": (DATA + b"junk", TruncatedError, "no end record"),
     "two end records": (DATA[:-2] + b"\x16\x00" + DATA[-22:], CorruptError, "two end records"),
     "two equal names": (
@@ -230,8 +230,8 @@ CONTRADICTIONS = {
         CorruptError,
         "local header of record 'data|differ",
     ),
-    "another local size": (patched(DATA, 22, b"\x05"), CorruptError, "by its own header"),
-    "another local crc": (patched(DATA, 14, b"\x05"), CorruptError, "by its own header"),
+    "another local size": (patched(DATA, 22, b"\x05"), CorruptError, "according to its header"),
+    "another local crc": (patched(DATA, 14, b"\x05"), CorruptError, "according to its header"),
     "another local method": (patched(DATA, 8, b"\x08"), CorruptError, "flags of record"),
     "no local header": (patched(DATA, 0, b"XX"), CorruptError, "differ"),
     "overlapping records": (
@@ -267,7 +267,7 @@ CONTRADICTIONS = {
     "another deflated size in the local header": (
         patched(DEFLATED, 18, b"\x05"),
         CorruptError,
-        "by its own header",
+        "according to its header",
     ),
     "an impossible inflated size": (
         patched(

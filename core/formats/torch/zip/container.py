@@ -11,18 +11,18 @@ On disk (all numbers little endian; ``torch.zip.layout`` draws the headers byte 
     <root>/.data/serialization_id
     central directory · ZIP64 end record · ZIP64 locator · end record
 
-Records may come in any order, and all but ``data.pkl`` may be absent. The zip may lie at any offset
-of a bigger file, as the items of a DCP checkpoint do.
+Records may be in any order, and all but ``data.pkl`` may be absent. The zip may be at any offset in
+a bigger file, as the items of a DCP checkpoint are.
 
-A zip states everything twice, and readers differ in which statement they believe (Python's
-``zipfile`` the last of two equal names, torch the first). So every contradiction is refused: equal
-names, several roots, bytes before the first record, local headers that differ from the directory,
-records that overlap or reach outside. The CRCs are not checked here; 0 stands for "not computed"
+A zip contains all metadata twice, and readers differ in which copy they use (Python's ``zipfile``
+the last of two equal names, torch the first). So every contradiction is refused: equal names,
+several roots, bytes before the first record, local headers that differ from the directory, records
+that overlap or reach outside the zip. The CRCs are not checked here; 0 stands for "not computed"
 (``torch.serialization.set_crc32_options(False)``).
 
-torch stores its records; other programs that pack a file again deflate them. Both are read
-(``torch.zip.records`` makes the bytes of a deflated one). Not supported, refused by name: other
-compression, encrypted or patched entries, several disks.
+torch stores its records; other programs that repack a file deflate them. Both are read
+(``torch.zip.records`` inflates the deflated ones). Not supported, refused by name: other
+compression methods, encrypted or patched entries, several disks.
 
 Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``,
 ``third_party/miniz-3.0.2``; files written by torch 2.13, pinned in tests/golden.
@@ -72,9 +72,11 @@ _MAX_DIRECTORY_BYTES = 1 << 31
 STORED = 0
 DEFLATED = 8
 MAX_INFLATION = 1032
-"""A deflated byte makes no more bytes than that (zlib's technical details: 1032:1)."""
-_READ_AHEAD = 8192  # local headers closer than this are read together
+"""Maximum number of bytes to which a deflated byte can inflate (zlib's technical details)."""
+_READ_AHEAD = 8192
+"""Local headers that are closer to each other than this many bytes are read together."""
 _MAX_READ = 1 << 20
+"""Maximum number of bytes of local headers that are read together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,9 @@ class Record:
 
     Args:
         offset: byte address of its data in the file.
-        n_bytes: length of its data.
-        crc: CRC-32 of its data as the directory states it; 0 also means "not computed".
-        packed_bytes: length of its data in the file if they are deflated; None if they are stored
-            as they are.
+        n_bytes: length of its data, inflated if need be.
+        crc: CRC-32 of its data according to the directory; 0 also means "not computed".
+        packed_bytes: length of its deflated data in the file; None if the data is stored plainly.
     """
 
     offset: int
@@ -96,7 +97,7 @@ class Record:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return its first byte in the file and the byte after its last."""
+        """Addresses of the first byte of its data in the file and of the byte after the last."""
         return self.offset, self.offset + (
             self.n_bytes if self.packed_bytes is None else self.packed_bytes
         )
@@ -124,7 +125,7 @@ class Archive:
     headers: tuple[int, ...] = ()
 
     def record(self, name: str) -> Record:
-        """Return the record of that name.
+        """Return the record with this name.
 
         Raises:
             CorruptError: the zip has no such record.
@@ -136,7 +137,7 @@ class Archive:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return the first byte of the zip and the byte after its last."""
+        """Addresses of the first byte of the zip and of the byte after its last."""
         return self.start, self.start + self.n_bytes
 
 
@@ -144,7 +145,10 @@ class Archive:
 class _DirectoryEntry:
     """An entry of the central directory.
 
-    ``header`` is relative to the zip's begin, ``stored`` the length in the file.
+    Args:
+        stored: length of the data in the file, in bytes.
+        n_bytes: length of the data, inflated if need be.
+        header: offset of the local header, relative to the beginning of the zip.
     """
 
     name: bytes
@@ -164,18 +168,19 @@ def read_archive(
     n_bytes: int | None = None,
     report: Report = raising,
 ) -> Archive:
-    """Read the directory of a torch zip and check every header; reads no data.
+    """Read the directory of a torch zip and check every header; the data is not read.
 
     Args:
         file: name in the store.
         start: byte at which the zip begins.
-        n_bytes: length of the zip; None if it is the rest of the file.
-        report: receives the problems of single records.
+        n_bytes: length of the zip; None if it ends at the end of the file.
+        report: receives the problems of single records; raises them by default.
 
     Raises:
         TruncatedError: the file ends too early.
         CorruptError: not a zip, or one that contradicts itself.
-        UnsupportedError: entries are compressed in an unusual way, encrypted or below no directory.
+        UnsupportedError: entries are compressed by a method other than deflate, encrypted or at the
+            top level; the zip spans several disks, or is a NumPy archive.
         CapacityError: the central directory has more than 2 GiB.
     """
     size = store.size(file)
@@ -192,7 +197,7 @@ def read_archive(
 class _ArchiveReader:
     """Reads one zip.
 
-    Offsets in it are relative to the zip's begin unless they are called addresses.
+    All offsets are relative to the beginning of the zip, except those called addresses.
     """
 
     def __init__(self, store: ReadStore, file: str, start: int, stop: int, report: Report) -> None:
@@ -203,29 +208,57 @@ class _ArchiveReader:
         self._report = report
 
     def archive(self) -> Archive:
-        """Read the zip."""
+        """Read the directory of the zip, and check the local headers.
+
+        Raises:
+            CheckpointingException: see ``read_archive``.
+        """
         # Read the directory, and refuse other kinds of zips.
-        directory, n_bytes, n_entries = self._directory()
+        directory, n_bytes, n_entries = self._find_directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
         if entries and all(entry.name.endswith(b".npy") for entry in entries):
             raise UnsupportedError(
                 "a NumPy archive (.npz), not a file of torch.save",
                 file=self._file,
-                hint="load it with numpy.load, and save its arrays with safetensors.numpy.save_file or torch.save",
+                hint="load it with numpy.load, and save its arrays with "
+                "safetensors.numpy.save_file or torch.save",
                 rule="torch.kind",
             )
         self._check_compression(entries)
-        # Compare it with the local headers.
+        # Compare it with the local headers, and collect the records.
         offsets = self._data_offsets(entries, directory)
-        # Take the records below the one root; anything ambiguous is reported.
+        root, records, headers = self._collect_records(entries, offsets)
+        return Archive(
+            self._file,
+            self._start,
+            self._size,
+            root,
+            records,
+            self._start + directory,
+            headers,
+        )
+
+    def _collect_records(
+        self, entries: list[_DirectoryEntry], offsets: dict[int, int]
+    ) -> tuple[str, dict[str, Record], tuple[int, ...]]:
+        """Return the root, the records below it, and the addresses of their local headers.
+
+        Anything ambiguous is reported.
+
+        Args:
+            offsets: offset of a local header → offset of the data; those of damaged records are
+                missing.
+        """
         root = ""
         records: dict[str, Record] = {}
         headers = []
         lower_names: set[str] = set()
         for entry in entries:
+            # Other zip programs add entries for directories.
             name = self._name(entry.name)
             if name.endswith("/") and entry.n_bytes == 0:
-                continue  # a directory, as other zip programs add them
+                continue
+            # All records must be below one directory.
             above, _, below = name.partition("/")
             if not below:
                 raise UnsupportedError(
@@ -241,35 +274,27 @@ class _ArchiveReader:
                     )
                 )
             root = root or above
-            # torch finds records without regard to case, and takes the later one.
+            # torch ignores case when it looks for a record, and uses the later one.
             if below.casefold() in lower_names:
                 self._report(
                     self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header)
                 )
                 continue
             lower_names.add(below.casefold())
-            if entry.header not in offsets:
-                continue  # already reported
-            packed_bytes = entry.stored if entry.method == DEFLATED else None
-            records[below] = Record(
-                self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes
-            )
-            headers.append(self._start + entry.header)
-        return Archive(
-            self._file,
-            self._start,
-            self._size,
-            root,
-            records,
-            self._start + directory,
-            tuple(headers),
-        )
+            # A record whose header is damaged has been reported.
+            if entry.header in offsets:
+                packed_bytes = entry.stored if entry.method == DEFLATED else None
+                records[below] = Record(
+                    self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes
+                )
+                headers.append(self._start + entry.header)
+        return root, records, tuple(headers)
 
     def _read(self, offset: int, n_bytes: int) -> bytes:
         return self._store.read(self._file, self._start + offset, n_bytes)
 
     def _contradiction(self, message: str, start: int = 0, n_bytes: int | None = None) -> NoReturn:
-        """Raise a CorruptError about some bytes of the zip (all of it, if none are given)."""
+        """Raise a CorruptError about some bytes of the zip; by default, about all of it."""
         raise self._error("zip.directory", message, start, n_bytes)
 
     def _error(
@@ -284,57 +309,70 @@ class _ArchiveReader:
             rule=rule,
         )
 
-    def _directory(self) -> tuple[int, int, int]:
+    def _find_directory(self) -> tuple[int, int, int]:
         """Return offset and length of the central directory, and the number of its entries."""
+        # The end record is the last part of the zip, except for a comment.
         tail_start = max(0, self._size - END.size - _MAX_COMMENT - END64.size - LOCATOR64.size)
         tail = self._read(tail_start, self._size - tail_start)
-        at = self._end_record(tail)
-        # The end record, and if the zip is large, the ZIP64 records before it.
-        _, disk, first_disk, n_on_disk, n_entries, n_bytes, offset, _ = END.unpack_from(tail, at)
+        at = self._find_end_record(tail)
+        # ZIP64 records before it, which torch always writes, replace its values.
+        values = END.unpack_from(tail, at)[1:7]
         expected_end = tail_start + at
         if at >= LOCATOR64.size and tail[at - LOCATOR64.size :].startswith(b"PK\x06\x07"):
-            _, disk64, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
-            expected_end = at64
-            if disk64 or n_disks > 1:
-                raise UnsupportedError("a zip that spans several disks", file=self._file)
-            if (
-                at64 != tail_start + at - LOCATOR64.size - END64.size
-                or at < LOCATOR64.size + END64.size
-            ):
-                self._contradiction(
-                    "the zip's ZIP64 records are not where its locator says",
-                    max(0, tail_start + at - 76),
-                    98,
-                )
-            (mark, length, _, _, disk, first_disk, n_on_disk, n_entries64, n_bytes64, offset64) = (
-                END64.unpack_from(tail, at - 76)
-            )
-            if mark != b"PK\x06\x06" or length != END64.size - 12:
-                self._contradiction("the zip's ZIP64 end record is malformed", at64, END64.size)
-            if not (
-                n_entries in (n_entries64, U16)
-                and n_bytes in (n_bytes64, U32)
-                and offset in (offset64, U32)
-            ):
-                self._contradiction("the zip's two end records differ", at64, 98)
-            n_entries, n_bytes, offset = n_entries64, n_bytes64, offset64
-        # The directory must end where the end records begin.
-        if disk or first_disk or (n_on_disk != n_entries and n_on_disk != U16):
+            expected_end -= LOCATOR64.size + END64.size
+            values = self._unpack_end64(tail, at, expected_end, values)
+        disk, first_disk, n_on_disk, n_entries, n_bytes, offset = values
+        if disk or first_disk or n_on_disk not in (n_entries, U16):
             raise UnsupportedError("a zip that spans several disks", file=self._file)
         if n_bytes > _MAX_DIRECTORY_BYTES:
             raise CapacityError(
-                f"the zip's directory has {n_bytes >> 20:,} MiB, more than {_MAX_DIRECTORY_BYTES >> 20:,}",
+                f"the zip's directory has {n_bytes >> 20:,} MiB, more than "
+                f"{_MAX_DIRECTORY_BYTES >> 20:,}",
                 file=self._file,
             )
+        # The directory must end where the end records begin, or readers find different ones.
         if offset + n_bytes != expected_end or n_bytes < n_entries * CENTRAL.size:
             self._contradiction(
-                f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}, but they would "
-                f"have to end at byte {expected_end}"
+                f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}"
+                f", but the directory has to end at byte {expected_end}"
             )
         return offset, n_bytes, n_entries
 
-    def _end_record(self, tail: bytes) -> int:
-        """Return where in the last bytes of the zip its end record begins."""
+    def _unpack_end64(
+        self, tail: bytes, at: int, expected: int, narrow: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Unpack the ZIP64 end record: two disks, two numbers of entries, length, offset.
+
+        Args:
+            tail: the last bytes of the zip.
+            at: position of the end record in ``tail``.
+            expected: offset at which the ZIP64 end record must begin.
+            narrow: the same values in the end record, which must agree if they fit there.
+        """
+        # The locator must refer to the bytes directly before it.
+        end_bytes = END64.size + LOCATOR64.size + END.size
+        _, disk, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
+        if disk or n_disks > 1:
+            raise UnsupportedError("a zip that spans several disks", file=self._file)
+        record_at = at - LOCATOR64.size - END64.size
+        if at64 != expected or record_at < 0:
+            self._contradiction(
+                "the zip's ZIP64 end record is not where its locator points",
+                max(0, expected),
+                end_bytes,
+            )
+        mark, length, _, _, *values = END64.unpack_from(tail, record_at)
+        if mark != b"PK\x06\x06" or length != END64.size - 12:
+            self._contradiction("the zip's ZIP64 end record is malformed", at64, END64.size)
+        limits = (U16, U32, U32)
+        for value, wide_value, limit in zip(narrow[3:], values[3:], limits, strict=True):
+            if value not in (wide_value, limit):
+                self._contradiction("the zip's two end records differ", at64, end_bytes)
+        return tuple(values)
+
+    def _find_end_record(self, tail: bytes) -> int:
+        """Return the position of the end record in the last bytes of the zip."""
+        # An end record is followed by its comment, which must end where the zip ends.
         end_records = []
         at = tail.rfind(b"PK\x05\x06")
         while at >= 0:
@@ -347,6 +385,7 @@ class _ArchiveReader:
             self._contradiction("the zip has two end records")
         if end_records:
             return end_records[0]
+        # A file that begins like a zip was cut short; any other is not a zip.
         if self._size >= 4 and self._read(0, 4) == LOCAL_SIGNATURE:
             raise TruncatedError(
                 "the zip has no end record: it was cut short, or its writer did not finish",
@@ -363,37 +402,23 @@ class _ArchiveReader:
         position = 0
         unpack = CENTRAL.unpack_from
         for _ in range(n_entries):
+            # An entry consists of a fixed part, name, extra field and comment.
             if position + CENTRAL.size > len(data):
                 self._contradiction(
-                    f"the zip's directory has fewer than the stated {n_entries} entries"
+                    f"the zip's directory has fewer entries than the {n_entries} that its end "
+                    "record counts"
                 )
-            (
-                mark,
-                _,
-                _,
-                flags,
-                method,
-                _,
-                _,
-                crc,
-                stored,
-                size,
-                n_name,
-                n_extra,
-                n_comment,
-                disk,
-                _,
-                _,
-                header,
-            ) = unpack(data, position)
+            fields = unpack(data, position)
+            mark, _, _, flags, method, _, _, crc, stored, size = fields[:10]
+            n_name, n_extra, n_comment, disk, _, _, header = fields[10:]
             end = position + CENTRAL.size + n_name + n_extra + n_comment
             if mark != b"PK\x01\x02" or end > len(data):
                 self._contradiction("the zip's directory is malformed")
             name = data[position + CENTRAL.size : position + CENTRAL.size + n_name]
             # Values that do not fit are in the ZIP64 field.
-            if stored == U32 or size == U32 or header == U32 or disk == U16:
+            if U32 in (stored, size, header) or disk == U16:
                 extra = data[position + CENTRAL.size + n_name : end - n_comment]
-                size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
+                size, stored, header, disk = self._widen(extra, (size, stored, header, disk))
             self._check_readable(name, flags, disk)
             if stored != size and method == STORED:
                 self._report(
@@ -407,10 +432,12 @@ class _ArchiveReader:
             position = end
         if position != len(data):
             self._contradiction(
-                f"the zip's directory has {len(data) - position} bytes more than its {n_entries} entries"
+                f"the zip's directory has {len(data) - position} bytes more than its {n_entries} "
+                "entries"
             )
 
     def _check_readable(self, name: bytes, flags: int, disk: int) -> None:
+        """Report an encrypted or patched record; raise if it is on another disk."""
         if flags & (_ENCRYPTED | _MASKED):
             self._report(
                 UnsupportedError(
@@ -431,43 +458,52 @@ class _ArchiveReader:
             raise UnsupportedError("a zip that spans several disks", file=self._file)
 
     def _check_compression(self, entries: list[_DirectoryEntry]) -> None:
-        """Check that records are stored, or deflated to a possible length."""
+        """Check that every record is stored, or deflated to a possible length."""
         for entry in entries:
             if entry.method == STORED:
                 continue
-            if entry.method != DEFLATED:
-                if any(other.name.endswith(b"/constants.pkl") for other in entries):
-                    raise _torchscript(self._file)
-                self._report(
-                    UnsupportedError(
-                        f"the zip record {self._name(entry.name)!r} is compressed by method {entry.method}, which "
-                        "torch does not use",
-                        file=self._file,
-                        hint="load the file with torch and save it again, or repack it with: zip -0",
-                        rule="zip.unreadable",
+            # A length that deflate cannot produce is refused before memory is allocated for it.
+            if entry.method == DEFLATED:
+                if entry.n_bytes > MAX_INFLATION * entry.stored:
+                    self._contradiction(
+                        f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too "
+                        f"few for {entry.n_bytes}"
                     )
+                continue
+            if any(other.name.endswith(b"/constants.pkl") for other in entries):
+                raise _torchscript(self._file)
+            self._report(
+                UnsupportedError(
+                    f"the zip record {self._name(entry.name)!r} is compressed by method "
+                    f"{entry.method}, which torch does not use",
+                    file=self._file,
+                    hint="load the file with torch and save it again, or repack it with: zip -0",
+                    rule="zip.unreadable",
                 )
-            elif entry.n_bytes > MAX_INFLATION * entry.stored:
-                self._contradiction(
-                    f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too few for {entry.n_bytes}"
-                )
+            )
 
-    def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
-        """Return size, stored size, header offset and disk, taken from the ZIP64 field where they
-        do not fit.
+    def _widen(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
+        """Return size, stored size, header offset and disk, replaced by ZIP64 values if too large.
+
+        Args:
+            extra: the extra field, which contains the ZIP64 field.
+            narrow: the four values in the directory or header.
         """
+        # The ZIP64 field contains, in this order, only the values that do not fit.
         field = self._zip64_field(extra)
         values = []
         for number, value in enumerate(narrow):
             limit, width = (U16, 4) if number == 3 else (U32, 8)
             if value == limit and field is not None and len(field) >= width:
                 value, field = int.from_bytes(field[:width], "little"), field[width:]
+            # Without a ZIP64 field, the limit itself is the value.
             elif value == limit and number != 3 and field is not None:
-                self._contradiction("a ZIP64 field of the directory is too short")
+                self._contradiction("a ZIP64 field is too short")
             values.append(value)
         return values
 
     def _zip64_field(self, extra: bytes) -> bytes | None:
+        """Return the content of the ZIP64 field (kind 1) in an extra field; None if it has none."""
         at = 0
         while at + 4 <= len(extra):
             kind, n = struct.unpack_from("<HH", extra, at)
@@ -479,7 +515,7 @@ class _ArchiveReader:
         return None
 
     def _name(self, raw: bytes) -> str:
-        """Return the name of a record as text."""
+        """Return the name of a record as text; raise CorruptError if it is malformed."""
         try:
             name = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -491,9 +527,12 @@ class _ArchiveReader:
     def _data_offsets(self, entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
         """Read and check every local header; return offset of the header → offset of the data.
 
+        Records whose headers are damaged are reported, and missing from the result.
+
         Args:
-            end: where the central directory begins.
+            end: offset of the central directory.
         """
+        # The first record must begin where the zip begins.
         ordered = sorted(entries, key=lambda entry: entry.header)
         if ordered and ordered[0].header != 0:
             message = f"{ordered[0].header} bytes precede the zip's first record"
@@ -515,17 +554,17 @@ class _ArchiveReader:
             header_at = entry.header - window_start
             fields = unpack(window, header_at)
             n_name, n_extra = fields[-2:]
+            # A header with another name is not that of the record.
             name_at = header_at + LOCAL.size
-            if (
-                fields[0] != LOCAL_SIGNATURE
-                or n_name != len(entry.name)
-                or window[name_at : name_at + n_name] != entry.name
-            ):
-                message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
+            name = window[name_at : name_at + n_name]
+            if (fields[0], n_name, name) != (LOCAL_SIGNATURE, len(entry.name), entry.name):
+                record = self._name(entry.name)
+                message = f"the directory and the local header of record {record!r} differ"
                 self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
                 continue
             for message in self._header_differences(entry, fields, need):
                 self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
+            # The extra field is part of the header only, so the end was not known before.
             if need + n_extra + entry.stored > limit:
                 self._report(self._overlap(entry, limit))
             data_offsets[entry.header] = need + n_extra
@@ -540,36 +579,42 @@ class _ArchiveReader:
             fields: the unpacked local header.
             extra: offset of its extra field.
         """
+        # The flag for UTF-8 does not matter, as torch and this reader ignore it.
         _, _, flags, method, _, _, crc, stored, size, _, n_extra = fields
         if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
             yield f"the flags of record {self._name(entry.name)!r} differ"
-        # With a descriptor, the header may leave the sizes 0; without one, it states them and the CRC.
+        # With a descriptor, the sizes in the header may be 0; without one, they and the CRC count.
         if flags & HAS_DESCRIPTOR:
             if (size or stored) and not (
                 size in (entry.n_bytes, U32) and stored in (entry.stored, U32)
             ):
                 yield f"the sizes of record {self._name(entry.name)!r} differ"
             return
-        if size == U32 or stored == U32:
-            size, stored, *_ = self._wide(self._read(extra, n_extra), (size, stored, 0, 0))
+        if U32 in (size, stored):
+            size, stored, *_ = self._widen(self._read(extra, n_extra), (size, stored, 0, 0))
         if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
             yield (
-                f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
-                f"directory, {size} (CRC {crc:08x}) by its own header"
+                f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes ({entry.stored} "
+                f"stored, CRC {entry.crc:08x}) according to the directory, but {size} ({stored} "
+                f"stored, CRC {crc:08x}) according to its header"
             )
 
     def _overlap(self, entry: _DirectoryEntry, limit: int) -> CorruptError:
+        """Return the error for a record that reaches beyond the offset ``limit``."""
         return self._error(
             "zip.overlap",
-            f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps what follows it at byte {limit}",
+            f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps the data that "
+            f"follows it at byte {limit}",
             entry.header,
             LOCAL.size + len(entry.name) + entry.stored,
         )
 
 
 def _window_end(ordered: list[_DirectoryEntry], number: int) -> int:
-    """Return the end of the last local header that is worth reading together with that of entry
-    ``number``.
+    """Return the end of the last local header to read together with that of entry ``number``.
+
+    Args:
+        ordered: the entries by increasing offset of their headers.
     """
     first = ordered[number].header
     end = first + LOCAL.size + len(ordered[number].name)

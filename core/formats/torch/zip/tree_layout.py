@@ -1,4 +1,4 @@
-"""Laying out a torch zip: the pickle of an inert tree, and a record for every tensor in it.
+"""Layout of the torch zip for an inert tree: its pickle, and a record for every tensor in it.
 
 Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
     (``_reduce_ex_internal``).
@@ -33,8 +33,8 @@ class TreePlan:
         size: bytes of the zip.
         arrays: the arrays in the storages, in file order.
         records: the storages, in file order.
-        archive: the positions of the zip's records, relative to its begin.
-        payloads: the other records, by name.
+        archive: the positions of the zip's records, relative to its beginning.
+        payloads: the contents of all other records, by name.
     """
 
     size: int
@@ -44,38 +44,40 @@ class TreePlan:
     payloads: dict[str, bytes]
 
     def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
-        """Yield everything but the arrays, in increasing offset.
+        """Yield all bytes of the zip except the arrays, by increasing offset.
 
         Args:
-            crc_of: CRC-32 of a finished array, by its name.
+            crc_of: returns the CRC-32 of a written array, by its name.
         """
 
-        def of_record(name: str) -> int:
+        def crc_of_record(name: str) -> int:
             record = self.records[int(name.removeprefix("data/"))]
-            return (
-                _crc_of_parts(record, crc_of)
-                if isinstance(record, JoinedArray)
-                else crc_of(record.name)
-            )
+            if isinstance(record, JoinedArray):
+                return _combine_crcs(record, crc_of)
+            return crc_of(record.name)
 
-        return self.archive.literals(self.payloads, of_record)
+        return self.archive.literals(self.payloads, crc_of_record)
 
 
-def _crc_of_parts(record: JoinedArray, crc_of: CrcOf) -> int:
-    """Return the CRC-32 of a storage from those of its parts; 0 if checksums are switched off."""
-    size = itemsize(record.dtype)
+def _combine_crcs(record: JoinedArray, crc_of: CrcOf) -> int:
+    """Return the CRC-32 of a storage from those of its parts; 0 if checksums are disabled."""
+    item_bytes = itemsize(record.dtype)
     crc = end = 0
+    # All parts have CRC 0 only if none was computed.
     is_off = bool(record.parts)
     for first, array in record.parts:
         part_crc = crc_of(array.name)
         is_off = is_off and part_crc == 0
         # Gaps between parts are zeros.
         if first > end:
-            crc = crc32_combine(crc, crc32_of_zeros((first - end) * size), (first - end) * size)
+            gap_bytes = (first - end) * item_bytes
+            crc = crc32_combine(crc, crc32_of_zeros(gap_bytes), gap_bytes)
         crc = crc32_combine(crc, part_crc, array.n_bytes)
-        end = first + array.n_bytes // size
+        end = first + array.n_bytes // item_bytes
+    # So are the elements after the last part.
     if end < record.n:
-        crc = crc32_combine(crc, crc32_of_zeros((record.n - end) * size), (record.n - end) * size)
+        gap_bytes = (record.n - end) * item_bytes
+        crc = crc32_combine(crc, crc32_of_zeros(gap_bytes), gap_bytes)
     return 0 if is_off else crc
 
 
@@ -96,33 +98,47 @@ def plan_tree(
         array_of: returns the array for a leaf's key, with dtype and shape. Every array is stored
             once, in C order, even if several leaves have it; the parts of a joined one become
             consecutive in one storage.
-        prefix: name of the directory inside the zip; torch uses ``archive`` if it has no file name.
+        prefix: name of the directory inside the zip; torch uses ``archive`` when it writes to an
+            open file that has no name.
 
     Raises:
-        UnsupportedError: the tree refers to a storage of another file.
+        UnsupportedError: the tree refers to a storage in another file.
     """
     # Pickle the tree; every tensor becomes a call with the number of its storage.
     arrays: list[PlannedArray | JoinedArray] = []
     number_of: dict[str, int] = {}
 
-    def reduced(leaf: TensorLeaf) -> Inert:
+    def reduce(leaf: TensorLeaf) -> Inert:
         array = array_of(leaf.key)
         number = number_of.setdefault(array.name, len(arrays))
         if number == len(arrays):
             arrays.append(array)
         return _rebuild_call(leaf, array, number)
 
+    def persistent_id(node: object) -> object:
+        if isinstance(node, Persistent):
+            raise UnsupportedError(
+                "the object refers to a storage of the file that it was read from"
+            )
+        return node.pid if isinstance(node, _NewStorage) else None
+
     with gc_paused():
-        pickle = dumps(value, persistent_id=_persistent_id, reducers={TensorLeaf: reduced})
-    # Lay the records out in torch's order.
+        pickle = dumps(value, persistent_id=persistent_id, reducers={TensorLeaf: reduce})
+    # The serialization id is 40 digits that depend on the content. torch hashes the records' names
+    # and CRCs; the CRCs are not known yet, so pickle and sizes are hashed here.
     sizes = [array.n_bytes for array in arrays]
+    digest = hashlib.sha256(pickle)
+    for size in sizes:
+        digest.update(size.to_bytes(8, "little"))
+    serialization_id = b"%040d" % (int.from_bytes(digest.digest(), "little") % 10**40)
+    # Lay out the records in torch's order.
     payloads = {
         "data.pkl": pickle,
         ".format_version": b"1",
         ".storage_alignment": b"64",
         "byteorder": b"little",
         "version": b"3\n",
-        ".data/serialization_id": _serialization_id(pickle, sizes),
+        ".data/serialization_id": serialization_id,
     }
     names = list(payloads)
     records = [(name, len(payloads[name])) for name in names[:4]]
@@ -135,12 +151,10 @@ def plan_tree(
 def placed_records(
     archive: ArchivePlan, records: Sequence[PlannedArray | JoinedArray]
 ) -> list[PlacedArray]:
-    """Return the arrays of an archive's storages with their offsets, in file order.
-
-    The first four records are not storages.
-    """
+    """Return the arrays in an archive's storages with their offsets, in file order."""
     placed: list[PlacedArray] = []
     for number, array in enumerate(records):
+        # Four records precede the storages, see ``plan_tree``.
         offset = archive.data[4 + number]
         if isinstance(array, JoinedArray):
             size = itemsize(array.dtype)
@@ -150,14 +164,13 @@ def placed_records(
     return placed
 
 
-def _persistent_id(leaf: object) -> object:
-    if isinstance(leaf, Persistent):
-        raise UnsupportedError("the object refers to a storage of the file that it was read from")
-    return leaf.pid if isinstance(leaf, _NewStorage) else None
-
-
 def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: int) -> Inert:
-    """Return the call that rebuilds a tensor."""
+    """Return the call that rebuilds a tensor, as torch pickles it.
+
+    Args:
+        number: number of the tensor's storage, ``data/<number>``.
+    """
+    # torch refuses to load an integer tensor that requires grad.
     dtype = DTYPES[array.dtype]
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
@@ -169,25 +182,17 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
         )
         tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
     else:
-        # torch 2.13 fails to load a tensor made by v3 that requires grad, its own files included.
+        # Element types without a storage class are stored as bytes, and rebuilt by v3. torch 2.13
+        # fails to load such a tensor if it requires grad, even from a file that it wrote.
         geometry = (*geometry[:3], False, hooks)
         untyped = Global("torch.storage", "UntypedStorage")
         storage = _NewStorage(("storage", untyped, str(number), "cpu", array.n_bytes))
         arguments = (storage, *geometry, Global("torch", dtype.name))
         tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+    # A parameter wraps a tensor that does not require grad.
     if leaf.wrapper != "parameter":
         return tensor
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
     return Inert(
         "reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, needs_grad, hooks)
     )
-
-
-def _serialization_id(pickle: bytes, sizes: list[int]) -> bytes:
-    """Return 40 digits that depend on what the file describes (torch's depend on names and
-    CRCs).
-    """
-    digest = hashlib.sha256(pickle)
-    for size in sizes:
-        digest.update(size.to_bytes(8, "little"))
-    return b"%040d" % (int.from_bytes(digest.digest(), "little") % 10**40)

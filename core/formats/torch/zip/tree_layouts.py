@@ -1,16 +1,15 @@
-"""Laying out many torch zips that are alike: the ranks of a pipeline stage differ by their arrays
-only.
+"""Layouts of many torch zips that are alike; each distinct layout is computed only once.
 
-A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes.
-``TreePlans`` describes all of that by a signature and makes the pickle and the places of the
-records once for each.
+The files of a pipeline stage's ranks differ only in their arrays. A pickle depends on the tree, on
+which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of these by a
+signature, and computes pickle and record positions once per signature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.formats.torch.zip.tree_layout import TreePlan, placed_records, plan_tree
 from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, ValueCounter
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 _PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
 _MAX_PLANS = 256
 _MANY = 64
+"""Number of values from which a container counts as large, so that its content gets a number."""
 
 
 class TreePlans:
@@ -35,63 +35,69 @@ class TreePlans:
         self._prefix = prefix
         self._plans: dict[tuple[object, ...], TreePlan] = {}
         self._opaque: dict[int, tuple[object, int | None]] = {}
-        """id of a container → (the container, so that its id stays its own; the number of its
-        content, if it is large and holds no tensor).
+        """id of a container → (the container, kept so that its id stays unique; the number of its
+        content if it is large and contains no tensor, else None).
         """
         self._contents: dict[tuple[object, ...], int] = {}
+        """Signature of a content → its number."""
         self._weights = ValueCounter()
 
     def plan(
         self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]
     ) -> TreePlan:
-        """Plan the torch zip of an inert tree, as ``plan_tree`` does."""
-        signing = _TreeSignature(array_of, self._number_of)
-        signature = signing.signature(value)
+        """Plan the torch zip of an inert tree, as ``plan_tree`` does.
+
+        Raises:
+            UnsupportedError: the tree refers to a storage in another file.
+        """
+        builder = _SignatureBuilder(array_of, self._number_of)
+        signature = builder.signature(value)
         if signature is None:
             return plan_tree(value, array_of, prefix=self._prefix)
+        # A tree with a known signature differs from the planned one only in its arrays.
         cached = self._plans.get(signature)
-        if cached is None:
-            plan = plan_tree(value, array_of, prefix=self._prefix)
-            if [record.name for record in plan.records] == [
-                record.name for record in signing.records
-            ]:
-                if len(self._plans) >= _MAX_PLANS:
-                    self._plans.clear()
-                self._plans[signature] = plan
-            return plan
-        return replace(
-            cached, arrays=placed_records(cached.archive, signing.records), records=signing.records
-        )
+        if cached is not None:
+            arrays = placed_records(cached.archive, builder.records)
+            return replace(cached, arrays=arrays, records=builder.records)
+        # A plan serves others only if both walks found the storages in the same order.
+        plan = plan_tree(value, array_of, prefix=self._prefix)
+        if [array.name for array in plan.records] == [array.name for array in builder.records]:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[signature] = plan
+        return plan
 
     def _number_of(self, node: object) -> int | None:
-        """Return the number of a container's content, if it is large and holds no tensor.
+        """Return the number of a container's content, if it is large and contains no tensor.
 
-        Ranks repeat such containers.
+        Ranks repeat such containers, and a number is faster to compare than their content.
         """
         numbered = self._opaque.get(id(node))
         if numbered is None:
-            is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
-            numbered = self._opaque[id(node)] = (
-                node,
-                self._number_content(node) if is_large else None,
-            )
+            number = None
+            # The weight of a container with tensors is 0.
+            if self._weights.of(node) > _MANY:
+                content = _SignatureBuilder(_no_array, lambda _: None).signature(node)
+                # A content without a signature equals only itself.
+                content_key = (id(node),) if content is None else content
+                number = self._contents.setdefault(content_key, len(self._contents))
+            numbered = self._opaque[id(node)] = (node, number)
         return numbered[1]
-
-    def _number_content(self, node: object) -> int:
-        signature = _TreeSignature(_no_array, lambda _: None).signature(node)
-        content_key = (
-            (id(node),) if signature is None else signature
-        )  # of a kind that is not described: equal to itself
-        return self._contents.setdefault(content_key, len(self._contents))
 
 
 def _no_array(key: str) -> PlannedArray:
     raise AssertionError(f"a container without tensors has the tensor {key}")
 
 
-class _TreeSignature:
-    """Describes one tree: two with equal signatures have equal pickles, whose storages are
-    ``records`` in order.
+class _SignatureBuilder:
+    """Builds the signature of one tree; trees with equal signatures have equal pickles.
+
+    Args:
+        array_of: returns the array for a leaf's key.
+        number_of: returns the number that describes the content of a container, or None.
+
+    Attributes:
+        records: the arrays in the order of the pickle's storages.
     """
 
     def __init__(
@@ -107,9 +113,10 @@ class _TreeSignature:
         self.records: list[PlannedArray | JoinedArray] = []
 
     def signature(self, value: object) -> tuple[object, ...] | None:
-        """Return the signature.
+        """Return the signature of a tree; None if it cannot be described or is nested too deeply.
 
-        None for a tree of a kind that is not described, or nested too deeply.
+        A list, tuple or mapping is described by its kind and length, followed by the descriptions
+        of its elements; an object that occurs again, by the number of its first occurrence.
         """
         try:
             return tuple(self._parts) if self._add(value) else None
@@ -149,27 +156,24 @@ class _TreeSignature:
             self.records.append(array)
         self._parts.append((leaf.wrapper, leaf.requires_grad, number, array.dtype, array.shape))
 
-    def _add_container(self, node: object) -> bool:
+    def _add_container(self, node: Any) -> bool:
         kind = type(node)
         if kind is dict:
-            self._parts.append(("dict", len(node)))  # type: ignore[arg-type]
-            return all(self._add(key) and self._add(item) for key, item in node.items())  # type: ignore[attr-defined]
+            self._parts.append(("dict", len(node)))
+            return self._add_entries(node.items())
         if kind is list or kind is tuple or kind is Size:
-            self._parts.append((kind, len(node)))  # type: ignore[arg-type]
-            return all(map(self._add, node))  # type: ignore[call-overload]
+            self._parts.append((kind, len(node)))
+            return all(map(self._add, node))
         if kind is not Inert:
             return False
-        assert isinstance(node, Inert)
+        # The numbers of parts come first, so that different objects have different descriptions.
+        has_state = node.state is not NO_STATE
         self._parts.append(
-            (node.how, len(node.args), len(node.items), len(node.entries), node.state is NO_STATE)
+            (node.how, len(node.args), len(node.items), len(node.entries), not has_state)
         )
-        parts = [
-            node.fn,
-            node.args,
-            node.kwargs,
-            None if node.state is NO_STATE else node.state,
-            node.items,
-        ]
-        return all(map(self._add, parts)) and all(
-            self._add(key) and self._add(item) for key, item in node.entries
-        )
+        state = node.state if has_state else None
+        members = (node.fn, node.args, node.kwargs, state, node.items)
+        return all(map(self._add, members)) and self._add_entries(node.entries)
+
+    def _add_entries(self, entries: Iterable[tuple[object, object]]) -> bool:
+        return all(self._add(key) and self._add(item) for key, item in entries)
