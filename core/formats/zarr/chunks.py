@@ -148,6 +148,7 @@ def _stored_sizes(
     grid = array.grid
     size_of: dict[int, int] = {}
     for name, size in _list_files(store, folder, array.names.n_folders, listing):
+        # Files with other names, such as attributes, are no concern of the grid.
         file = path_in(folder, name)
         index = array.names.index(name)
         number = None if index is None else grid.number_of(index)
@@ -370,6 +371,7 @@ def _filled_fragments(key: str, array: ZarrArray, chunks: Chunks, file: str) -> 
                         offset, run.shape, grid.chunk_shape, grid.shape, strict=True
                     )
                 )
+                # The first absent chunk stands for the others in messages.
                 number = grid.number_of(run.offset)
                 assert number is not None and chunks.fill is not None
                 chunk_file = chunks.place_of(run.offset, number).file
@@ -429,6 +431,7 @@ def _shard_fragments(
         MissingShardError: an inner chunk is absent, although all must be stored.
         TruncatedError, CorruptError: the index is damaged, or an inner chunk has the wrong size.
     """
+    # The index covers the complete shard, also where the shard reaches beyond the tensor.
     sharding = array.sharding
     assert sharding is not None
     shard_shape, inner = array.grid.chunk_shape, sharding.inner
@@ -470,6 +473,7 @@ def _shard_fragments(
             extent = Extent(file, 0, encoding=encoding)
             yield _fragment(key, inner_box, inner.dtype, inner_box.shape, extent)
             continue
+        # Encoded inner chunks may have any length; it is checked when they are decoded.
         offset, n_bytes = span
         if inner.is_plain and n_bytes != inner.n_bytes:
             raise CorruptError(

@@ -193,6 +193,8 @@ def _undo_codec(
                 "is recorded"
             )
         return body
+    # The limit keeps a small file from filling the memory; damaged data makes the libraries raise
+    # errors of several types.
     decoder = _DECODERS.get(name)
     if decoder is None:
         raise UnsupportedError(f"the codec {name!r} is not supported")

@@ -261,6 +261,7 @@ def _sharding(
         CorruptError: the configuration is malformed, or inner chunks do not divide the shards.
         UnsupportedError: the codec is combined with others, nested, or has an unusual index.
     """
+    # Codecs before or after that of the shards would make partial reads impossible.
     if len(codecs) != 1:
         raise UnsupportedError(
             f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key

@@ -96,6 +96,7 @@ def read_index(
         TruncatedError: the shard is shorter than its index.
         CorruptError: the checksum does not match, or an inner chunk ends beyond the shard.
     """
+    # The metadata fixes the length of the index.
     length = index_bytes(n_inner, has_crc=sharding.has_crc)
     if length > n_bytes:
         raise TruncatedError(
