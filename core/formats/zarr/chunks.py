@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array as columns
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise, product
+from itertools import chain, islice, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -194,7 +194,7 @@ def _missing_numbers(
     grid = array.grid
     n_absent = sum(stop - start for start, stop in absent)
     if fill is None or n_absent * prod(grid.chunk_shape) * len(fill) > MOST_FILLED_BYTES:
-        return chain.from_iterable(range(*run) for run in absent), None
+        return chain.from_iterable(starmap(range, absent)), None
     # Chunks that once existed were lost, not omitted by the writer.
     prefix = path_in(folder, "")
     names = [path.removeprefix(prefix) for path in lost() if path.startswith(prefix)]

@@ -132,7 +132,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     # The codec of shards divides chunks into inner chunks, and contains their codecs.
     codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
     fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
-    if any(name == _SHARDING for name, _ in codecs):
+    if _SHARDING in dict(codecs):
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
         return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
     return ZarrArray(
@@ -280,7 +280,7 @@ def _sharding(
             file=file,
         )
     inner_codecs = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
-    if any(name == _SHARDING for name, _ in inner_codecs):
+    if _SHARDING in dict(inner_codecs):
         raise UnsupportedError("shards within shards are not supported", file=file, key=key)
     # The index: its length must be predictable to find it, so that compression is out of question.
     location = config.get("index_location", "end")
