@@ -100,7 +100,7 @@ def rank_files(store: ReadStore) -> ZeroRankFiles:
     """
     names = store.files()
     _refuse_unsupported(store, names)
-    models = [name for name in names if _MODEL.match(name)]
+    model = next(filter(_MODEL.match, names), None)
     zero_models = {int(match["rank"]): name for name in names if (match := _ZERO_MODEL.match(name))}
     # Prefix and suffix of optimizer files depend on the settings and the version of the run.
     optim: dict[int, str] = {}
@@ -118,13 +118,13 @@ def rank_files(store: ReadStore) -> ZeroRankFiles:
             hint="remove the older files (compare their modification times)",
         )
     # Without model files, the flat groups cannot be divided into parameters.
-    if optim and not models and not zero_models:
+    if optim and model is None and not zero_models:
         raise MissingShardError(
             "*_model_states.pt, which names the parameters, is missing; only optimizer files exist",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    return ZeroRankFiles(models[0] if models else None, _complete(zero_models), _complete(optim))
+    return ZeroRankFiles(model, _complete(zero_models), _complete(optim))
 
 
 def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def states_by_parameter(
     for name, shape in shapes.items():
         groups = partition.groups_of(name)
         for state, kind in kinds[groups[0]].items() if groups else ():
-            if kind is None or any(kinds[group].get(state) is None for group in groups):
+            if any(kinds[group].get(state) is None for group in groups):
                 continue
             entry = tensor_in_groups(partition, name, shape, flat[state]) if kind == _FLAT else kind
             states.setdefault(name, {})[state] = entry

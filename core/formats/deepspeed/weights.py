@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from core.catalog.key_patterns import some_of
 from core.errors import MissingShardError
 from core.formats.deepspeed.runs import (
     StoredRun,
@@ -131,14 +132,9 @@ def unlisted_weights(
     names = [name for name in names if name not in lost]
     notes = []
     if names:
-        subject = (
-            f"1 parameter is in no optimizer group ({names[0]})"
-            if len(names) == 1
-            else f"{len(names)} parameters are in no optimizer group (such as {names[0]})"
-        )
         notes.append(
-            f"{subject}: read from the model file in its precision (zero_to_fp32 omits such "
-            "parameters)"
+            f"parameters in no optimizer group, read from the model file in its precision: "
+            f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: tensor_of_array(model.module[name]) for name in names}
     return UnlistedWeights(

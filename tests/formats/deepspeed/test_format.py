@@ -237,7 +237,10 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
         Zero(1, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen)
     )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
-    assert "1 parameter is in no optimizer group (base)" in str(catalog.notes)
+    assert (
+        "parameters in no optimizer group, read from the model file in its precision: base"
+        in str(catalog.notes)
+    )
 
 
 def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> None:

@@ -70,25 +70,22 @@ def param_groups(
                 key=key,
                 hint="skip it with --exclude",
             )
+    # Numbered groups list their parameters, of which only some may be written.
     if by_number:
-        return [_numbered_group(settings, written) for _, settings in sorted(by_number.items())]
+        groups = []
+        for _, settings in sorted(by_number.items()):
+            params = settings.pop(PARAMS, None)
+            members = params if isinstance(params, (list, tuple)) else ()
+            groups.append(
+                UniversalParamGroup(settings, [name for name in members if name in written])
+            )
+        return groups
     # Values need not be hashable: compare the settings of parameters as text.
     by_settings: dict[str, tuple[dict[str, object], list[str]]] = {}
     for name in trained:
         settings = by_name.get(name, {})
         by_settings.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(name)
     return [UniversalParamGroup(settings, members) for settings, members in by_settings.values()]
-
-
-def _numbered_group(settings: dict[str, object], written: set[str]) -> UniversalParamGroup:
-    """Build a group from settings with its number, keeping only parameters that are written."""
-    params = settings.get(PARAMS)
-    members = (
-        [name for name in params if name in written] if isinstance(params, (list, tuple)) else []
-    )
-    return UniversalParamGroup(
-        {name: value for name, value in settings.items() if name != PARAMS}, members
-    )
 
 
 def stored_groups(

@@ -161,16 +161,21 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
     Raises:
         UnsupportedError: a tensor does not belong to a parameter, or cannot be stored.
     """
+    # Weights and buffers first, as states refer to them. Their keys become names of directories.
+    states = [key for key in target.tensors if is_optimizer_key(key)]
+    names = [key for key in target.tensors if key not in aliases and not is_optimizer_key(key)]
+    bad_names = [name for name in names if not _is_directory_name(name)]
+    if bad_names:
+        others_text = f"; nor can {listed_keys(bad_names[1:])}" if len(bad_names) > 1 else ""
+        raise UnsupportedError(
+            f"the key cannot be a directory name{others_text}",
+            key=bad_names[0],
+            hint=rename_hint(bad_names),
+        )
     parameters: dict[str, _ParameterFiles] = {}
-    states: list[str] = []
-    # Weights and buffers first: states refer to them.
-    _check_names(key for key in target.tensors if key not in aliases and not is_optimizer_key(key))
-    for key, meta in target.tensors.items():
-        if is_optimizer_key(key):
-            states.append(key)
-        elif key not in aliases:
-            _check_weight(meta)
-            parameters[key] = _ParameterFiles(key)
+    for name in names:
+        _check_weight(target.tensors[name])
+        parameters[name] = _ParameterFiles(name)
     # Assign each state to its parameter.
     for key in states:
         state_key = state_of(key, parameters)
@@ -190,22 +195,6 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
         if state_key is not None:
             parameters[state_key[0]].values[state_key[1]] = item.value
     return parameters
-
-
-def _check_names(keys: Iterable[str]) -> None:
-    """Raise unless every key can be the name of a parameter's directory.
-
-    Raises:
-        UnsupportedError: a key cannot; lists all such keys.
-    """
-    bad_keys = [key for key in keys if not _is_directory_name(key)]
-    if bad_keys:
-        others_text = f"; nor can {listed_keys(bad_keys[1:])}" if len(bad_keys) > 1 else ""
-        raise UnsupportedError(
-            f"the key cannot be a directory name{others_text}",
-            key=bad_keys[0],
-            hint=rename_hint(bad_keys),
-        )
 
 
 def _is_directory_name(key: str) -> bool:
@@ -324,23 +313,17 @@ def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object,
     facts = target.facet(ZeroFacts)
     if facts is not None and facts.stage is not None:
         root["zero_stage"] = facts.stage
-    # ZeRO-3 reads the step from the state dict of the wrapped optimizer.
+    # ZeRO-3 reads the step, a tensor or a number, from the state dict of the wrapped optimizer.
     root[PARAM_GROUPS] = groups
-    step = _step(target)
+    numbers = (
+        item.value
+        for key, item in target.objects.items()
+        if (state_key := state_of(key, target.tensors)) is not None and state_key[1] == STEP
+    )
+    step = TensorLeaf(STEP_COPY) if STEP_COPY in target.hidden else next(numbers, None)
     if step is not None:
         root["optimizer_state_dict"] = {STATE: {0: {STEP: step}}, PARAM_GROUPS: groups}
     return root
-
-
-def _step(target: TargetCatalog) -> object:
-    """Return the step for ``optimizer_state.pt``, a tensor or a number; None if there is none."""
-    if STEP_COPY in target.hidden:
-        return TensorLeaf(STEP_COPY)
-    for key, item in target.objects.items():
-        state_key = state_of(key, target.tensors)
-        if state_key is not None and state_key[1] == STEP:
-            return item.value
-    return None
 
 
 def _trained(target: TargetCatalog, parameters: Mapping[str, _ParameterFiles]) -> list[str]:
