@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO 0 to 3, read only: partitions of flat buffers in rank files.
 
-Start at ``format``, then ``partition`` (which piece of which parameter lies where) and ``pieces``.
+Start at ``format``, then ``partition`` (where each part of a parameter is stored) and ``runs``.
 ``universal`` is the format that DeepSpeed converts to.
 Imports: arrays, catalog, errors, files, formats, formats.torch, pickle.
 """

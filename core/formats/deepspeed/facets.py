@@ -1,4 +1,4 @@
-"""Facts that a DeepSpeed checkpoint states about the run that saved it."""
+"""Facts that a DeepSpeed checkpoint records about the run that saved it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ZeroFacts:
-    """A facet (``core.catalog.facets``) of catalogs that were read from DeepSpeed's files,
-    universal ones included.
+    """A facet (``core.catalog.facets``) of catalogs of DeepSpeed checkpoints, also universal ones.
 
     Args:
-        stage: stage of ZeRO, 0 to 3; None if it is not stated.
-        dp: number of data-parallel ranks; None if it is not stated.
+        stage: ZeRO stage, 0 to 3; None if it is not recorded.
+        dp: number of data-parallel ranks; None if it is not recorded.
     """
 
     stage: int | None = None

@@ -2,17 +2,17 @@
 
 ::
 
-    mp_rank_00_model_states.pt                              ZeRO-0, 1, 2: one per model-parallel rank
-    zero_pp_rank_R_mp_rank_00_model_states.pt               ZeRO-3: one per data-parallel rank R
-    [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1, 2, 3: one per data-parallel rank
-    R
+    mp_rank_00_model_states.pt                    ZeRO-0, 1, 2: one per model-parallel rank
+    zero_pp_rank_R_mp_rank_00_model_states.pt     ZeRO-3: one per data-parallel rank R
+    [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
+                                                  ZeRO-1, 2, 3: one per data-parallel rank R
 
-``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 left out the
+``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 omitted the
 underscore before ``optim_states``.
 
 Refused by name: more than one model-parallel rank, files of pipeline stages, experts and AutoEP,
-states that were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which two
-runs left behind.
+states that were offloaded to NVMe, and a mixture of files with and without ``bf16_``, which comes
+from two runs.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
 ``_get_expert_ckpt_name``).
@@ -30,25 +30,29 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-_MODEL = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt$")
-_ZERO_MODEL = re.compile(r"zero_pp_rank_(\d{1,7})_mp_rank_(\d{2,6})_model_states\.pt$")
+_MODEL = re.compile(r"mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$")
+_ZERO_MODEL = re.compile(
+    r"zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$"
+)
 _OPTIM = re.compile(
-    r"((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,7})_mp_rank_(\d{2,6})(_?optim_states\.pt)$"
+    r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d{1,7})"
+    r"_mp_rank_(?P<mp_rank>\d{2,6})(?P<suffix>_?optim_states\.pt)$"
 )
 _EXPERT = re.compile(
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"
+    r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
 )
 _LAYER = re.compile(r"layer_\d+-.*model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
 UNIVERSAL_HINT = (
-    "make a universal checkpoint of it with deepspeed's ds_to_universal.py, which knows the model's rules; "
-    "ckpt reads those"
+    "convert it to a universal checkpoint with deepspeed's ds_to_universal.py, which knows the "
+    "model's rules; ckpt reads universal checkpoints"
 )
-"""For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer
-files, and AutoEP.
+"""The hint for what that tool converts: model-parallel ranks and pipeline stages with ZeRO's
+optimizer files, and AutoEP.
 """
 _SAVE_AGAIN = (
-    "load it with DeepSpeed at the sizes that it was saved with, gather the weights, "
+    "load it with DeepSpeed in the topology that it was saved with, gather the weights, "
     "and save them with torch.save"
 )
 SAVE_AGAIN_HINT = (
@@ -57,7 +61,7 @@ SAVE_AGAIN_HINT = (
 EXPERTS_HINT = (
     f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
 )
-"""Without optimizer files of ZeRO, and for states in NVMe's swap folders.
+"""The hints for checkpoints without ZeRO's optimizer files or with states on NVMe, and for experts.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the
 optimizer files, merges experts only by AutoEP's metadata, and opens no ``offloaded_tensors``.
@@ -69,9 +73,9 @@ class ZeroRankFiles:
     """The files of one checkpoint, by data-parallel rank.
 
     Args:
-        model: the one model file of ZeRO-0, 1 and 2, or None.
+        model: the only model file of ZeRO-0, 1 and 2; None if there is none.
         zero_model: the model files of ZeRO-3; () if there are none.
-        optim: the optimizer's files; () if there are none.
+        optim: the optimizer files; () if there are none.
     """
 
     model: str | None
@@ -80,47 +84,51 @@ class ZeroRankFiles:
 
 
 def is_rank_file(name: str) -> bool:
-    """Return whether a name is one of DeepSpeed's rank files."""
+    """Return whether a name is that of one of DeepSpeed's rank files."""
     return any(pattern.match(name) for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _LAYER))
 
 
 def rank_files(store: ReadStore) -> ZeroRankFiles:
-    """Return the files of a directory, complete as far as their names show.
+    """List the files of a directory by rank, and check that none of them is missing.
+
+    Missing files of the highest ranks cannot be recognized by names.
 
     Raises:
         UnsupportedError: a kind of parallelism or an offload is not supported.
-        MissingShardError: a rank's file is missing, or all files but the optimizer's are.
-        CorruptError: the directory holds files of two runs.
+        MissingShardError: a rank's file is missing, or there are only optimizer files.
+        CorruptError: the directory contains files of two runs.
     """
     names = store.files()
     _refuse_unsupported(store, names)
-    models = [name for name in names if _MODEL.match(name)]
-    zero_models = {int(m.group(1)): name for name in names if (m := _ZERO_MODEL.match(name))}
+    model = next(filter(_MODEL.match, names), None)
+    zero_models = {int(match["rank"]): name for name in names if (match := _ZERO_MODEL.match(name))}
+    # Prefix and suffix of optimizer files depend on the settings and the version of the run.
     optim: dict[int, str] = {}
-    kinds: dict[tuple[str, str], str] = {}
+    name_of_kind: dict[tuple[str, str], str] = {}
     for name in names:
         match = _OPTIM.match(name)
         if match is not None:
-            optim[int(match.group(2))] = name
-            kinds.setdefault((match.group(1), match.group(4)), name)
-    if len(kinds) > 1:
-        first, second = list(kinds.values())[:2]
+            optim[int(match["rank"])] = name
+            name_of_kind.setdefault((match["prefix"], match["suffix"]), name)
+    if len(name_of_kind) > 1:
+        first, second = list(name_of_kind.values())[:2]
         raise CorruptError(
             f"{first} and {second} come from two runs with different settings",
             file=store.label,
-            hint="remove the older files; the time stamps tell which they are",
+            hint="remove the older files (compare their modification times)",
         )
-    if optim and not models and not zero_models:
+    # Without model files, the flat groups cannot be divided into parameters.
+    if optim and model is None and not zero_models:
         raise MissingShardError(
-            "*_model_states.pt, which names the parameters, is missing; there are only optimizer files",
+            "*_model_states.pt, which names the parameters, is missing; only optimizer files exist",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    return ZeroRankFiles(models[0] if models else None, _complete(zero_models), _complete(optim))
+    return ZeroRankFiles(model, _complete(zero_models), _complete(optim))
 
 
 def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
-    """Return the files by rank.
+    """Return the files in the order of their ranks, which must be 0, 1, 2 …
 
     Raises:
         MissingShardError: a rank's file is missing.
@@ -132,7 +140,7 @@ def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
 
 
 def missing_rank(like: str, rank: int) -> MissingShardError:
-    """Return the error for a rank whose file is missing.
+    """Return the error about the missing file of a rank.
 
     Args:
         like: name of another rank's file.
@@ -145,38 +153,34 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
 
 
 def way_out(*, has_zero_files: bool) -> str:
-    """Return the hint for a model-parallel checkpoint, with or without the optimizer files of
-    ZeRO.
-    """
+    """Return the hint for a model-parallel checkpoint, with or without ZeRO's optimizer files."""
     return UNIVERSAL_HINT if has_zero_files else SAVE_AGAIN_HINT
 
 
 def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
-    """Raise if the files show a kind of parallelism or an offload that is not supported."""
-    hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
+    """Raise if the names of files show a kind of parallelism or an offload that is not supported.
+
+    Raises:
+        UnsupportedError: names the first such file.
+    """
+    # Experts first: their hint differs, as most of them cannot be converted.
     for name in names:
         if _EXPERT.match(name):
             raise UnsupportedError(
                 "files of single experts (MoE) are not supported", file=name, hint=EXPERTS_HINT
             )
+    # The model decides how shards of other kinds of model parallelism are joined.
+    hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
     for name in names:
         if _LAYER.match(name):
             raise UnsupportedError(
                 "files of pipeline stages are not supported", file=name, hint=hint
             )
         match = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
-        if match is None:
-            continue
-        mp_rank = (
-            match.group(1)
-            if match.re is _MODEL
-            else match.group(2)
-            if match.re is _ZERO_MODEL
-            else match.group(3)
-        )
-        if int(mp_rank) != 0:
+        if match is not None and int(match["mp_rank"]) != 0:
             raise UnsupportedError(
-                f"a file of model-parallel rank {int(mp_rank)}; how its tensors fit the others depends on the model",
+                f"files of model-parallel rank {int(match['mp_rank'])} are not supported: how "
+                "their tensors are joined depends on the model",
                 file=name,
                 hint=hint,
             )

@@ -2,38 +2,43 @@
 
 On disk::
 
+    latest                                    name of the newest directory
     global_step10/
-    ├── mp_rank_00_model_states.pt                        ZeRO-0 to 2: names, shapes, 16-bit copies, client state
-    ├── zero_pp_rank_R_mp_rank_00_model_states.pt …       ZeRO-3: the same, one per data-parallel rank, without weights
-    └── [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1 to 3: flat parts of the fp32 masters and of the moments
-    latest                                                beside the directory: the name of the newest one
+    ├── mp_rank_00_model_states.pt            ZeRO-0 to 2: names, shapes, 16-bit copies of the
+    │                                         weights, client state
+    ├── zero_pp_rank_R_mp_rank_00_model_states.pt
+    │                                         ZeRO-3: the same without weights, one per
+    │                                         data-parallel rank R
+    └── [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
+                                              ZeRO-1 to 3: flat parts of the fp32 master weights
+                                              and of the moments
 
-Every file is a torch zip. The catalog has what ``zero_to_fp32.py`` makes, under the same names and
-bit for bit: the fp32 master weights, buffers as float32, frozen parameters as stored, shared
-parameters as aliases of their owners. Its keys are those of ``core.formats.deepspeed.tree``;
-moments stand under the parameters' names. How flat parts become
-parameters: ``core.formats.deepspeed.partition``; where a file has ``param_slice_mappings``, they
-    must say the same.
+Every file is a torch zip. The catalog contains what ``zero_to_fp32.py`` writes, under the same
+names and bit for bit: the fp32 master weights, buffers as float32, frozen parameters as stored,
+shared parameters as aliases of their owners. Its keys are those of
+``core.formats.deepspeed.tree``; moments have the names of their parameters. For the conversion from
+flat parts to parameters see ``core.formats.deepspeed.partition``; ``param_slice_mappings``, where a
+file has them, must agree with it.
 
-ZeRO-0 keeps weights as they were trained (16-bit) and numbers its optimizer's parameters; they keep
-their numbers.
+ZeRO-0 stores the weights as they were trained (16-bit), and numbers the parameters of its
+optimizer; the numbers are kept.
 
 Facet: ``ZeroFacts``.
 
-Beyond ``zero_to_fp32.py``: parameters that no optimizer group and no list of frozen parameters
-names (ZeRO-1 with frozen ones) are taken from the 16-bit copies, with a note; 64-bit buffers stay
-64-bit.
+Differences from ``zero_to_fp32.py``: parameters that are neither in an optimizer group nor in the
+list of frozen parameters (ZeRO-1 with frozen parameters) are read from the 16-bit copies, with a
+note; 64-bit buffers stay 64-bit.
 
-Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which are the rounded masters, and
-states that are not as long as the flat group that they belong to (factored optimizers). Not
-carried: facts about the partition.
+Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which are the rounded master weights,
+and states that are not as long as their flat group (factored optimizers). Not carried: facts about
+the partition.
 
-Versions: 0.3.17 and later, elastic ZeRO-1 checkpoints and ``BF16_Optimizer`` included. Not
-    supported, refused by
-name: see ``core.formats.deepspeed.files``.
+Versions: 0.3.17 and later, including elastic ZeRO-1 checkpoints and ``BF16_Optimizer``.
+
+Not supported, refused by name: see ``core.formats.deepspeed.files``.
 
 Source: DeepSpeed 0.19.8; checkpoints that it wrote, pinned in tests/golden (``deepspeed``,
-    ``oracle/deepspeed``).
+``oracle/deepspeed``).
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ from core.formats.deepspeed.model_states import iteration_of, parse_model_states
 from core.formats.deepspeed.moments import states_by_parameter
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
-from core.formats.deepspeed.pieces import tensor_in_groups, tensor_of_array
+from core.formats.deepspeed.runs import tensor_in_groups, tensor_of_array
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, assemble_catalog, group_trees, spread, tree_of
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
@@ -67,9 +72,8 @@ _UNIVERSAL = "zero"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory holds files of DeepSpeed's ranks, and is not a universal
-    checkpoint.
-    """
+    """Return whether the directory has DeepSpeed's rank files and is not a universal checkpoint."""
+    # A universal checkpoint has a model file of the same name.
     if store.entry is not None or not any(map(is_rank_file, store.files())):
         return False
     return not any(
@@ -82,7 +86,8 @@ def read(store: ReadStore) -> Catalog:
 
     Raises:
         MissingShardError: a rank's file is missing.
-        CorruptError: files contradict themselves or each other.
+        CorruptError: a file is malformed, or files contradict each other.
+        ReplicaMismatchError: a scalar of the optimizer differs between ranks.
         UnsupportedError: a kind of parallelism or the version is not supported.
         UnsafeError: a pickle is hostile.
     """
@@ -91,6 +96,7 @@ def read(store: ReadStore) -> Catalog:
     if not optim:
         return _read_unpartitioned(store, files)
     _check_ranks(optim, files)
+    # ZeRO-3 has a model file per rank, with the rank's parts of frozen parameters.
     if optim[0].stage == 3:
         if len(files.zero_model) < len(optim):
             raise missing_rank("zero_pp_rank_0_mp_rank_00_model_states.pt", len(files.zero_model))
@@ -108,35 +114,48 @@ def read(store: ReadStore) -> Catalog:
 
 
 def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
-    """Check that the optimizer's files are complete, and of one run."""
+    """Check that the optimizer files are complete and come from one run.
+
+    Raises:
+        MissingShardError: the file of a rank is missing.
+        CorruptError: the number of ranks, the stage or the number of groups differs between files.
+    """
+    # Names cannot show that the files of the highest ranks are missing, but every file records the
+    # number of ranks.
     n_ranks = max(rank_optim.n_ranks for rank_optim in optim)
     if len(optim) < n_ranks:
         raise missing_rank(files.optim[0], len(optim))
+    # Files that an older run left behind show up as other numbers of ranks, stages or groups.
     head = optim[0]
     for rank, rank_optim in enumerate(optim):
         file = rank_optim.state.file
         if rank_optim.n_ranks != len(optim):
             raise CorruptError(
-                f"the file records {rank_optim.n_ranks} ranks, but there are files from {len(optim)}",
+                f"the file records {rank_optim.n_ranks} ranks, but there are files from "
+                f"{len(optim)}",
                 file=file,
                 rank=str(rank),
                 hint="remove files that an older run with more ranks left behind",
             )
         if rank_optim.stage != head.stage:
             raise CorruptError(
-                f"the file is from ZeRO-{rank_optim.stage}, but that of rank 0 from ZeRO-{head.stage}",
+                f"the file is from ZeRO-{rank_optim.stage}, but that of rank 0 is from "
+                f"ZeRO-{head.stage}",
                 file=file,
                 rank=str(rank),
             )
         if len(rank_optim.fp32) != len(head.fp32):
             raise CorruptError(
-                f"the file has {len(rank_optim.fp32)} flat groups, but that of rank 0 {len(head.fp32)}",
+                f"the file has {len(rank_optim.fp32)} flat groups, but that of rank 0 has "
+                f"{len(head.fp32)}",
                 file=file,
                 rank=str(rank),
             )
+    # Fewer model files are reported when they are read.
     if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
-            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of optimizer states",
+            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of "
+            "optimizer states",
             file=files.zero_model[-1],
             hint="remove files that an older run with more ranks left behind",
         )
@@ -145,7 +164,16 @@ def _check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
 def _read_partitioned(
     store: ReadStore, models: Sequence[ModelStates], optim: Sequence[OptimStates]
 ) -> Catalog:
-    """Return the catalog of ZeRO-1, 2 or 3."""
+    """Return the catalog of ZeRO-1, 2 or 3.
+
+    Args:
+        models: the model files: one, or in ZeRO-3 one per rank.
+        optim: the optimizer files by rank.
+
+    Raises:
+        CorruptError: files contradict each other.
+        ReplicaMismatchError: a scalar of the optimizer differs between ranks.
+    """
     head, model = optim[0], models[0]
     if model.groups is None:
         raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
@@ -154,7 +182,8 @@ def _read_partitioned(
             raise other.state.corrupt(f"param_shapes differ from those of {model.state.file}")
     partition = _partition(model, optim)
 
-    # The weights: masters in the flat groups, and what only the model files hold.
+    # The weights: master weights in the flat groups, and those that only model files contain. An
+    # entry that comes later takes precedence.
     shapes = {name: shape for group in model.groups for name, shape in group.items()}
     weights = buffers(model) | frozen(models, head.stage)
     flat = [rank_optim.fp32 for rank_optim in optim]
@@ -166,10 +195,12 @@ def _read_partitioned(
     notes = list(unlisted.notes)
     if head.stage < 3:
         notes.append(
-            "the model file's copies of the weights are not carried; they are rounded from the optimizer's masters"
+            "the model file's 16-bit copies of the weights are not carried; they are the rounded "
+            "master weights"
         )
 
-    # The optimizer's states and settings by parameter.
+    # The optimizer's states and settings by parameter. ZeRO-3 may divide a group into several flat
+    # groups; the numbers in the settings are then kept, as they are no groups of parameters.
     by_parameter = states_by_parameter(store, partition, shapes, optim)
     names_of = {number: list(group) for number, group in enumerate(model.groups)}
     tree = tree_of(
@@ -178,8 +209,8 @@ def _read_partitioned(
         groups=group_trees(
             head.param_groups, names_of if len(model.groups) == len(head.fp32) else {}
         ),
-        optimizer=head.beside,
-        beside=model.beside,
+        optimizer=head.other_entries,
+        other_entries=model.other_entries,
     )
     catalog = assemble_catalog(
         tree, format="deepspeed", version=version_of(model), files=[model.state, head.state]
@@ -194,10 +225,10 @@ def _read_partitioned(
 
 
 def _partition(model: ModelStates, optim: Sequence[OptimStates]) -> Partition:
-    """Return the positions of the parameters, after checking them against the files.
+    """Return the positions of the parameters in the flat groups, checked against the files.
 
     Raises:
-        CorruptError: shapes, sizes and positions contradict each other.
+        CorruptError: shapes, sizes and recorded positions contradict each other.
     """
     assert model.groups is not None
     sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
@@ -206,67 +237,80 @@ def _partition(model: ModelStates, optim: Sequence[OptimStates]) -> Partition:
             return cut_parameters(model.groups, sizes)
         if len(model.groups) != len(optim[0].fp32):
             raise model.state.corrupt(
-                f"param_shapes has {len(model.groups)} groups, but the optimizer's files have {len(optim[0].fp32)}"
+                f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
+                f"{len(optim[0].fp32)}"
             )
         partition = cut_groups(model.groups, sizes, alignment=optim[0].alignment)
         _check_slices(partition, optim)
     except CorruptError as err:
-        err.file = err.file or model.state.file
+        err.file = err.file or model.state.file  # the partition knows no files
         raise
     return partition
 
 
 def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
-    """Check that every file's positions of parameters agree with shapes and sizes.
+    """Check that the positions recorded in every file agree with those of a partition.
 
     Raises:
-        CorruptError: names the first parameter at another position.
+        CorruptError: names the first parameter that is recorded at another position, or not at all.
     """
     if any(rank_optim.slices is None for rank_optim in optim):
         return
-    expected: dict[tuple[int, int, str], tuple[int, int]] = {}
-    for name in cut.first:
-        for run in cut.runs(name):
-            expected[run.rank, run.group, name] = (run.at, run.n)
+    expected = {
+        (run.rank, run.group, name): (run.at, run.n) for name in cut.first for run in cut.runs(name)
+    }
     for rank, rank_optim in enumerate(optim):
         for group, slices in enumerate(rank_optim.slices or ()):
-            for name, stated in slices.items():
+            for name, recorded in slices.items():
                 position = expected.pop((rank, group, name), None)
-                if stated != position and not (position is None and stated[1] == 0):
+                # A parameter without elements has no run, but may be recorded.
+                if recorded != position and not (position is None and recorded[1] == 0):
                     raise rank_optim.state.corrupt(
-                        f"param_slice_mappings state (start, elements) {stated}, but by the shapes before it in its "
-                        f"group it is {position}",
+                        f"param_slice_mappings records (start, elements) {recorded}, but the "
+                        f"shapes of the parameters before it give {position}",
                         key=name,
                     )
+    # Positions that no file records are left over.
     for rank, group, name in expected:
         raise optim[rank].state.corrupt(
-            f"param_slice_mappings lack the parameter, which is in this rank's part of group {group}",
+            "param_slice_mappings lacks the parameter, which is in this rank's part of group "
+            f"{group}",
             key=name,
         )
 
 
 def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
-    """Read the catalog of ZeRO-0: the module as stored, and the optimizer by numbers."""
+    """Read the catalog of ZeRO-0: the module as stored, the optimizer's parameters by number.
+
+    Raises:
+        MissingShardError: the checkpoint is one of ZeRO-1, 2 or 3 without its optimizer files.
+        CorruptError: the model file is malformed.
+    """
+    # Only ZeRO records ``param_shapes``, and only ZeRO-3 has one model file per rank.
     name = files.model or files.zero_model[0]
     model = parse_model_states(read_state_file(store, name), has_zero_files=False)
     if model.groups is not None:
         raise MissingShardError(
-            "the optimizer's files, which hold the fp32 weights, are missing",
+            "the optimizer files, which hold the fp32 weights, are missing",
             file=f"*{name.replace('model_states', 'optim_states')}" if files.model is None else
             "*zero_pp_rank_0_mp_rank_00_optim_states.pt",
             hint="copy the checkpoint again, with all its files",
         )  # fmt: skip
     if files.model is None:
-        raise model.state.corrupt("a file of ZeRO-3 without param_shapes")
+        raise model.state.corrupt("param_shapes is missing, which ZeRO-3 needs")
+    # The wrapped optimizer's own state dict is stored in the model file.
     weights = {key: tensor_of_array(array) for key, array in model.module.items()}
     weights, aliases = with_shared(model, weights)
-    tree = tree_of(weights=weights, states={}, groups=[], optimizer={}, beside=model.beside)
+    tree = tree_of(
+        weights=weights, states={}, groups=[], optimizer={}, other_entries=model.other_entries
+    )
     optimizer = model.state.root.get(OPTIMIZER)
     notes = []
     if optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)
         notes.append(
-            "ZeRO-0 stores numbers instead of names for the optimizer's parameters; its state keeps the numbers"
+            "ZeRO-0 stores numbers instead of names for the optimizer's parameters; the state "
+            "keeps them"
         )
     dp = model.state.root.get("dp_world_size")
     catalog = assemble_catalog(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
 from core.formats.deepspeed.files import way_out
+from core.formats.deepspeed.state_file import mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ class ModelStates:
 
     Args:
         state: the file.
-        module: parameter and buffer name → its tensor; ZeRO-3 leaves parameters empty.
+        module: name of a parameter or buffer → its tensor; in ZeRO-3, parameters are empty.
         buffers: names of the buffers among them.
-        groups: the optimizer's parameters by group, or None without ZeRO.
-        frozen: parameters that are not trained, with their shapes.
+        groups: shapes of the optimizer's parameters by group; None without ZeRO.
+        frozen: shapes of the parameters that are not trained.
         fragments: this file's part of each frozen parameter.
-        shared: name → name of the parameter that it shares.
-        beside: all other entries.
+        shared: name → name of the parameter with which it shares its tensor.
+        other_entries: all other entries.
     """
 
     state: StateFile
@@ -42,13 +43,15 @@ class ModelStates:
     frozen: Shapes
     fragments: Mapping[str, StoredArray]
     shared: Mapping[str, str]
-    beside: Mapping[str, object] = field(default_factory=dict)
+    other_entries: Mapping[str, object] = field(default_factory=dict)
 
 
 CONSUMED_MODEL = frozenset({
-    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "optimizer", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info",
+    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "optimizer", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info",
 })  # fmt: skip
+"""Entries of a model file that are parsed, or that only describe the run's ranks."""
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -58,94 +61,85 @@ def parse_model_states(
     """Parse the content of a ``*_model_states.pt`` file.
 
     Args:
-        is_universal: whether it belongs to a universal checkpoint, which has no model parallelism.
-        has_zero_files: whether there are optimizer files of ZeRO.
+        is_universal: the file belongs to a universal checkpoint, which has no model parallelism.
+        has_zero_files: the checkpoint has ZeRO's optimizer files; decides the hint of errors.
 
     Raises:
         CorruptError: an entry is missing or of another type.
-        UnsupportedError: the checkpoint is model parallel, or has experts.
+        UnsupportedError: the checkpoint is model parallel, or has sharded experts.
     """
     root = state.root
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
         _refuse_parallel(state, has_zero_files=has_zero_files)
-    # Parameters and buffers of the module.
+    # Parameters and buffers of the module, which may also have entries that are not tensors.
     module = {}
-    for name, value in (as_mapping(root["module"]) or {}).items():
+    for name, value in mapping_or_empty(root["module"]).items():
         if isinstance(value, TensorLeaf):
             module[state.name(name, "module")] = state.arrays[value.key]
-    buffers = [
-        state.name(name, "buffer_names")
-        for name in state.items(root.get("buffer_names") or [], "buffer_names")
-    ]
-    # Shapes of trained parameters; shapes and parts of frozen ones; names of shared ones.
-    groups = _param_shapes(state)
+    path = "buffer_names"
+    buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
+    # Shapes of trained parameters by group; old versions stored a single group without a list.
+    groups = None
+    path = "param_shapes"
+    stored_groups = root.get(path)
+    if stored_groups is not None:
+        if as_mapping(stored_groups) is not None:
+            stored_groups = [stored_groups]
+        groups = [
+            state.shapes(shapes, f"{path}[{number}]")
+            for number, shapes in enumerate(state.items(stored_groups, path))
+        ]
+    # Shapes of frozen parameters, and this rank's parts of them.
     frozen = state.shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes")
+    path = "frozen_param_fragments"
     fragments = {
-        state.name(name, "frozen_param_fragments"): state.tensor(
-            value, f"frozen_param_fragments.{name}"
-        )
-        for name, value in state.mapping(
-            root.get("frozen_param_fragments") or {}, "frozen_param_fragments"
-        ).items()
+        state.name(name, path): state.tensor(value, f"{path}.{name}")
+        for name, value in state.optional_mapping(root.get(path), path).items()
     }
+    path = "shared_params"
     shared = {
-        state.name(name, "shared_params"): state.name(owner, f"shared_params.{name}")
-        for name, owner in state.mapping(root.get("shared_params") or {}, "shared_params").items()
+        state.name(name, path): state.name(owner, f"{path}.{name}")
+        for name, owner in state.optional_mapping(root.get(path), path).items()
     }
     other_entries = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
     return ModelStates(state, module, buffers, groups, frozen, fragments, shared, other_entries)
 
 
-def _param_shapes(state: StateFile) -> list[Shapes] | None:
-    """Return the optimizer's parameters and their shapes by group; None without ZeRO."""
-    groups = state.root.get("param_shapes")
-    if groups is None:
-        return None
-    if as_mapping(groups) is not None:  # one group, in files of old versions
-        groups = [groups]
-    listed = state.items(groups, "param_shapes")
-    return [state.shapes(shapes, f"param_shapes[{number}]") for number, shapes in enumerate(listed)]
-
-
 def _refuse_parallel(state: StateFile, *, has_zero_files: bool) -> None:
-    """Raise if the file is one of several model-parallel ranks, or has cut experts."""
-    degrees = as_mapping(state.root.get("checkpoint_parallel_dimensions")) or {}
-    for name, kind in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
-        if isinstance(degrees.get(name), int) and degrees[name] != 1:
-            raise UnsupportedError(
-                f"saved with {kind} parallelism of {degrees[name]}, whose pieces depend on the model",
-                file=state.file,
-                hint=way_out(has_zero_files=has_zero_files),
-            )
+    """Raise if the file is that of one of several model-parallel ranks, or has sharded experts.
+
+    Raises:
+        UnsupportedError: names the kind of parallelism.
+    """
+    degrees = mapping_or_empty(state.root.get("checkpoint_parallel_dimensions"))
+    reasons = [
+        f"saved with {kind} parallelism of {degrees[name]}, whose shards depend on the model"
+        for name, kind in (("tp_degree", "tensor"), ("pp_degree", "pipeline"))
+        if isinstance(degrees.get(name), int) and degrees[name] != 1
+    ]
     size = state.root.get("mp_world_size")
     if isinstance(size, int) and size > 1:
-        raise UnsupportedError(
-            f"saved with {size} model-parallel ranks, whose pieces depend on the model",
-            file=state.file,
-            hint=way_out(has_zero_files=has_zero_files),
-        )
+        reasons.append(f"saved with {size} model-parallel ranks, whose shards depend on the model")
     if any(state.root.get(name) for name in _AUTOEP):
+        reasons.append("experts that are sharded among ranks (AutoEP) are not supported")
+    if reasons:
         raise UnsupportedError(
-            "experts that are cut among ranks (AutoEP) are not supported",
-            file=state.file,
-            hint=way_out(has_zero_files=has_zero_files),
+            reasons[0], file=state.file, hint=way_out(has_zero_files=has_zero_files)
         )
 
 
 def version_of(model: ModelStates) -> str | None:
-    """Return DeepSpeed's version, as the model file states it; None if it does not."""
-    version = model.beside.get("ds_version")
+    """Return DeepSpeed's version; None if the model file does not record it."""
+    version = model.other_entries.get("ds_version")
     return version if isinstance(version, str) else None
 
 
 def iteration_of(model: ModelStates) -> int | None:
-    """Return the iteration that the training script states, else the number of optimizer steps;
-    None without both.
-    """
+    """Return the training script's iteration, else the number of optimizer steps, else None."""
     for name in ("iteration", "global_steps"):
-        number = model.beside.get(name)
+        number = model.other_entries.get(name)
         if type(number) is int:
             return number
     return None

@@ -1,12 +1,15 @@
 """The content of a ``*_optim_states.pt`` file of DeepSpeed.
 
-::
+Names in parentheses are those of ZeRO-3::
 
     optimizer_state_dict
-    ├── zero_stage, partition_count                        of the run
-    ├── single_partition_of_fp32_groups   fp32_flat_groups      ZeRO-1 and 2; ZeRO-3: flat masters, one per group
-    ├── base_optimizer_state              optimizer_state_dict  state: {group: {exp_avg …}}, param_groups
-    └── param_slice_mappings                               ZeRO-1 and 2: where each parameter lies in this rank's part
+    ├── zero_stage, partition_count
+    ├── single_partition_of_fp32_groups (fp32_flat_groups)
+    │       flat master weights, one per group
+    ├── base_optimizer_state (optimizer_state_dict)
+    │       state: {group: {exp_avg …}}, param_groups
+    └── param_slice_mappings (none)
+            positions of the parameters in this rank's part
 
 Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
 ``runtime/bf16_optimizer.py`` (``state_dict``).
@@ -20,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
 from core.formats.deepspeed.files import EXPERTS_HINT
-from core.formats.deepspeed.state_file import shown, type_of
-from core.pickle.inert import Inert, TensorLeaf, as_mapping, attributes
+from core.formats.deepspeed.state_file import mapping_or_empty, shown, type_of
+from core.pickle.inert import Inert, TensorLeaf, attributes
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -40,16 +43,16 @@ class OptimStates:
 
     Args:
         state: the file.
-        stage: stage of ZeRO, 1 to 3.
-        n_ranks: number of such files, as this one states it.
-        fp32: the flat groups of the master weights.
+        stage: ZeRO stage, 1 to 3.
+        n_ranks: number of such files that this one records.
+        fp32: this rank's part of the master weights, one flat array per group.
         states: per flat group, state name → tensor or value; {} for a group that was never stepped.
         param_groups: the settings of the optimizer's groups, as stored.
         slices: per group, parameter name → (first element in this rank's part, number of
-            elements); None if it is not stated.
+            elements); None if it is not recorded.
         alignment: per group, the padding after each parameter, in elements; None if it is not
-            stated.
-        beside: all other entries of the optimizer's state.
+            recorded.
+        other_entries: all other entries of the optimizer's state.
     """
 
     state: StateFile
@@ -60,14 +63,15 @@ class OptimStates:
     param_groups: Sequence[Mapping[object, object]]
     slices: Sequence[Mapping[str, tuple[int, int]]] | None
     alignment: Sequence[Sequence[int]] | None
-    beside: Mapping[str, object]
+    other_entries: Mapping[str, object]
 
 
 CONSUMED_OPTIM = frozenset({
     "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "ds_version",
-    "ds_zero_partition_groups", "universal_checkpoint_info", OPTIMIZER_STATE, BASE_STATE, FLAT_12, FLAT_3, SLICES,
+    "ds_zero_partition_groups", "universal_checkpoint_info",
+    OPTIMIZER_STATE, BASE_STATE, FLAT_12, FLAT_3, SLICES,
 })  # fmt: skip
-"""Entries of the optimizer's state that are facts about the partition, or are read."""
+"""Entries of the optimizer's state that are parsed, or that only describe the partition."""
 
 
 def parse_optim_states(state: StateFile) -> OptimStates:
@@ -75,17 +79,26 @@ def parse_optim_states(state: StateFile) -> OptimStates:
 
     Raises:
         CorruptError: an entry is missing, of another type, or contradicts another one.
-        UnsupportedError: groups are cut among different numbers of ranks (experts).
+        UnsupportedError: groups are partitioned among different numbers of ranks (experts).
     """
     if OPTIMIZER_STATE not in state.root:
         raise state.corrupt(
             f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states"
         )
     root = state.mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
-    stage = _stage(state, root)
+    # The stage decides the names of the other entries. ``BF16_Optimizer`` (ZeRO-1) does not record
+    # it.
+    stage = enum_number(root.get("zero_stage"))
+    if stage is None:
+        if root.get("zero_stage") is not None:
+            raise state.corrupt(f"zero_stage is a {type_of(root['zero_stage'])}")
+        stage = 3 if FLAT_3 in root else 1
+    if stage not in (1, 2, 3):
+        raise state.corrupt(f"zero_stage is {stage}, which has no optimizer files")
     flat_name, base_name = (FLAT_3, OPTIMIZER_STATE) if stage == 3 else (FLAT_12, BASE_STATE)
     if flat_name not in root:
         raise state.corrupt(f"{OPTIMIZER_STATE}.{flat_name} is missing, which ZeRO-{stage} needs")
+    # The master weights, then the states of the wrapped optimizer, by flat group.
     groups = state.items(root[flat_name], flat_name)
     fp32 = [state.flat(group, f"{flat_name}[{number}]") for number, group in enumerate(groups)]
     states, param_groups = _base_state(state, root.get(base_name), base_name, len(fp32))
@@ -98,48 +111,45 @@ def parse_optim_states(state: StateFile) -> OptimStates:
         param_groups=param_groups,
         slices=_slices(state, root.get(SLICES), len(fp32)),
         alignment=_alignment(state, root.get("param_alignment_paddings"), len(fp32)),
-        beside={str(name): value for name, value in root.items() if name not in CONSUMED_OPTIM},
+        other_entries={
+            str(name): value for name, value in root.items() if name not in CONSUMED_OPTIM
+        },
     )
 
 
-def _stage(state: StateFile, root: Mapping[object, object]) -> int:
-    """Return the stage of ZeRO; a file of ``BF16_Optimizer`` (ZeRO-1) does not state it."""
-    stage = enum_number(root.get("zero_stage"))
-    if stage is None:
-        if "zero_stage" in root and root["zero_stage"] is not None:
-            raise state.corrupt(f"zero_stage is a {type_of(root['zero_stage'])}")
-        stage = 3 if FLAT_3 in root else 1
-    if stage not in (1, 2, 3):
-        raise state.corrupt(f"zero_stage is {stage}, which keeps no optimizer files")
-    return stage
-
-
 def enum_number(value: object) -> int | None:
-    """Return the number of a stage, which is stored as an int or as a ``ZeroStageEnum``."""
+    """Return the number of a stage, an int or a ``ZeroStageEnum``; None for other values."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     return value if type(value) is int else None
 
 
 def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
-    """Return the number of ranks among which the groups are cut."""
+    """Return the number of ranks among which the groups are partitioned.
+
+    Raises:
+        CorruptError: the number is missing or malformed.
+        UnsupportedError: the number differs between groups.
+    """
     if "partition_count" not in root:
         raise state.corrupt(f"{OPTIMIZER_STATE}.partition_count is missing")
-    stated = root["partition_count"]
+    # One number, or one per group; ds_zero_partition_groups may record it as well.
+    stored = root["partition_count"]
     counts = [
         state.number(count, "partition_count")
-        for count in (stated if isinstance(stated, (list, tuple)) else [stated])
+        for count in (stored if isinstance(stored, (list, tuple)) else [stored])
     ]
-    for partition in state.items(
-        root.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"
-    ):
-        count = (as_mapping(partition) or {}).get("partition_count")
+    path = "ds_zero_partition_groups"
+    for partition in state.optional_items(root.get(path), path):
+        count = mapping_or_empty(partition).get("partition_count")
         counts += [count] if isinstance(count, int) else []
     if not counts:
         raise state.corrupt("partition_count is an empty list")
+    # Groups of experts are partitioned among fewer ranks than the others.
     if len(set(counts)) > 1:
         raise UnsupportedError(
-            f"the groups are cut among different numbers of ranks ({sorted(set(counts))}), as with experts",
+            f"the groups are partitioned among different numbers of ranks ({sorted(set(counts))}), "
+            "as with experts",
             file=state.file,
             hint=EXPERTS_HINT,
         )
@@ -149,21 +159,28 @@ def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
 def _base_state(
     state: StateFile, base: object, path: str, n_groups: int
 ) -> tuple[list[Mapping[str, object]], list[Mapping[object, object]]]:
-    """Return the states of each flat group, and the settings of the groups, of the wrapped
-    optimizer.
+    """Return the states of each flat group and the settings of the groups of the wrapped optimizer.
+
+    Args:
+        base: the entry of the wrapped optimizer.
+        path: name of that entry, for messages.
+
+    Raises:
+        CorruptError: the entry is malformed, or has states of a group that does not exist.
     """
-    empty: list[Mapping[str, object]] = [{} for _ in range(n_groups)]
     if base is None:  # tools that shrink checkpoints remove it
-        return empty, []
-    if isinstance(base, (list, tuple)):  # an elastic checkpoint
+        return [{} for _ in range(n_groups)], []
+    # The state dict of a torch optimizer; in elastic checkpoints only a list of its states.
+    param_groups: list[Mapping[object, object]] = []
+    if isinstance(base, (list, tuple)):
         by_number: Mapping[object, object] = dict(enumerate(base))
-        param_groups: list[Mapping[object, object]] = []
     else:
         root = state.mapping(base, path)
-        by_number = state.mapping(root.get("state") or {}, f"{path}.state")
-        listed = state.items(root.get("param_groups") or [], f"{path}.param_groups")
-        param_groups = [state.mapping(group, f"{path}.param_groups") for group in listed]
-    # Each flat group has one entry of states.
+        by_number = state.optional_mapping(root.get("state"), f"{path}.state")
+        settings = state.optional_items(root.get("param_groups"), f"{path}.param_groups")
+        param_groups = [state.mapping(group, f"{path}.param_groups") for group in settings]
+    # The wrapped optimizer's parameters are the flat groups. One that was never stepped has no
+    # states.
     for number in by_number:
         if type(number) is not int or not 0 <= number < n_groups:
             raise state.corrupt(
@@ -171,7 +188,7 @@ def _base_state(
             )
     states: list[Mapping[str, object]] = []
     for number in range(n_groups):
-        entries = state.mapping(by_number.get(number) or {}, f"{path}.state[{number}]")
+        entries = state.optional_mapping(by_number.get(number), f"{path}.state[{number}]")
         states.append({
             str(name): state.arrays[value.key] if isinstance(value, TensorLeaf) else value
             for name, value in entries.items()
@@ -180,42 +197,46 @@ def _base_state(
 
 
 def _slices(
-    state: StateFile, stated: object, n_groups: int
+    state: StateFile, stored: object, n_groups: int
 ) -> list[Mapping[str, tuple[int, int]]] | None:
-    """Return the positions of parameters in this rank's part of each group.
+    """Return the positions of parameters in this rank's part of each group; None if not recorded.
 
-    None if they are not stated.
+    Raises:
+        CorruptError: the entry is malformed, or has another number of groups.
     """
-    if stated is None:
+    if stored is None:
         return None
-    listed = state.items(stated, SLICES)
-    if len(listed) != n_groups:
+    groups = state.items(stored, SLICES)
+    if len(groups) != n_groups:
         raise state.corrupt(
-            f"{SLICES} has {len(listed)} groups, but there are {n_groups} flat ones"
+            f"{SLICES} has {len(groups)} groups, but there are {n_groups} flat groups"
         )
     slices: list[Mapping[str, tuple[int, int]]] = []
-    for group in listed:
+    for group in groups:
         group_slices = {}
         for name, address in state.mapping(group, SLICES).items():
             name = state.name(name, SLICES)
-            fields = attributes(address) or as_mapping(address) or {}
+            # An object ``fragment_address``, or a dict with the same fields.
+            fields = attributes(address) or mapping_or_empty(address)
             start = state.number(fields.get("start"), f"{SLICES}.{name}.start")
-            group_slices[name] = (
-                start,
-                state.number(fields.get("numel"), f"{SLICES}.{name}.numel"),
-            )
+            length = state.number(fields.get("numel"), f"{SLICES}.{name}.numel")
+            group_slices[name] = (start, length)
         slices.append(group_slices)
     return slices
 
 
-def _alignment(state: StateFile, stated: object, n_groups: int) -> list[list[int]] | None:
-    """Return the padding after each parameter of each group; None if it is not stated."""
+def _alignment(state: StateFile, stored: object, n_groups: int) -> list[list[int]] | None:
+    """Return the padding after each parameter of each group, in elements; None if not recorded.
+
+    Raises:
+        CorruptError: the entry is malformed, or has another number of groups.
+    """
     path = "param_alignment_paddings"
-    if stated is None:
+    if stored is None:
         return None
-    listed = [
-        [state.number(n, path) for n in state.items(group, path)] for group in state.items(stated, path)
-    ]  # fmt: skip
-    if len(listed) != n_groups:
-        raise state.corrupt(f"{path} has {len(listed)} groups, but there are {n_groups} flat ones")
-    return listed
+    groups = [state.items(group, path) for group in state.items(stored, path)]
+    if len(groups) != n_groups:
+        raise state.corrupt(
+            f"{path} has {len(groups)} groups, but there are {n_groups} flat groups"
+        )
+    return [[state.number(padding, path) for padding in group] for group in groups]

@@ -1,19 +1,19 @@
 """ZeRO's partition of parameters among data-parallel ranks: pure integers.
 
-ZeRO-1 and 2. Per group, the parameters one after the other, then cut into equal parts, the last ones padded::
+ZeRO-1 and 2. The parameters of a group are concatenated, then cut into equal parts, the last of
+which are padded::
 
     parameters   │ embed (888)    │ w1 (1752)          │ w2 (1752)      …│ padding
     ranks        │ rank 0 (4392)                │ rank 1 (4392)           │
 
-ZeRO-3. Every parameter is cut for itself into ``ceil(n / ranks)`` elements, the last part padded; a
-rank has its parts
-one after the other, through all groups::
+ZeRO-3. Every parameter is cut separately into parts of ``ceil(n / ranks)`` elements, the last of
+which is padded. A rank concatenates its parts of all parameters, through all groups::
 
     rank 0       │ embed 0–444    │ bias 0–37  …│
     rank 1       │ embed 444–888  │ bias 37–73, 1 of padding …│
 
-Source: DeepSpeed 0.19.8 ``utils/zero_to_fp32.py`` (its output is what the tests compare with),
-``runtime/zero/ stage_1_and_2.py``, ``runtime/zero/stage3.py``.
+Source: DeepSpeed 0.19.8 ``utils/zero_to_fp32.py`` (the tests compare with its output),
+``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ Shapes = Mapping[str, Shape]
 
 @dataclass(frozen=True, slots=True)
 class PartitionRun:
-    """Elements [start, start + n) of a parameter, at element ``at`` of flat group ``group`` of
-    ``rank``.
+    """A run of a parameter's elements that is contiguous in a flat group of one rank.
+
+    Args:
+        rank: data-parallel rank that stores the run.
+        group: flat group of that rank.
+        at: first element in the flat group.
+        start: first element in the flattened parameter.
+        n: number of elements.
     """
 
     rank: int
@@ -46,23 +52,23 @@ class PartitionRun:
 
 
 class Partition(Protocol):
-    """The positions of all parameters."""
+    """The positions of all parameters in the flat groups."""
 
     def runs(self, name: str) -> Iterator[PartitionRun]:
-        """Return the parts of a parameter, in the order of its elements."""
+        """Yield the runs of a parameter, in the order of its elements."""
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """Return the flat groups that hold a parameter."""
+        """Return the flat groups that contain elements of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutGroups:
-    """The partition of ZeRO-1 and 2. Made by ``cut_groups``.
+    """The partition of ZeRO-1 and 2, as returned by ``cut_groups``.
 
     Args:
-        groups: the parameters of each group.
+        groups: shapes of the parameters of each group.
         first: name → (group, first element in the group).
-        starts: per group, the element of the group at which each rank begins, and the end.
+        starts: per group, the element at which the part of each rank begins, and the end.
     """
 
     groups: Sequence[Shapes]
@@ -70,10 +76,11 @@ class CutGroups:
     starts: Sequence[Sequence[int]]
 
     def runs(self, name: str) -> Iterator[PartitionRun]:
-        """Yield the parts of a parameter, in the order of its elements."""
+        """Yield the runs of a parameter, in the order of its elements."""
         group, first_element = self.first[name]
         end = first_element + prod(self.groups[group][name])
         starts = self.starts[group]
+        # Begin at the rank that contains the first element; ranks may be empty.
         rank = max(bisect_right(starts, first_element) - 1, 0)
         position = first_element
         while position < end:
@@ -86,7 +93,7 @@ class CutGroups:
             rank += 1
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """Return the flat group that holds a parameter."""
+        """Return the flat group that contains a parameter."""
         return (self.first[name][0],)
 
 
@@ -99,13 +106,13 @@ def cut_groups(
     """Return the partition of ZeRO-1 and 2.
 
     Args:
-        groups: the parameters of each group.
-        sizes: per rank, the number of elements of each group that it holds, with or without the
+        groups: shapes of the parameters of each group.
+        sizes: per rank, the number of elements of its part of each group, with or without the
             padding at the end.
         alignment: per group, the padding after each parameter, in elements; None for none.
 
     Raises:
-        CorruptError: the sizes do not add up.
+        CorruptError: the sizes do not match the shapes, or a parameter is in two groups.
     """
     n_ranks = len(sizes)
     first: dict[str, tuple[int, int]] = {}
@@ -117,7 +124,8 @@ def cut_groups(
             raise CorruptError(
                 f"group {group} has {len(shapes)} parameters, but {len(gaps)} alignment paddings"
             )
-        # Parameters follow each other, with paddings between them.
+        # Parameters follow each other, with paddings between them; ``last`` is the end of the last
+        # parameter, without its padding.
         last = offset
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             if name in first:
@@ -128,15 +136,15 @@ def cut_groups(
             offset += prod(shape)
             last = offset
             offset += gap
-        # The ranks' parts must add up to the group.
+        # The parts of all ranks must add up to the group. DeepSpeed pads it to a multiple of
+        # 2 × ranks, and strips some of the padding, in ways that depend on its version.
         rank_starts = [0, *accumulate(rank[group] for rank in sizes)]
         starts.append(rank_starts)
-        # DeepSpeed pads to multiples of 2 × ranks, and strips some of it, in ways that depend on its version.
         step = 2 * n_ranks
         if rank_starts[-1] < last or -(-offset // step) != -(-rank_starts[-1] // step):
             raise CorruptError(
-                f"the {len(shapes)} parameters of group {group} need {offset} elements, but its parts on {n_ranks} "
-                f"ranks have {rank_starts[-1]}",
+                f"the {len(shapes)} parameters of group {group} need {offset} elements, but its "
+                f"parts on {n_ranks} ranks have {rank_starts[-1]}",
                 hint="files of different checkpoints were mixed, or one belongs to another run",
             )
     return CutGroups(groups, first, starts)
@@ -144,12 +152,12 @@ def cut_groups(
 
 @dataclass(frozen=True, slots=True)
 class CutParameters:
-    """The partition of ZeRO-3. Made by ``cut_parameters``.
+    """The partition of ZeRO-3, as returned by ``cut_parameters``.
 
     Args:
-        shapes: every parameter, through all groups.
+        shapes: shapes of the parameters of all groups.
         first: name → its first element on every rank, counted through all flat groups.
-        starts: element at which each flat group begins, and the end; the same on every rank.
+        starts: the element at which each flat group begins, and the end; the same on every rank.
         n_ranks: number of ranks.
     """
 
@@ -159,12 +167,13 @@ class CutParameters:
     n_ranks: int
 
     def runs(self, name: str) -> Iterator[PartitionRun]:
-        """Yield the parts of a parameter, in the order of its elements."""
+        """Yield the runs of a parameter, in the order of its elements."""
         n = prod(self.shapes[name])
         part = -(-n // self.n_ranks)
         for rank in range(self.n_ranks):
             start, stop = rank * part, min((rank + 1) * part, n)
             position = self.first[name]
+            # A rank's flat groups count as one sequence: the part may continue in the next one.
             while start < stop:
                 group = bisect_right(self.starts, position) - 1
                 length = min(stop - start, self.starts[group + 1] - position)
@@ -172,7 +181,7 @@ class CutParameters:
                 start, position = start + length, position + length
 
     def groups_of(self, name: str) -> Sequence[int]:
-        """Return the flat groups that hold a parameter."""
+        """Return the flat groups that contain elements of a parameter."""
         return tuple(dict.fromkeys(run.group for run in self.runs(name)))
 
 
@@ -180,20 +189,23 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
     """Return the partition of ZeRO-3.
 
     Args:
-        groups: the parameters of each group.
+        groups: shapes of the parameters of each group.
         sizes: per rank, the number of elements of each flat group.
 
     Raises:
-        CorruptError: the sizes do not add up, or differ between ranks.
+        CorruptError: the sizes do not match the shapes or differ between ranks, or a parameter is
+            in two groups.
     """
+    # All parts of a parameter are equally long, so that the ranks have the same flat groups.
     n_ranks = len(sizes)
     for rank, rank_sizes in enumerate(sizes):
         if list(rank_sizes) != list(sizes[0]):
             raise CorruptError(
-                f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those of rank 0 "
-                f"{list(sizes[0])[:8]}",
+                f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those "
+                f"of rank 0 have {list(sizes[0])[:8]}",
                 hint="files of different checkpoints were mixed",
             )
+    # Concatenate the parts of the parameters of all groups.
     shapes: dict[str, Shape] = {}
     first: dict[str, int] = {}
     offset = 0
@@ -207,8 +219,8 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
     starts = [0, *accumulate(sizes[0])]
     if offset != starts[-1]:
         raise CorruptError(
-            f"the parts of {len(shapes)} parameters need {offset} elements a rank, but the flat groups have "
-            f"{starts[-1]}",
+            f"the parts of {len(shapes)} parameters need {offset} elements per rank, but the flat "
+            f"groups have {starts[-1]}",
             hint="files of different checkpoints were mixed, or one belongs to another run",
         )
     return CutParameters(shapes, first, starts, n_ranks)

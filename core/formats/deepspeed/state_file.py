@@ -1,6 +1,7 @@
 """The content of one DeepSpeed file: its inert tree, and typed access to it.
 
-Every entry of a file may be missing or of another type; the accessors name it by its path.
+Every entry of a file may be missing or of another type. The accessors check the type; their errors
+name the entry by its path, such as ``param_shapes[0].embed.weight``.
 
 Nothing is unpickled: a file is a torch zip, read by ``core.formats.torch.format``.
 """
@@ -28,12 +29,12 @@ MAX_ELEMENTS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """A torch file that holds a dict.
+    """A torch file that contains a dict.
 
     Args:
         file: name of the file.
-        root: its content, inert.
-        arrays: its tensors by the keys of their leaves, which begin with the file's name.
+        root: the dict, inert.
+        arrays: the tensors by the keys of their leaves, which begin with the file's name.
     """
 
     file: str
@@ -41,51 +42,88 @@ class StateFile:
     arrays: Mapping[str, StoredArray]
 
     def corrupt(self, message: str, *, key: str | None = None) -> CorruptError:
-        """Return an error about this file."""
+        """Return an error about damage to this file."""
         return CorruptError(
             message, file=self.file, key=key, hint="copy the checkpoint again, or use an older one"
         )
 
     def mapping(self, value: object, path: str) -> Mapping[object, object]:
-        """Return the value as a mapping."""
+        """Return the value as a mapping.
+
+        Raises:
+            CorruptError: the value is not a dict.
+        """
         mapping = as_mapping(value)
         if mapping is None:
             raise self.corrupt(f"{path} is a {type_of(value)}, not a dict")
         return mapping
 
+    def optional_mapping(self, value: object, path: str) -> Mapping[object, object]:
+        """Return the value as a mapping; {} for None, and for empty values of any type."""
+        return self.mapping(value or {}, path)
+
     def items(self, value: object, path: str) -> Sequence[object]:
-        """Return the value as a list."""
+        """Return the value as a list.
+
+        Raises:
+            CorruptError: the value is neither a list nor a tuple.
+        """
         if not isinstance(value, (list, tuple)):
             raise self.corrupt(f"{path} is a {type_of(value)}, not a list")
         return value
 
+    def optional_items(self, value: object, path: str) -> Sequence[object]:
+        """Return the value as a list; [] for None, and for empty values of any type."""
+        return self.items(value or [], path)
+
     def number(self, value: object, path: str) -> int:
-        """Return the value as a count."""
+        """Return the value as a count.
+
+        Raises:
+            CorruptError: the value is not an integer, is negative, or is absurdly large.
+        """
+        # ``type``, because a bool is an instance of int.
         if type(value) is not int or not 0 <= value < MAX_ELEMENTS:
             raise self.corrupt(f"{path} is {shown(value)}, not a count")
         return value
 
     def name(self, value: object, path: str) -> str:
-        """Return the value as a parameter's name."""
+        """Return the value as the name of a parameter.
+
+        Raises:
+            CorruptError: the value is not a string, or is empty.
+        """
         if not isinstance(value, str) or not value:
             raise self.corrupt(f"{path} has the name {shown(value)}")
         return value
 
     def tensor(self, value: object, path: str) -> StoredArray:
-        """Return the value as a tensor."""
+        """Return the value as a tensor.
+
+        Raises:
+            CorruptError: the value is not a tensor.
+        """
         if not isinstance(value, TensorLeaf):
             raise self.corrupt(f"{path} is a {type_of(value)}, not a plain tensor")
         return self.arrays[value.key]
 
     def flat(self, value: object, path: str) -> StoredArray:
-        """Return the value as a tensor with one axis and no gaps."""
+        """Return the value as a tensor with one axis and no gaps.
+
+        Raises:
+            CorruptError: the value is not a tensor, or has gaps or another number of axes.
+        """
         array = self.tensor(value, path)
         if len(array.shape) != 1 or array.extent.strides is not None:
             raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat one")
         return array
 
     def shapes(self, value: object, path: str) -> Shapes:
-        """Return the value as parameters and their shapes."""
+        """Return the value as the names of parameters and their shapes, in elements.
+
+        Raises:
+            CorruptError: the value is not a dict from names to shapes, or a shape is absurd.
+        """
         shapes: dict[str, Shape] = {}
         for name, shape in self.mapping(value, path).items():
             name = self.name(name, path)
@@ -93,30 +131,37 @@ class StateFile:
                 self.number(size, f"{path}.{name}") for size in self.items(shape, f"{path}.{name}")
             )
             if prod(sizes) >= MAX_ELEMENTS:
-                raise self.corrupt(f"{path} states the shape {sizes}", key=name)
+                raise self.corrupt(f"{path} contains the absurdly large shape {sizes}", key=name)
             shapes[name] = sizes
         return shapes
 
 
+def mapping_or_empty(value: object) -> Mapping[object, object]:
+    """Return the value as a mapping; {} if it is not one."""
+    return as_mapping(value) or {}
+
+
 def type_of(value: object) -> str:
-    """Return the type of an inert value, for messages."""
+    """Return the name of the type of an inert value, for messages."""
     return value.class_name if isinstance(value, Inert) else type(value).__name__
 
 
 def shown(value: object) -> str:
-    """Return a scalar as text, and any other value as its type, for messages."""
+    """Return a scalar as text and any other value as its type, for messages."""
     return repr(value)[:60] if isinstance(value, (int, str, float)) else f"a {type_of(value)}"
 
 
 def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArray]]:
     """Read a torch file; return its inert content, and its tensors by the keys of their leaves.
 
-    No data of tensors is read.
+    No tensor data is read.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged.
-        UnsupportedError, UnsafeError: as ``parse``.
+        UnsupportedError: the file is not a torch file that can be read.
+        UnsafeError: the pickle is hostile.
     """
+    # The file's objects are not entries of the catalog: put their values in place of the leaves.
     tree = parse(store, file, prefix=f"{file}:")
     value = map_leaves(
         tree.value,
@@ -128,12 +173,15 @@ def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArr
 
 
 def read_state_file(store: ReadStore, file: str) -> StateFile:
-    """Read a file that holds a dict.
+    """Read a file that contains a dict.
 
-    Raises the errors of ``read_value``, and CorruptError for anything else.
+    Raises:
+        CorruptError, TruncatedError: the file is damaged, or its content is not a dict.
+        UnsupportedError: the file is not a torch file that can be read.
+        UnsafeError: the pickle is hostile.
     """
     value, arrays = read_value(store, file)
     root = as_mapping(value)
     if root is None:
-        raise CorruptError(f"the file holds a {type_of(value)}, not a dict", file=file)
+        raise CorruptError(f"the content is of type {type_of(value)}, not a dict", file=file)
     return StateFile(file, root, arrays)

@@ -1,26 +1,26 @@
-"""Building a catalog from one nested tree of tensors and objects, which gives keys and skeleton.
+"""Building a catalog from a nested tree of tensors and objects, which defines keys and skeleton.
 
 ::
 
     <parameter>                                the weights, under their own names
     optimizer.state.<parameter>.<state>        exp_avg, exp_avg_sq, step … of each parameter
-    optimizer.param_groups.<group>.<setting>   lr, betas …, and ``params``: the names of the group's parameters
-    optimizer.loss_scaler …                    the rest of what the optimizer keeps
-    lr_scheduler, ds_config, iteration …       the rest of the model file, the training script's own entries among it
+    optimizer.param_groups.<group>.<setting>   lr, betas …; ``params``: names of the parameters
+    optimizer.loss_scaler …                    the optimizer's other entries
+    lr_scheduler, ds_config, iteration …       the model file's other entries, including those of
+                                               the training script
 
-A key is its path in the tree, dot-joined, as in torch's distributed checkpoints of the same state.
+A key is the dot-joined path in the tree, as in torch's distributed checkpoints of the same state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
-from core.catalog.stored import StoredArray
 from core.errors import CorruptError
-from core.formats.deepspeed.pieces import UnkeyedTensor, tensor_of_array
+from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ PARAMS = "params"
 
 @dataclass(frozen=True, slots=True)
 class WholeObject:
-    """A value that is one object of the catalog."""
+    """A leaf of the tree: a value that becomes one object of the catalog."""
 
     value: object
 
 
 @dataclass(slots=True)
 class _KeyedEntries:
-    """The tensors and objects of a tree, by key."""
+    """The tensors and objects of a tree by key."""
 
     tensors: dict[str, UnkeyedTensor]
     objects: dict[str, StoredObject]
@@ -78,14 +78,21 @@ def assemble_catalog(
 
     Args:
         tree: nested dicts and lists with ``UnkeyedTensor`` and ``WholeObject`` as leaves.
-        files: the files with the tensors inside objects.
+        files: the files that contain the tensors inside objects.
 
     Raises:
         CorruptError: two entries have the same key.
     """
     entries = _KeyedEntries({}, {})
     skeleton = entries.add(tree, ())
-    hidden = dict(_inside(entries.objects.values(), files))
+    # Tensors inside objects are hidden: they are copied with the object, under the keys that their
+    # leaves have already.
+    array_of = {key: array for file in files for key, array in file.arrays.items()}
+    hidden = {
+        node.key: array_of[node.key]
+        for node in walk([item.value for item in entries.objects.values()])
+        if isinstance(node, TensorLeaf)
+    }
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = entries.tensors.get(key) or tensor_of_array(hidden[key])
@@ -105,23 +112,10 @@ def assemble_catalog(
     )
 
 
-def _inside(
-    objects: Iterable[StoredObject], files: Sequence[StateFile]
-) -> Iterator[tuple[str, StoredArray]]:
-    """Yield the tensors inside the objects, by their keys."""
-    arrays: dict[str, StoredArray] = {}
-    for file in files:
-        arrays.update(file.arrays)
-    for node in walk([item.value for item in objects]):
-        if isinstance(node, TensorLeaf):
-            yield node.key, arrays[node.key]
-
-
 def spread(value: object, file: StateFile) -> object:
-    """Return a stored value as a tree: tensors in it become tensors of the catalog, all else
-    objects.
+    """Convert a stored value to a tree, in which its tensors become tensors of the catalog.
 
-    Lists without tensors and mappings in them stay whole.
+    All other values become objects. A list is one object unless it contains a tensor or a mapping.
     """
     mapping = as_mapping(value)
     if mapping:
@@ -134,6 +128,7 @@ def spread(value: object, file: StateFile) -> object:
 
 
 def _is_container(value: object) -> bool:
+    """Return whether a value is a tensor, a mapping, or a list that contains one of them."""
     if isinstance(value, (list, tuple)):
         return any(_is_container(item) for item in value)
     return isinstance(value, TensorLeaf) or as_mapping(value) is not None
@@ -142,11 +137,11 @@ def _is_container(value: object) -> bool:
 def group_trees(
     param_groups: Sequence[Mapping[object, object]], names_of: Mapping[int, Sequence[str]]
 ) -> list[dict[str, object]]:
-    """Return the settings of the optimizer's groups, with ``params`` by name.
+    """Return the settings of the optimizer's groups as trees, with ``params`` by name.
 
     Args:
-        param_groups: as stored; their ``params`` are numbers of flat groups.
-        names_of: number of a flat group → the names of its parameters.
+        param_groups: the groups as stored; their ``params`` are numbers of flat groups.
+        names_of: number of a flat group → names of its parameters.
     """
     trees = []
     for group in param_groups:
@@ -156,7 +151,7 @@ def group_trees(
         numbers = group.get(PARAMS)
         if isinstance(numbers, (list, tuple)) and all(number in names_of for number in numbers):
             tree[PARAMS] = WholeObject([name for number in numbers for name in names_of[number]])
-        elif PARAMS in group:
+        elif PARAMS in group:  # numbers of something else are kept as they are
             tree[PARAMS] = WholeObject(numbers)
         trees.append(tree)
     return trees
@@ -168,16 +163,16 @@ def tree_of(
     states: Mapping[str, Mapping[str, object]],
     groups: Sequence[Mapping[str, object]],
     optimizer: Mapping[str, object],
-    beside: Mapping[str, object],
+    other_entries: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the tree of the module's docstring.
+    """Build the tree that the module's docstring shows.
 
     Args:
         weights: weights by name.
         states: parameter name → state name → ``UnkeyedTensor`` or ``WholeObject``.
         groups: result of ``group_trees``.
-        optimizer: other values of the optimizer, by name; None is left out.
-        beside: all other values, by name; None is left out.
+        optimizer: other values of the optimizer by name; those that are None are skipped.
+        other_entries: all other values by name; those that are None are skipped.
 
     Raises:
         CorruptError: a parameter has the name of another entry.
@@ -193,13 +188,15 @@ def tree_of(
         for name, value in optimizer.items()
         if value is not None and name not in optimizer_tree
     }
+    # An entry that is called like the optimizer must not replace the tree above.
     top_level: dict[str, object] = {OPTIMIZER: optimizer_tree} if optimizer_tree else {}
     top_level |= {
         name: WholeObject(value)
-        for name, value in beside.items()
+        for name, value in other_entries.items()
         if value is not None and name != OPTIMIZER
     }
     for name, item in top_level.items():
+        # Parameters have arbitrary names: one may be called ``iteration``.
         if name in tree:
             raise CorruptError(
                 "a parameter has the name of another entry of the checkpoint", key=name

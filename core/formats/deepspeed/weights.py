@@ -1,5 +1,6 @@
-"""The weights in model files, outside the flat groups: buffers, frozen, shared and other
-parameters.
+"""The weights in model files: buffers, frozen and shared parameters, and unlisted ones.
+
+All other weights are in the flat groups of the optimizer files.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from core.catalog.key_patterns import some_of
 from core.errors import MissingShardError
-from core.formats.deepspeed.pieces import (
-    PartitionPiece,
+from core.formats.deepspeed.runs import (
+    StoredRun,
     UnkeyedTensor,
     reshaped,
     tensor_of_array,
-    tensor_of_pieces,
+    tensor_of_runs,
 )
 from core.formats.deepspeed.widened import as_float32
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def buffers(model: ModelStates) -> dict[str, UnkeyedTensor]:
-    """Return the buffers of the module, 16-bit ones as float32."""
+    """Return the buffers of the module, those of 16 bits as float32."""
     return {
         name: tensor_of_array(as_float32(model.module[name]))
         for name in model.buffers
@@ -35,9 +37,15 @@ def buffers(model: ModelStates) -> dict[str, UnkeyedTensor]:
 
 
 def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor]:
-    """Return the frozen parameters: complete in ZeRO-2, a part on every rank in ZeRO-3."""
+    """Return the frozen parameters: complete in ZeRO-2, a part on every rank in ZeRO-3.
+
+    Raises:
+        MissingShardError: a model file lacks its part of a frozen parameter.
+        CorruptError: a part has another size than the shape requires.
+    """
     tensors: dict[str, UnkeyedTensor] = {}
     for name, shape in models[0].frozen.items():
+        # Every model file lists all frozen parameters, and has its own part of them.
         arrays = []
         for model in models:
             if name not in model.fragments:
@@ -47,57 +55,61 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, UnkeyedTensor
                     key=name,
                 )
             arrays.append(model.fragments[name])
-        tensors[name] = (
-            _frozen_3(models, name, shape, arrays)
-            if stage == 3
-            else _frozen_2(models[0], name, shape, arrays[0])
-        )
+        if stage == 3:
+            tensors[name] = _frozen_3(models, name, shape, arrays)
+            continue
+        # Stored with its own shape, or flattened.
+        array = arrays[0]
+        if array.shape != shape:
+            if prod(array.shape) != prod(shape) or array.extent.strides is not None:
+                raise models[0].state.corrupt(
+                    f"the frozen parameter has shape {array.shape}, not {shape}", key=name
+                )
+            array = reshaped(array, shape)
+        tensors[name] = tensor_of_array(array)
     return tensors
-
-
-def _frozen_2(model: ModelStates, name: str, shape: Shape, array: StoredArray) -> UnkeyedTensor:
-    """Return a frozen parameter of ZeRO-2."""
-    if array.shape == shape:
-        return tensor_of_array(array)
-    if prod(array.shape) != prod(shape) or array.extent.strides is not None:
-        raise model.state.corrupt(
-            f"the frozen parameter has shape {array.shape}, not {shape}", key=name
-        )
-    return tensor_of_array(reshaped(array, shape))
 
 
 def _frozen_3(
     models: Sequence[ModelStates], name: str, shape: Shape, arrays: Sequence[StoredArray]
 ) -> UnkeyedTensor:
-    """Return a frozen parameter of ZeRO-3, of which every rank has a part."""
+    """Return a frozen parameter of ZeRO-3, of which every rank has a part.
+
+    Args:
+        arrays: the parts, by rank; each has ``ceil(n / ranks)`` elements, the last ones padding.
+
+    Raises:
+        CorruptError: a part has another size.
+    """
     n = prod(shape)
     part = -(-n // len(models))
     flat = []
     for model, array in zip(models, arrays, strict=True):
         if prod(array.shape) != part or array.extent.strides is not None:
             raise model.state.corrupt(
-                f"this rank's part of the frozen parameter has shape {array.shape}, not {part} elements",
+                f"this rank's part of the frozen parameter has shape {array.shape}, not {part} "
+                "elements",
                 key=name,
             )
         flat.append(reshaped(array, (part,)))
 
-    def pieces() -> Iterator[PartitionPiece]:
+    def runs() -> Iterator[StoredRun]:
         for rank, array in enumerate(flat):
             start, stop = rank * part, min((rank + 1) * part, n)
             if start < stop:
-                yield PartitionPiece(array, 0, start, stop - start)
+                yield StoredRun(array, 0, start, stop - start)
 
-    return tensor_of_pieces(arrays[0].dtype, shape, pieces)
+    return tensor_of_runs(arrays[0].dtype, shape, runs)
 
 
 @dataclass(frozen=True, slots=True)
 class UnlistedWeights:
-    """Parameters that no optimizer group and no list of frozen parameters names.
+    """Parameters that are neither in an optimizer group nor in the list of frozen parameters.
 
     Args:
         tensors: the parameters by name.
-        notes: what the user should know about them.
-        dropped: parameters that are stored nowhere.
+        notes: messages for the user.
+        dropped: parameters whose data is not stored, with the reason.
     """
 
     tensors: dict[str, UnkeyedTensor]
@@ -108,19 +120,21 @@ class UnlistedWeights:
 def unlisted_weights(
     model: ModelStates, listed: Mapping[str, UnkeyedTensor], stage: int
 ) -> UnlistedWeights:
-    """Return the parameters that only the module has.
+    """Return the parameters that only the module contains.
 
     Args:
         listed: the weights that are known from other entries.
+        stage: ZeRO stage, 1 to 3.
     """
     names = [name for name in model.module if name not in listed and name not in model.shared]
+    # ZeRO-3 stores empty tensors in the module, in place of parameters that it partitions.
     lost = [name for name in names if stage == 3 and 0 in model.module[name].shape]
     names = [name for name in names if name not in lost]
     notes = []
     if names:
         notes.append(
-            f"{len(names)} parameters that are in no optimizer group, such as {names[0]}, are the model's copies in "
-            "its own precision; zero_to_fp32 leaves them out"
+            f"parameters in no optimizer group, read from the model file in its precision: "
+            f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: tensor_of_array(model.module[name]) for name in names}
     return UnlistedWeights(
@@ -131,7 +145,7 @@ def unlisted_weights(
 def with_shared(
     model: ModelStates, weights: Mapping[str, UnkeyedTensor]
 ) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
-    """Return the weights with their shared names added, and name → owner."""
+    """Return the weights with shared parameters added, and shared name → name of the owner."""
     tensors = dict(weights)
     aliases = {}
     for name, owner in model.shared.items():

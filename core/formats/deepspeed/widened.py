@@ -1,4 +1,4 @@
-"""16-bit buffers as float32, as DeepSpeed's own tools convert them."""
+"""16-bit buffers read as float32, as DeepSpeed's own tools convert them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNIT_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """An ``Encoding``: elements of a 16-bit dtype, without gaps, read as float32 without loss.
+    """An encoding (``core.catalog.stored``): 16-bit floats without gaps, read as float32.
 
     Args:
         dtype: the stored dtype, ``bfloat16`` or ``float16``.
@@ -26,21 +26,21 @@ class Widened:
 
     @property
     def name(self) -> str:
-        """Return the name of the encoding."""
+        """Name of the encoding, for messages."""
         return f"{self.dtype} as float32"
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit."""
+        """Size of a unit, in bytes."""
         return 4 * _UNIT_ELEMENTS
 
     @property
     def working_bytes(self) -> int:
-        """Return the memory for decoding a unit."""
+        """Memory needed for decoding a unit, in bytes."""
         return (itemsize(self.dtype) + 4) * _UNIT_ELEMENTS
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
-        """Return the float32 bytes of a unit."""
+        """Read a unit and return its elements as float32."""
         import numpy as np
 
         first = unit * _UNIT_ELEMENTS
@@ -49,15 +49,13 @@ class Widened:
         if self.dtype == "float16":
             wide = np.frombuffer(data, "<f2").astype("<f4")
         else:
+            # bfloat16 is the upper half of a float32; numpy has no such type.
             wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
         return bytes(wide.data)
 
 
 def as_float32(array: StoredArray) -> StoredArray:
-    """Return an array of a 16-bit floating dtype without gaps as float32.
-
-    Any other array unchanged.
-    """
+    """Return a 16-bit floating-point array without gaps as float32, any other array unchanged."""
     extent = array.extent
     if array.dtype not in ("bfloat16", "float16") or extent.strides is not None:
         return array

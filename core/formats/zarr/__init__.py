@@ -1,7 +1,7 @@
-"""zarr 2 and 3 in directories, Megatron's old zarr backend among them: metadata, grids, chunks,
-shards, decoding.
+"""zarr 2 and zarr 3 checkpoints in directories, including those of Megatron's old zarr backend.
 
-Start at ``format`` (zarr 2, Megatron) and ``format3``. ``array`` is one array; ``grid`` its
-geometry; ``chunks`` and ``shards`` its bytes; ``fill`` what absent chunks mean.
+Start at ``format`` (zarr 2, Megatron) and ``format3``. ``metadata2`` and ``metadata3`` parse an
+array's metadata into ``array``; ``grid`` is its geometry; ``chunks``, ``shards`` and ``decode`` are
+its bytes; ``fill`` handles the chunks that are not stored.
 Imports: arrays, catalog, errors, files, formats, formats.mcore, formats.torch, pickle.
 """

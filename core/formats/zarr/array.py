@@ -22,13 +22,14 @@ _MAX_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The second cut of the grid's chunks: each is a *shard*, a file of inner chunks and their
-    index.
+    """The division of every chunk of the grid into inner chunks.
+
+    The chunk is then a *shard*: a file with the inner chunks and their index.
 
     Args:
-        inner: how an inner chunk is stored; its shape divides the shard's.
-        has_crc: whether the index ends with its CRC-32C.
-        is_index_first: whether the index comes before the inner chunks, not after them.
+        inner: encoding of an inner chunk; its shape divides that of the shard.
+        has_crc: the index ends with its CRC-32C.
+        is_index_first: the index is stored before the inner chunks instead of after them.
     """
 
     inner: ChunkCoding
@@ -38,15 +39,16 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """An array's metadata.
+    """The metadata of an array.
 
     Args:
         dtype: canonical dtype name.
         grid: shapes of the array and of its chunks.
-        names: names of the chunks' files.
-        coding: how a chunk is stored; of a shard, only the shape is used.
-        sharding: how chunks are cut again, or None.
-        fill: one element of the fill value, little endian; None if the type has no such value.
+        names: naming of the chunk files.
+        coding: encoding of a chunk; for sharded arrays, that of an inner chunk.
+        sharding: division of the chunks into inner chunks; None if the array is not sharded.
+        fill: the fill value as the bytes of one element, little endian; None if the type cannot
+            hold it.
     """
 
     dtype: str
@@ -58,7 +60,7 @@ class ZarrArray:
 
 
 PICKLED = "zarr.pickle"
-"""The rule that arrays of pickles break."""
+"""The rule (``CheckpointingException.rule``) that arrays of pickles violate."""
 PICKLE_CODECS = frozenset(("pickle", "numcodecs.pickle"))
 
 
@@ -68,13 +70,13 @@ def pickled_array(file: str, key: str) -> UnsafeError:
         "the chunks are pickles, which run code when they are read",
         file=file,
         key=key,
-        hint="leave the array out with --exclude, and find out who wrote it",
+        hint="skip the array with --exclude, and find out who wrote it",
         rule=PICKLED,
     )
 
 
 def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:
-    """Return a member that must exist.
+    """Return a member of the metadata that must exist.
 
     Raises:
         CorruptError: the member is missing.
@@ -85,7 +87,7 @@ def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:
 
 
 def checked_shape(value: object, name: str, *, least: int, file: str) -> Shape:
-    """Return a list of whole numbers as a shape.
+    """Parse a shape, a list of integers.
 
     Args:
         value: the value in the JSON.
@@ -93,24 +95,25 @@ def checked_shape(value: object, name: str, *, least: int, file: str) -> Shape:
         least: smallest number allowed.
 
     Raises:
-        CorruptError: the value is not such a list, has too many axes, or a number is too small or
-            absurdly large.
+        CorruptError: the value is not a list of integers, has too many axes, or a number is too
+            small or absurdly large.
     """
     if not isinstance(value, list) or len(value) > MAX_RANK:
         raise CorruptError(f"{name} is not a list of at most {MAX_RANK} numbers", file=file)
     for number in value:
+        # ``type``, because a bool is an instance of int.
         if type(number) is not int or not least <= number <= _MAX_BYTES:
             raise CorruptError(
-                f"{name} holds {str(number)[:40]}, not a whole number from {least}", file=file
+                f"{name} contains {str(number)[:40]}, not an integer of at least {least}", file=file
             )
     return tuple(value)
 
 
 def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> ChunkGrid:
-    """Return the grid of two shapes that fit together.
+    """Return the chunk grid of an array after checking its two shapes.
 
     Raises:
-        CorruptError: their ranks differ, or so many bytes cannot be addressed.
+        CorruptError: the ranks differ, or the array or a chunk is too large to be addressed.
     """
     if len(shape) != len(chunk_shape):
         raise CorruptError(
@@ -119,18 +122,19 @@ def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> 
     for subject, extents in (("the array", shape), ("a chunk", chunk_shape)):
         if prod(extents) * itemsize(dtype) > _MAX_BYTES:
             raise CorruptError(
-                f"{subject} of shape {list(extents)} has more bytes than can be addressed",
+                f"{subject} of shape {list(extents)} is too large to be addressed",
                 file=file,
             )
     return ChunkGrid(shape, chunk_shape)
 
 
 def checked_order(value: object, rank: int, *, file: str) -> Shape:
-    """Return a permutation of the axes.
+    """Parse the permutation of a transpose.
 
     Raises:
         CorruptError: the value is not a permutation of the axes.
     """
+    # Compared as text: the JSON may mix types that cannot be sorted, and true must not pass as 1.
     if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
         raise CorruptError(
             f"the order of a transpose is {str(value)[:80]}, not a permutation of {rank} axes",

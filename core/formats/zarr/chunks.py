@@ -1,16 +1,16 @@
-"""The chunks of a zarr array: those that are stored, and the fragments that they are.
+"""The chunks of a zarr array: which of them are stored, and the tensor's fragments in them.
 
-A chunk that is not stored is the fill value if the group's writer leaves such chunks out
-(``core.formats.zarr.fill``). If it does not, or if a manifest lists the chunk, it is an error that
-names the chunk.
+A chunk that is not stored is the fill value if the writer omits such chunks
+(``core.formats.zarr.fill``). If the writer stores all chunks, or if a manifest lists the chunk, its
+absence is an error that names the chunk.
 """
 
 from __future__ import annotations
 
 from array import array as columns
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise, product
+from itertools import chain, islice, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ from core.errors import (
 from core.formats.zarr.decode import EncodedChunk
 from core.formats.zarr.fill import MOST_FILLED_BYTES, FillValue
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
-from core.formats.zarr.shards import ShardIndex, are_bands, index_bytes, read_index
+from core.formats.zarr.shards import are_bands, index_bytes, read_index
+from core.formats.zarr.tree import path_in
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -39,14 +40,12 @@ _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MAX_NAMED = 100
 """Maximum number of missing chunks of an array that are reported."""
 _MAX_SINGLE = 1 << 16
-"""Maximum number of chunks of an array for separate fragments; beyond it, missing neighbours are
-one fragment.
-"""
+"""Maximum number of chunks of an array for which every absent chunk is a fragment of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
-    """The bytes of a chunk (or shard): file, byte offset in it, length in bytes."""
+    """The location of a chunk (or shard): file, offset in it and length, both in bytes."""
 
     file: str
     offset: int
@@ -62,10 +61,10 @@ class Chunks:
     """The stored chunks (or shards) of an array, and their locations.
 
     Args:
-        place_of: returns the location of a chunk, even if it is missing.
+        place_of: returns the location of a chunk, even if the chunk is absent.
         absent: runs [start, stop) of the numbers of chunks that are not stored, in order.
-        fill: one element of the missing chunks, also of those missing in shards; None if all must
-            be stored.
+        fill: one element of the absent chunks, also of inner chunks absent from shards; None if all
+            must be stored.
     """
 
     place_of: LocationOf
@@ -84,55 +83,42 @@ def folder_chunks(
     listing: Mapping[str, int] | None = None,
     report: Report = raising,
 ) -> Chunks:
-    """Return the chunks of an array that is a directory of files.
+    """List the chunks of an array that is a directory of files, and check their presence and size.
 
     Args:
         folder: the array's directory, "" for the root.
         key: the tensor, for messages.
-        fill: the array's fill value if its writer leaves out chunks that equal it, else None.
-        lost: returns files that are known to have existed; called only if chunks are missing.
-        listing: the files directly in ``folder``, if they are known.
-        report: receives chunks that are missing (at most 100), too short or too long, or beyond the
-            grid.
+        fill: the array's fill value if its writer omits chunks that equal it, else None.
+        lost: returns files that are known to have existed; called only if chunks are absent.
+        listing: the files directly in ``folder`` and their sizes, if they are known.
+        report: receives an error for every chunk that is missing (at most 100), too short, too
+            long, or beyond the grid.
 
     Raises:
         MissingShardError: a chunk that must exist is missing; names its file.
-        TruncatedError, CorruptError: a chunk has the wrong length, or lies beyond the grid.
+        TruncatedError, CorruptError: a chunk has the wrong length, or is beyond the grid.
     """
     grid, names = array.grid, array.names
-    size_of: dict[int, int] = {}
-    # Look at all files with names of chunks.
-    for name, size in _list_files(store, folder, names.n_folders, listing):
-        index = names.index(name)
-        number = None if index is None else grid.number_of(index)
-        if number is not None:
-            problem = _size_problem(array, size, file=_path(folder, name), key=key)
-            if problem is not None:
-                report(problem)
-            size_of[number] = size
-        elif is_like_a_chunk(name):
-            report(
-                CorruptError(
-                    f"a chunk with this name lies beyond the grid of {grid.counts} chunks of shape {grid.chunk_shape}",
-                    file=_path(folder, name),
-                    key=key,
-                    hint="the array's metadata and its chunks belong to different checkpoints",
-                    rule="zarr.beyond",
-                )
-            )
-    # Find out which missing chunks are the fill value, and report the others.
-    absent = tuple(_absent_runs(size_of, grid.n_chunks))
+    size_of = _stored_sizes(store, folder, array, key=key, listing=listing, report=report)
+    absent: tuple[tuple[int, int], ...] = ()
+    if len(size_of) != grid.n_chunks:
+        numbers = pairwise((-1, *sorted(size_of), grid.n_chunks))
+        absent = tuple((before + 1, after) for before, after in numbers if before + 1 < after)
+    # If chunks exist only under names of another kind (another separator), the metadata is wrong:
+    # no chunk was omitted for being the fill value.
     if (
         absent
         and not size_of
         and any("/" in name for name, _ in _list_files(store, folder, names.rank + 1, {}))
     ):
-        fill = None  # chunks exist under names of another kind
+        fill = None
+    # Decide which of the absent chunks are missing, and report these.
     missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
     text = f"a chunk is missing: {len(size_of)} of {grid.n_chunks} exist"
     for number in islice(missing, _MAX_NAMED):
-        report(_missing_error(text, _path(folder, names.name(grid.index_at(number))), key))
-    # Lengths are stored only for chunks whose length is not known from the metadata.
+        report(_missing_error(text, path_in(folder, names.name(grid.index_at(number))), key))
+    # Keep sizes only of chunks whose size does not follow from the metadata; a column of numbers is
+    # much smaller than a dict, but has no gaps.
     chunk_bytes = array.coding.n_bytes
     sizes: dict[int, int] | columns[int] = {}
     if not (array.sharding is None and array.coding.is_plain):
@@ -144,20 +130,45 @@ def folder_chunks(
 
     def place_of(index: Shape, number: int) -> ChunkLocation:
         n_bytes = sizes.get(number, chunk_bytes) if isinstance(sizes, dict) else sizes[number]
-        return ChunkLocation(_path(folder, names.name(index)), 0, n_bytes)
+        return ChunkLocation(path_in(folder, names.name(index)), 0, n_bytes)
 
     return Chunks(place_of, absent, fill)
 
 
-def _absent_runs(stored: Mapping[int, int], n_chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of numbers below ``n_chunks`` that are not in ``stored``."""
-    start = 0
-    for number in sorted(stored) if len(stored) != n_chunks else ():
-        if number > start:
-            yield start, number
-        start = number + 1
-    if len(stored) != n_chunks and start < n_chunks:
-        yield start, n_chunks
+def _stored_sizes(
+    store: ReadStore,
+    folder: str,
+    array: ZarrArray,
+    *,
+    key: str,
+    listing: Mapping[str, int] | None,
+    report: Report,
+) -> dict[int, int]:
+    """Return the file sizes of the stored chunks by chunk number; report those that are wrong."""
+    grid = array.grid
+    size_of: dict[int, int] = {}
+    for name, size in _list_files(store, folder, array.names.n_folders, listing):
+        # Files with other names, such as attributes, are no concern of the grid.
+        file = path_in(folder, name)
+        index = array.names.index(name)
+        number = None if index is None else grid.number_of(index)
+        if number is not None:
+            problem = _size_problem(array, size, file=file, key=key)
+            if problem is not None:
+                report(problem)
+            size_of[number] = size
+        elif is_like_a_chunk(name):
+            report(
+                CorruptError(
+                    f"the chunk is beyond the grid of {grid.counts} chunks of shape "
+                    f"{grid.chunk_shape}",
+                    file=file,
+                    key=key,
+                    hint="the array's metadata and its chunks belong to different checkpoints",
+                    rule="zarr.beyond",
+                )
+            )
+    return size_of
 
 
 def _missing_numbers(
@@ -167,33 +178,39 @@ def _missing_numbers(
     *,
     fill: bytes | None,
     lost: Callable[[], Sequence[str]],
-) -> tuple[Iterator[int], bytes | None]:
-    """Return the numbers of missing chunks that must exist, and the fill value of the others.
+) -> tuple[Iterable[int], bytes | None]:
+    """Separate the absent chunks into missing ones and ones that are the fill value.
 
-    Metadata that asks for an absurd amount of fill values is considered damaged.
+    Args:
+        absent: runs of the numbers of chunks that are not stored.
+        fill: the fill value; None if every chunk must be stored.
+
+    Returns:
+        The numbers of the missing chunks, and the fill value of the others.
     """
+    if not absent:
+        return (), fill
+    # Damaged metadata may ask for an absurd number of fill values.
     grid = array.grid
     n_absent = sum(stop - start for start, stop in absent)
     if fill is None or n_absent * prod(grid.chunk_shape) * len(fill) > MOST_FILLED_BYTES:
-        return chain.from_iterable(range(*run) for run in absent), None
-    # Chunks that once existed are lost, not left out.
-    prefix = _path(folder, "")
-    lost_names = (
-        [name.removeprefix(prefix) for name in lost() if name.startswith(prefix)] if absent else []
-    )
-    indices = (index for index in map(array.names.index, lost_names) if index is not None)
-    return (number for number in map(grid.number_of, indices) if number is not None), fill
+        return chain.from_iterable(starmap(range, absent)), None
+    # Chunks that once existed were lost, not omitted by the writer.
+    prefix = path_in(folder, "")
+    names = [path.removeprefix(prefix) for path in lost() if path.startswith(prefix)]
+    indices = [index for index in map(array.names.index, names) if index is not None]
+    return [number for number in map(grid.number_of, indices) if number is not None], fill
 
 
 def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, key: str) -> None:
-    """Raise unless every chunk (or shard) that holds a part of a box exists and has the right
-    length.
+    """Raise unless every chunk (or shard) that overlaps a box exists and has the right length.
 
-    For readers that would use the fill value for a missing chunk.
+    Needed before tensorstore or zarr reads the box: they would use the fill value for a missing
+    chunk.
 
     Args:
         folder: the array's directory, "" for the root.
-        box: a region of the array, in elements; parts beyond the array do not count.
+        box: a region of the array, in elements; parts beyond the array are ignored.
         key: the tensor, for messages.
 
     Raises:
@@ -209,7 +226,7 @@ def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, k
         for start, extent, step in zip(region.offset, region.shape, grid.chunk_shape, strict=True)
     )
     for index in product(*spans):
-        file = _path(folder, array.names.name(index))
+        file = path_in(folder, array.names.name(index))
         if not store.exists(file):
             raise _missing_error("a chunk is missing", file, key)
         problem = _size_problem(array, store.size(file), file=file, key=key)
@@ -217,21 +234,25 @@ def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, k
             raise problem
 
 
-def _missing_error(message: str, file: str, key: str) -> MissingShardError:
-    """Return the error about a missing chunk."""
+def _missing_error(
+    message: str, file: str, key: str, *, rule: str = "zarr.missing"
+) -> MissingShardError:
+    """Return the error about a missing chunk or inner chunk."""
     return MissingShardError(
         message,
         file=file,
         key=key,
-        hint=f"{_COPY_AGAIN}; if the writer left out chunks of zeros, write them too (write_empty_chunks)",
-        rule="zarr.missing",
+        hint=f"{_COPY_AGAIN}; if the writer omitted chunks of zeros, write them too "
+        "(write_empty_chunks)",
+        rule=rule,
     )
 
 
 def _size_problem(
     array: ZarrArray, size: int, *, file: str, key: str
 ) -> CheckpointingException | None:
-    """Return the error about the length of a chunk's file; None if it is right."""
+    """Return the error about a chunk file of the wrong length; None if the length is right."""
+    # The length of encoded chunks cannot be predicted.
     if array.sharding is not None:
         n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
         least = index_bytes(n_inner, has_crc=array.sharding.has_crc)
@@ -241,7 +262,8 @@ def _size_problem(
     elif array.coding.is_plain and size != array.coding.n_bytes:
         kind = TruncatedError if size < array.coding.n_bytes else CorruptError
         return kind(
-            f"the chunk has {size} bytes, not the {array.coding.n_bytes} of {array.grid.chunk_shape} {array.dtype}",
+            f"the chunk has {size} bytes, but {array.grid.chunk_shape} {array.dtype} takes "
+            f"{array.coding.n_bytes}",
             file=file,
             key=key,
             hint=_COPY_AGAIN,
@@ -250,22 +272,21 @@ def _size_problem(
     return None
 
 
-def _path(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
 def _list_files(
     store: ReadStore, folder: str, n_folders: int, listing: Mapping[str, int] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Yield names relative to ``folder`` and sizes of the files in it and, ``n_folders`` levels
-    deep, below it.
+    """Yield the names, relative to ``folder``, and the sizes of the files that may be chunks.
+
+    Args:
+        n_folders: number of directory levels below ``folder`` to descend into.
+        listing: the files directly in ``folder``, if they are known.
     """
     yield from (store.sizes(folder) if listing is None else listing).items()
     if n_folders > 0:
-        for name in store.folders(folder):
-            if is_like_a_chunk(name) or name == "c":
-                for rest, size in _list_files(store, _path(folder, name), n_folders - 1):
-                    yield f"{name}/{rest}", size
+        for subfolder in store.folders(folder):
+            if is_like_a_chunk(subfolder) or subfolder == "c":
+                for name, size in _list_files(store, path_in(folder, subfolder), n_folders - 1):
+                    yield f"{subfolder}/{name}", size
 
 
 def fragments_of_chunks(
@@ -281,24 +302,37 @@ def fragments_of_chunks(
 
     Args:
         store: the checkpoint, to read the indexes of shards.
-        file: the array's metadata file, which holds the fill value.
-        report: receives the problems of shards.
+        file: the array's metadata file, which contains the fill value.
+        report: receives the errors of shards.
 
     Raises:
-        MissingShardError: a shard lacks one of its chunks.
-        CorruptError: a shard contradicts itself.
-        UnsupportedError: a codec is not known.
+        MissingShardError: a shard lacks one of its inner chunks.
+        TruncatedError, CorruptError: the index of a shard is damaged, or contradicts the metadata.
+        UnsupportedError: a codec is not supported.
     """
     grid = array.grid
     array.coding.refuse_unknown(key=key, file=file)
+    # Enumerate the stored chunks; if some are absent, the runs between them.
+    stored: Iterable[tuple[int, Shape]]
+    if chunks.absent:
+        runs = pairwise(((0, 0), *chunks.absent, (grid.n_chunks, 0)))
+        stored = (
+            (number, grid.index_at(number))
+            for (_, start), (stop, _) in runs
+            for number in range(start, stop)
+        )
+    else:
+        stored = enumerate(grid.indices())
+    # The strides are the same for all chunks; computing them for each would dominate.
     fragments: list[Fragment] = []
-    strides, is_only = array.coding.strides, grid.n_chunks == 1
-    for number, index in (
-        enumerate(grid.indices()) if not chunks.absent else _stored_indices(grid, chunks.absent)
-    ):
+    coding, strides, is_only = array.coding, array.coding.strides, grid.n_chunks == 1
+    for number, index in stored:
         location, box = chunks.place_of(index, number), grid.box(index)
         if array.sharding is None:
-            fragments.append(_fragment(key, array.coding, box, location, strides, is_only=is_only))
+            extent = _chunk_extent(coding, location, strides)
+            fragments.append(
+                _fragment(key, box, coding.dtype, coding.shape, extent, is_only=is_only)
+            )
         else:
             try:
                 fragments += _shard_fragments(
@@ -307,6 +341,7 @@ def fragments_of_chunks(
             except CheckpointingException as err:
                 report(err)
     fragments += _filled_fragments(key, array, chunks, file)
+    # A tensor without elements has no chunk, but is one (empty) array.
     if 0 in grid.shape:
         fragments.append(
             whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0)))
@@ -314,79 +349,64 @@ def fragments_of_chunks(
     return fragments
 
 
-def _stored_indices(
-    grid: ChunkGrid, absent: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, Shape]]:
-    """Yield number and index of every chunk between the missing ones."""
-    for (_, start), (stop, _) in pairwise(((0, 0), *absent, (grid.n_chunks, 0))):
-        for number in range(start, stop):
-            yield number, grid.index_at(number)
-
-
 def _filled_fragments(key: str, array: ZarrArray, chunks: Chunks, file: str) -> Iterator[Fragment]:
-    """Yield fragments for the chunks that are not stored.
+    """Yield fragments for the chunks that are not stored: one for each, or one for every run.
 
-    Neighbours are one if there are very many chunks.
+    Runs are used if there are very many chunks.
     """
     grid = array.grid
     for start, stop in chunks.absent:
-        step = 1 if grid.n_chunks <= _MAX_SINGLE else stop - start
-        for first in range(start, stop, step):
-            for run in boxes_of_flat_range(grid.counts, first, first + step):
-                steps = tuple(zip(run.offset, run.shape, grid.chunk_shape, grid.shape, strict=True))
-                offset = tuple(position * chunk for position, _, chunk, _ in steps)
-                end = (
-                    min((position + n_chunks) * chunk, extent)
-                    for position, n_chunks, chunk, extent in steps
+        n_joined = 1 if grid.n_chunks <= _MAX_SINGLE else stop - start
+        for first in range(start, stop, n_joined):
+            # A run of chunk numbers is a few boxes of chunks, each a box of the tensor.
+            for run in boxes_of_flat_range(grid.counts, first, first + n_joined):
+                offset = tuple(
+                    position * extent
+                    for position, extent in zip(run.offset, grid.chunk_shape, strict=True)
                 )
-                box = Box(
-                    offset, tuple(stop - start for start, stop in zip(offset, end, strict=True))
+                # Chunks at the upper edges may reach beyond the tensor: clip the box.
+                shape = tuple(
+                    min(begin + n_chunks * extent, end) - begin
+                    for begin, n_chunks, extent, end in zip(
+                        offset, run.shape, grid.chunk_shape, grid.shape, strict=True
+                    )
                 )
+                # The first absent chunk stands for the others in messages.
                 number = grid.number_of(run.offset)
                 assert number is not None and chunks.fill is not None
                 chunk_file = chunks.place_of(run.offset, number).file
-                name = key if grid.n_chunks == 1 else array_name(key, box)
-                yield _filled_fragment(
-                    name,
+                fill = FillValue(chunks.fill, run.n_elements, chunk_file)
+                yield _fragment(
                     key,
+                    Box(offset, shape),
                     array.dtype,
-                    box,
-                    file,
-                    FillValue(chunks.fill, run.n_elements, chunk_file),
+                    shape,
+                    Extent(file, 0, encoding=fill),
+                    is_only=grid.n_chunks == 1,
                 )
 
 
-def _filled_fragment(
-    name: str, key: str, dtype: str, box: Box, file: str, fill: FillValue
-) -> Fragment:
-    return Fragment(
-        key,
-        box,
-        StoredArray(name, dtype, box.shape, Extent(file, 0, encoding=fill)),
-        (0,) * box.rank,
-    )
-
-
 def _fragment(
-    key: str,
-    coding: ChunkCoding,
-    box: Box,
-    location: ChunkLocation,
-    strides: Shape | None,
-    *,
-    is_only: bool = False,
+    key: str, box: Box, dtype: str, shape: Shape, extent: Extent, *, is_only: bool = False
 ) -> Fragment:
-    """Return the fragment of one stored chunk."""
+    """Return the fragment of an array whose first element is the first of a box.
+
+    Args:
+        key: the tensor.
+        box: region of the tensor.
+        dtype, shape, extent: the stored array; its shape may reach beyond the box.
+        is_only: the array is the only one of the tensor, and is named like it.
+    """
     name = key if is_only else array_name(key, box)
+    return Fragment(key, box, StoredArray(name, dtype, shape, extent), (0,) * box.rank)
+
+
+def _chunk_extent(coding: ChunkCoding, location: ChunkLocation, strides: Shape | None) -> Extent:
+    """Return the extent of a stored chunk, which is encoded unless it is plain."""
     if coding.is_plain:
-        extent = Extent(location.file, location.offset, strides)
-    else:
-        extent = Extent(
-            location.file, location.offset, encoding=EncodedChunk(coding, location.n_bytes)
-        )
-    return Fragment(
-        key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank
-    )
+        return Extent(location.file, location.offset, strides)
+    encoding = EncodedChunk(coding, location.n_bytes)
+    return Extent(location.file, location.offset, encoding=encoding)
 
 
 def _shard_fragments(
@@ -399,9 +419,19 @@ def _shard_fragments(
     fill: bytes | None,
     file: str,
 ) -> Iterator[Fragment]:
-    """Yield the fragments of one shard: its inner chunks, or one array if they are one run of plain
-    bands.
+    """Yield the fragments of one shard: one for a dense shard, else one for every inner chunk.
+
+    Args:
+        box: region of the tensor that the shard covers, clipped to the tensor.
+        location: where the shard is stored.
+        fill: one element of absent inner chunks; None if all must be stored.
+        file: the array's metadata file.
+
+    Raises:
+        MissingShardError: an inner chunk is absent, although all must be stored.
+        TruncatedError, CorruptError: the index is damaged, or an inner chunk has the wrong size.
     """
+    # The index covers the complete shard, also where the shard reaches beyond the tensor.
     sharding = array.sharding
     assert sharding is not None
     shard_shape, inner = array.grid.chunk_shape, sharding.inner
@@ -415,59 +445,44 @@ def _shard_fragments(
         sharding=sharding,
         key=key,
     )
-    # A dense shard is one array.
-    if _is_dense(inner, shard_shape, index):
-        start, _ = index.place(0) or (0, 0)
-        name = array_name(key, box)
-        yield Fragment(
-            key,
-            box,
-            StoredArray(name, inner.dtype, shard_shape, Extent(location.file, start)),
-            (0,) * box.rank,
-        )
+    # If the inner chunks, one after the other, are the shard in C order, the shard is one array.
+    # This project and others write shards like that; one large read is faster than many.
+    strides = inner.strides
+    is_in_c_order = inner.is_plain and strides is None and are_bands(shard_shape, inner.shape)
+    lengths = islice(index.numbers, 1, None, 2)
+    if is_in_c_order and set(lengths) == {inner.n_bytes} and index.is_one_run:
+        extent = Extent(location.file, index.numbers[0])
+        yield _fragment(key, box, inner.dtype, shard_shape, extent)
         return
-    # Otherwise each inner chunk is an array.
-    stored_grid = ChunkGrid(box.shape, inner.shape)  # inner chunks beyond the tensor need not exist
+    # Otherwise every inner chunk is an array. Those completely beyond the tensor need not exist.
+    stored_grid = ChunkGrid(box.shape, inner.shape)
     for inner_index in stored_grid.indices():
         number = shard_grid.number_of(inner_index)
         assert number is not None
         span = index.place(number)
-        part = stored_grid.box(inner_index).shift(box.offset)
-        if span is None and fill is not None:
-            yield _filled_fragment(
-                array_name(key, part),
-                key,
-                inner.dtype,
-                part,
-                file,
-                FillValue(fill, 1, location.file, is_inner=True),
-            )
-            continue
+        inner_box = stored_grid.box(inner_index).shift(box.offset)
         if span is None:
-            raise MissingShardError(
-                f"the shard lacks its inner chunk {inner_index}",
-                file=location.file,
-                key=key,
-                hint=f"{_COPY_AGAIN}; if the writer left out chunks of zeros, write them too (write_empty_chunks)",
-                rule="zarr.inner",
-            )
-        if inner.is_plain and span[1] != inner.n_bytes:
+            if fill is None:
+                raise _missing_error(
+                    f"the shard lacks its inner chunk {inner_index}",
+                    location.file,
+                    key,
+                    rule="zarr.inner",
+                )
+            encoding = FillValue(fill, 1, location.file, is_inner=True)
+            extent = Extent(file, 0, encoding=encoding)
+            yield _fragment(key, inner_box, inner.dtype, inner_box.shape, extent)
+            continue
+        # Encoded inner chunks may have any length; it is checked when they are decoded.
+        offset, n_bytes = span
+        if inner.is_plain and n_bytes != inner.n_bytes:
             raise CorruptError(
-                f"inner chunk {inner_index} has {span[1]} bytes, not {inner.n_bytes} ({inner.shape} {inner.dtype})",
+                f"inner chunk {inner_index} has {n_bytes} bytes, but {inner.shape} {inner.dtype} "
+                f"takes {inner.n_bytes}",
                 file=location.file,
                 key=key,
-                span=(span[0], span[0] + span[1]),
+                span=(offset, offset + n_bytes),
                 rule="zarr.shard",
             )
-        yield _fragment(key, inner, part, ChunkLocation(location.file, *span), inner.strides)
-
-
-def _is_dense(inner: ChunkCoding, shard_shape: Shape, index: ShardIndex) -> bool:
-    """Return whether the shard's inner chunks, one after the other, are the shard in C order."""
-    return (
-        inner.is_plain
-        and inner.strides is None
-        and are_bands(shard_shape, inner.shape)
-        and all(n_bytes == inner.n_bytes for n_bytes in islice(index.numbers, 1, None, 2))
-        and index.is_one_run
-    )
+        extent = _chunk_extent(inner, ChunkLocation(location.file, offset, n_bytes), strides)
+        yield _fragment(key, inner_box, inner.dtype, inner.shape, extent)

@@ -1,15 +1,15 @@
 """Decoding one chunk of a zarr array: from the stored bytes to its dense elements.
 
-Stored bytes are the result of a chain: elements in some order and byte order, then codecs from
-bytes to bytes. Where there is no such codec and the order is little-endian, the elements lie in the
-file as they are, with strides. All else is decoded a whole chunk at a time.
+The stored bytes are the result of a chain: the elements in some order of axes and some byte order,
+then codecs from bytes to bytes. A chunk without such codecs and in little-endian order is *plain*:
+its elements are read directly from the file, with strides. Any other chunk is decoded completely.
 
-Decoded: ``gzip``, ``zlib`` and ``bz2`` by the standard library, ``zstd`` by zstandard, ``blosc`` by
-tensorstore, ``crc32c`` (checked, then cut off); none of them gives more bytes than the chunk has,
-however few are stored.
+Supported: ``gzip``, ``zlib`` and ``bz2`` with the standard library, ``zstd`` with zstandard,
+``blosc`` with tensorstore, ``crc32c`` (compared, then removed). None of them decodes more bytes
+than the chunk has, however few are stored.
 
-Not supported, refused by name when the tensor's data is asked for: every other codec, and filters
-of zarr 2.
+Not supported, refused by name when the tensor's data is requested: all other codecs, and zarr 2's
+filters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import bz2
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +34,23 @@ if TYPE_CHECKING:
 
 _CRC_BYTES = 4
 _CHECKED = frozenset({"crc32c", "gzip", "zlib", "bz2"})
-"""Codecs whose data end with a checksum; that of zstd is optional, and zarr leaves it out."""
+"""Codecs whose data ends with a checksum. That of zstd is optional, and zarr does not write it."""
 _MAX_ZSTD_WINDOW_BYTES = 1 << 27
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+"""The value of ``wbits`` with which zlib recognizes either header."""
 _BLOSC_HEADER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCoding:
-    """The way in which a chunk is stored.
+    """The encoding of the chunks of an array.
 
     Args:
         dtype: canonical dtype name.
-        shape: shape of the chunk, in elements.
+        shape: shape of a chunk, in elements.
         order: the axes in their stored order, slowest first; ``(0, 1, 2)`` is C order.
-        is_big_endian: whether the bytes of an element are stored most significant first.
-        codecs: codecs from bytes to bytes, in the order in which they were applied.
+        is_big_endian: the bytes of an element are stored most significant first.
+        codecs: names of the codecs from bytes to bytes, in the order in which they were applied.
     """
 
     dtype: str
@@ -58,20 +61,20 @@ class ChunkCoding:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the dense chunk."""
+        """Size of the dense chunk, in bytes."""
         return prod(self.shape) * itemsize(self.dtype)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the elements lie in the file as they are, strided or not."""
+        """True if the file contains the elements themselves, strided or not."""
         return not self.codecs and not self.is_big_endian
 
     @property
     def strides(self) -> Shape | None:
-        """Return the strides of the stored chunk, in elements per axis; None for C order."""
-        stored = c_strides(tuple(self.shape[axis] for axis in self.order))
+        """Strides of the stored chunk, in elements per axis; None for C order."""
+        stored_strides = c_strides(tuple(self.shape[axis] for axis in self.order))
         strides = [0] * len(self.order)
-        for axis, step in zip(self.order, stored, strict=True):
+        for axis, step in zip(self.order, stored_strides, strict=True):
             strides[axis] = step
         return None if is_c_contiguous(self.shape, tuple(strides)) else tuple(strides)
 
@@ -79,7 +82,7 @@ class ChunkCoding:
         """Raise unless every codec can be decoded.
 
         Raises:
-            UnsupportedError: a codec is unknown; names it.
+            UnsupportedError: a codec is not supported; names it.
         """
         for name in self.codecs:
             if name != "crc32c" and name not in _DECODERS:
@@ -87,7 +90,8 @@ class ChunkCoding:
                     f"the codec {name!r} is not supported",
                     key=key,
                     file=file,
-                    hint=f"supported codecs: {', '.join(_DECODERS)}, crc32c; or leave it out with --exclude '{key}'",
+                    hint=f"skip the tensor with --exclude '{key}'; supported codecs: "
+                    f"{', '.join(_DECODERS)}, crc32c",
                 )
 
 
@@ -96,7 +100,7 @@ class EncodedChunk:
     """The encoding (``core.catalog.stored``) of a chunk that is not plain.
 
     Args:
-        coding: how it is stored.
+        coding: how the chunk is stored.
         stored_bytes: number of stored bytes, from the extent's offset.
     """
 
@@ -105,33 +109,35 @@ class EncodedChunk:
 
     @property
     def name(self) -> str:
-        """Return the name of the encoding."""
+        """Name of the encoding, for messages."""
         return " + ".join(self.coding.codecs) or "big-endian"
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit: the whole chunk."""
+        """Size of a unit, in bytes: the complete chunk."""
         return max(self.coding.n_bytes, 1)
 
     @property
     def working_bytes(self) -> int:
-        """Return the memory for decoding: the stored bytes twice (a library may copy them), and a
-        dense copy.
+        """Memory needed for decoding, in bytes.
+
+        The stored bytes count twice, as a library may copy them; so does the dense chunk, which may
+        be copied into C order.
         """
         return 2 * self.stored_bytes + 2 * self.coding.n_bytes
 
     @property
     def has_checksum(self) -> bool:
-        """Return whether decoding compares a checksum."""
+        """True if decoding compares a checksum."""
         return not _CHECKED.isdisjoint(self.coding.codecs)
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """Return the dense bytes of the chunk.
+        """Read a chunk and return its dense bytes.
 
         Raises:
             CorruptError: the bytes cannot be decoded, decode to another length, or differ from
                 their checksum.
-            UnsupportedError: a codec is not known.
+            UnsupportedError: a codec is not supported.
         """
         extent = array.extent
         assert unit == 0
@@ -139,47 +145,56 @@ class EncodedChunk:
         span = (extent.offset, extent.offset + self.stored_bytes)
         data: Any = store.read(extent.file, extent.offset, self.stored_bytes)
         try:
-            # Undo the codecs, the last one first.
+            # Undo the codecs, the last one first. The input of a codec is known exactly if only
+            # checksums were applied before it; a compressor before it may have made its input
+            # larger than the chunk, but not by much.
             for number in reversed(range(len(coding.codecs))):
-                data = _undo_codec(coding.codecs[number], data, *_size_before(coding, number))
+                earlier = coding.codecs[:number]
+                most_bytes = coding.n_bytes + _CRC_BYTES * len(earlier)
+                is_exact = all(name == "crc32c" for name in earlier)
+                if not is_exact:
+                    most_bytes = 2 * most_bytes + (1 << 16)
+                data = _undo_codec(coding.codecs[number], data, most_bytes, is_exact=is_exact)
         except CorruptError as err:
             err.file, err.span = extent.file, span
             raise
         if len(data) != coding.n_bytes:
             kind = TruncatedError if len(data) < coding.n_bytes else CorruptError
             raise kind(
-                f"the chunk decodes to {len(data)} bytes, not {coding.n_bytes}",
+                f"the chunk decodes to {len(data)} bytes instead of {coding.n_bytes}",
                 file=extent.file,
                 span=span,
             )
         return _in_c_order(coding, data)
 
 
-def _size_before(coding: ChunkCoding, number: int) -> tuple[int, bool]:
-    """Return how many bytes a codec was given when the chunk was written, and whether this is
-    exact.
-
-    If it is not exact, the number is a maximum.
-    """
-    earlier = coding.codecs[:number]
-    is_exact = all(name == "crc32c" for name in earlier)
-    n_bytes = coding.n_bytes + _CRC_BYTES * len(earlier)
-    return (n_bytes, True) if is_exact else (2 * n_bytes + (1 << 16), False)
-
-
 def _undo_codec(
-    name: str, data: bytes, most_bytes: int, is_exact: bool
+    name: str, data: bytes, most_bytes: int, *, is_exact: bool
 ) -> bytes | bytearray | memoryview:
-    """Return the bytes that a codec was given, at most one byte more than ``most_bytes``."""
+    """Decode the output of one codec.
+
+    Args:
+        most_bytes: maximum number of decoded bytes; decoders stop after one more.
+        is_exact: the decoded bytes must be exactly ``most_bytes``.
+
+    Raises:
+        CorruptError: the bytes cannot be decoded, decode to another length, or differ from their
+            checksum.
+        UnsupportedError: the codec is not supported.
+    """
+    # A checksum is not compressed data: it only has to be compared and removed.
     if name == "crc32c":
         if len(data) < _CRC_BYTES:
             raise TruncatedError(f"{len(data)} bytes are too few for a checksum")
-        body, stated_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
-        if (crc := crc32c(body)) != stated_crc:
+        body, stored_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
+        if (crc := crc32c(body)) != stored_crc:
             raise CorruptError(
-                f"checksum mismatch: the chunk has CRC-32C {crc:#010x}, but {stated_crc:#010x} was stored with it"
+                f"checksum mismatch: the chunk has CRC-32C {crc:#010x}, but {stored_crc:#010x} "
+                "is recorded"
             )
         return body
+    # The limit keeps a small file from filling the memory; damaged data makes the libraries raise
+    # errors of several types.
     decoder = _DECODERS.get(name)
     if decoder is None:
         raise UnsupportedError(f"the codec {name!r} is not supported")
@@ -187,24 +202,21 @@ def _undo_codec(
         decoded = decoder(data, most_bytes)
     except (OSError, ValueError, EOFError, zlib.error) as err:
         raise CorruptError(f"the {name} data is damaged: {str(err)[:200]}") from err
-    if len(decoded) > most_bytes or (is_exact and len(decoded) != most_bytes):
-        length_text = f"more than {most_bytes}" if len(decoded) > most_bytes else f"{len(decoded)}"
-        kind = TruncatedError if len(decoded) < most_bytes else CorruptError
-        raise kind(f"the {name} data decodes to {length_text} bytes, not {most_bytes}")
+    if len(decoded) > most_bytes:
+        raise CorruptError(f"the {name} data decodes to more than the expected {most_bytes} bytes")
+    if is_exact and len(decoded) < most_bytes:
+        raise TruncatedError(
+            f"the {name} data decodes to {len(decoded)} bytes instead of {most_bytes}"
+        )
     return decoded
 
 
-def _decode_zlib(data: bytes, most_bytes: int) -> bytearray:
-    """Return the content of members of gzip or zlib, one after the other."""
-    return _decode_members(data, most_bytes, lambda: zlib.decompressobj(wbits=47))
+def _decode_members(data: bytes, most_bytes: int, *, begin: Callable[[], Any]) -> bytearray:
+    """Decode compressed members that follow each other, as gzip and bz2 files may have them.
 
-
-def _decode_bz2(data: bytes, most_bytes: int) -> bytearray:
-    return _decode_members(data, most_bytes, bz2.BZ2Decompressor)
-
-
-def _decode_members(data: bytes, most_bytes: int, begin: Callable[[], Any]) -> bytearray:
-    """Return the content of compressed members that follow each other."""
+    Args:
+        begin: returns a new decompressor, for one member.
+    """
     decoded = bytearray()
     while data and len(decoded) <= most_bytes:
         member = begin()
@@ -218,11 +230,12 @@ def _decode_members(data: bytes, most_bytes: int, begin: Callable[[], Any]) -> b
 def _decode_zstd(data: bytes, most_bytes: int) -> bytearray:
     import zstandard
 
+    # Decode into a buffer of fixed size, so that a small file cannot fill the memory.
     decoded = bytearray(most_bytes + 1)
-    window = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES)
     n_decoded = 0
     try:
-        with window.stream_reader(data, read_across_frames=True) as reader:
+        with decompressor.stream_reader(data, read_across_frames=True) as reader:
             while n_decoded < len(decoded):
                 n_read = reader.readinto(memoryview(decoded)[n_decoded:])
                 if n_read == 0:
@@ -235,19 +248,23 @@ def _decode_zstd(data: bytes, most_bytes: int) -> bytearray:
 
 
 def _decode_blosc(data: bytes, most_bytes: int) -> memoryview:
-    """Decode with tensorstore, as the only chunk of an array of bytes in memory."""
+    """Decode blosc data with tensorstore, as the only chunk of an array of bytes in memory."""
+    # Bytes 4–7 of the header are the decoded size, bytes 12–15 the stored size; tensorstore would
+    # allocate whatever the header claims.
     if len(data) < _BLOSC_HEADER_BYTES:
         raise ValueError(f"{len(data)} bytes are too few for its header")
     n_bytes, n_stored = (int.from_bytes(data[offset : offset + 4], "little") for offset in (4, 12))
     if n_stored != len(data) or n_bytes > most_bytes:
         raise ValueError(
-            f"its header states {n_stored} bytes for {n_bytes}, but there are {len(data)} for {most_bytes}"
+            f"its header specifies {n_stored} stored and {n_bytes} decoded bytes, but there are "
+            f"{len(data)} stored bytes for at most {most_bytes}"
         )
     if n_bytes == 0:
         return memoryview(b"")
     import tensorstore
 
-    # One thread: the copy engine runs several of these already. The kvstore belongs to this context.
+    # One thread, as the copy engine runs several decoders already. The context is new, as its
+    # memory:// store must not be shared with them.
     context = tensorstore.Context(
         {"data_copy_concurrency": {"limit": 1}, "cache_pool": {"total_bytes_limit": 0}}
     )
@@ -270,28 +287,30 @@ def _decode_blosc(data: bytes, most_bytes: int) -> memoryview:
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes | bytearray | memoryview]] = {
-    "gzip": _decode_zlib,
-    "zlib": _decode_zlib,
-    "bz2": _decode_bz2,
+    "gzip": partial(_decode_members, begin=partial(zlib.decompressobj, wbits=_GZIP_OR_ZLIB)),
+    "zlib": partial(_decode_members, begin=partial(zlib.decompressobj, wbits=_GZIP_OR_ZLIB)),
+    "bz2": partial(_decode_members, begin=bz2.BZ2Decompressor),
     "zstd": _decode_zstd,
     "blosc": _decode_blosc,
 }
 
 
 def _in_c_order(coding: ChunkCoding, data: Any) -> bytes | memoryview:
-    """Return the elements in C order, little endian."""
+    """Return the bytes of the elements in C order, little endian."""
     if not coding.is_big_endian and coding.strides is None:
         return memoryview(data)
     import numpy
 
     dtype = DTYPES[coding.dtype]
-    # Swap bytes within numbers; a complex element has two of them.
-    part = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
-    stored = tuple(coding.shape[axis] for axis in coding.order)
-    parts = numpy.frombuffer(data, f"u{part}" if part > 1 else "u1")
+    # Swap bytes within numbers; a complex element consists of two of them. Unsigned integers stand
+    # for every type, as numpy lacks some of them.
+    number_bytes = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    numbers = numpy.frombuffer(data, f"u{number_bytes}")
     if coding.is_big_endian:
-        parts = parts.byteswap()
-    elements = parts.reshape(*stored, dtype.itemsize // part)
-    back: Iterable[int] = (coding.order.index(axis) for axis in range(len(coding.order)))
-    dense = numpy.ascontiguousarray(elements.transpose(*back, len(stored)))
+        numbers = numbers.byteswap()
+    # Transpose from the stored order of the axes; the last axis holds the numbers of an element.
+    stored_shape = tuple(coding.shape[axis] for axis in coding.order)
+    elements = numbers.reshape(*stored_shape, dtype.itemsize // number_bytes)
+    inverse: Iterable[int] = (coding.order.index(axis) for axis in range(len(coding.order)))
+    dense = numpy.ascontiguousarray(elements.transpose(*inverse, len(stored_shape)))
     return memoryview(dense.reshape(-1).view("u1"))

@@ -40,7 +40,7 @@ TENSORSTORE_ONLY = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""Types without a numpy code, which zarr-python cannot open; zarr 3 spells them as the registry of
+"""Types without a numpy code, which zarr-python cannot open. zarr 3 spells them as the registry of
 extensions does.
 """
 _V2_DTYPES = {code: name for name, code in _V2_CODES.items()}
@@ -48,9 +48,9 @@ _V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
 
 
 def v2_dtype(spelling: str) -> tuple[str, bool] | None:
-    """Return the canonical name of a zarr 2 dtype, and whether it is big-endian.
+    """Parse a zarr 2 dtype into its canonical name and whether it is big-endian.
 
-    None if it is not supported.
+    Returns None if the type is not supported.
     """
     if spelling in TENSORSTORE_ONLY:
         return spelling, False
@@ -58,18 +58,41 @@ def v2_dtype(spelling: str) -> tuple[str, bool] | None:
     if name is None or spelling[0] not in "<>|":
         return None
     n_bytes = DTYPES[name].itemsize
+    # "|" means "no byte order", which only types of one byte may have.
     if spelling[0] == "|" and n_bytes > 1:
         return None
     return name, spelling[0] == ">" and n_bytes > 1
 
 
-def v3_dtype(spelling: str) -> str | None:
-    """Return the canonical name of a zarr 3 data type; None if it is not supported."""
-    return _V3_DTYPES.get(spelling)
+def v3_dtype(data_type: object, *, file: str, key: str) -> str:
+    """Parse a zarr 3 data type into its canonical name.
+
+    Args:
+        data_type: the value in the JSON.
+        file, key: the metadata file and the tensor, for messages.
+
+    Raises:
+        UnsupportedError: the type is not supported, or is an extension with a configuration.
+    """
+    dtype = _V3_DTYPES.get(data_type) if isinstance(data_type, str) else None
+    if dtype is None:
+        name = data_type.get("name", data_type) if isinstance(data_type, dict) else data_type
+        raise unsupported_dtype(name, file=file, key=key)
+    return dtype
+
+
+def unsupported_dtype(name: object, *, file: str, key: str) -> UnsupportedError:
+    """Return the error about an element type that cannot be read."""
+    return UnsupportedError(
+        f"the element type {str(name)[:80]!r} is not supported",
+        file=file,
+        key=key,
+        hint="cast the array with the tool that wrote it",
+    )
 
 
 def v2_spelling(dtype: str, *, key: str) -> str:
-    """Return zarr 2's name of a canonical dtype.
+    """Return zarr 2's name for a canonical dtype.
 
     Raises:
         UnsupportedError: zarr has no such type.
@@ -81,7 +104,7 @@ def v2_spelling(dtype: str, *, key: str) -> str:
 
 
 def v3_spelling(dtype: str, *, key: str) -> str:
-    """Return zarr 3's name of a canonical dtype.
+    """Return zarr 3's name for a canonical dtype.
 
     Raises:
         UnsupportedError: zarr has no such type.
@@ -90,12 +113,12 @@ def v3_spelling(dtype: str, *, key: str) -> str:
         raise UnsupportedError(
             f"zarr has no element type for {dtype}",
             key=key,
-            hint=f"cast it (--dtype '{key}=float32') where that can be done, or leave it out with --exclude '{key}'",
+            hint=f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
         )
     return dtype
 
 
 def v3_fill_value(dtype: str) -> object:
-    """Return zero as a ``zarr.json`` spells it for a dtype."""
+    """Return the zero of a dtype in the spelling of a ``zarr.json``."""
     kind = DTYPES[dtype].kind
     return {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}.get(kind, 0.0)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ZarrFacts:
-    """A facet (``core.catalog.facets``) of catalogs of zarr arrays that may lack chunks.
+    """A facet (``core.catalog.facets``) of catalogs whose zarr arrays may lack chunks.
 
     Args:
-        unstored: key of a tensor that may lack chunks → whether only the indexes of its shards show
-            it.
+        unstored: key of a tensor that may lack chunks → True if only the indexes of its shards can
+            show it, False if a chunk file is missing.
     """
 
     unstored: Mapping[str, bool] = field(default_factory=dict)

@@ -5,13 +5,13 @@ zarr-python (``write_empty_chunks=False``, the default) and tensorstore
 all equal the fill value. In zarr 2 ``null`` as fill value leaves such elements undefined; both
 libraries read zeros.
 
-Fill values of ``.zarray`` and ``zarr.json``::
+Fill values in ``.zarray`` and ``zarr.json``::
 
     true · -7 · 1.5 · "NaN" · "Infinity" · "-Infinity" · [re, im] for complex types
     "0x7fc00000"    zarr 3 only: the bits of a float, most significant digit first
 
 Not supported (a missing chunk is then an error): values that the element type cannot hold, and
-texts for structured types, which are base64.
+base64 text, the fill value of structured types.
 
 Source: zarr 2 and 3 specifications; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 MOST_FILLED_BYTES = 1 << 40
-"""Maximum size of a tensor's missing chunks; metadata that asks for more is considered damaged."""
+"""Maximum size of a tensor's missing chunks; metadata that needs more is considered damaged."""
 _UNIT_BYTES = 1 << 20
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _BITS = re.compile(r"0x[0-9a-fA-F]+$")
@@ -59,13 +59,13 @@ _MAX_MANIFEST_VALUES = 12_000_000
 class FillValue:
     """The encoding (``core.catalog.stored``) of chunks that are not stored.
 
-    The extent names the array's metadata file.
+    The file of the extent is the array's metadata file.
 
     Args:
         pattern: the bytes of one element, little endian.
-        n_chunks: number of chunks that the array stands for.
+        n_chunks: number of chunks that the stored array represents.
         chunk_file: file of the first of them: the missing chunk, or the shard that lacks it.
-        is_inner: whether that file is a shard.
+        is_inner: that file is a shard, which lacks inner chunks.
     """
 
     pattern: bytes
@@ -75,59 +75,57 @@ class FillValue:
 
     @property
     def name(self) -> str:
-        """Return the name of the encoding."""
+        """Name of the encoding, for messages."""
         return "fill value"
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit."""
+        """Size of a unit, in bytes."""
         return _UNIT_BYTES
 
     @property
     def working_bytes(self) -> int:
-        """Return 0: decoding needs no memory of its own."""
+        """Memory needed for decoding: none in addition to the result."""
         return 0
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
-        """Return the bytes of a unit."""
+        """Return the dense bytes of a unit; nothing is read."""
         n_bytes = min(_UNIT_BYTES, array.n_bytes - unit * _UNIT_BYTES)
         return self.pattern * (n_bytes // len(self.pattern))
 
 
 def fill_bytes(value: object, dtype: str, *, zarr_format: int) -> bytes | None:
-    """Return one element of a fill value, little endian.
-
-    None if the element type has no such value.
+    """Convert a fill value to the bytes of one element, little endian.
 
     Args:
-        value: ``fill_value`` of the metadata's JSON.
-        dtype: canonical name.
+        value: ``fill_value`` in the metadata's JSON.
+        dtype: canonical dtype name.
         zarr_format: 2 or 3; they differ in ``null`` and in bit patterns.
+
+    Returns:
+        None if the element type cannot hold the value.
     """
     kind = DTYPES[dtype]
-    # Values that JSON has directly: null, complex pairs, booleans, integers.
+    # null leaves the elements undefined; zarr-python and tensorstore both read zeros.
     if value is None and zarr_format == 2:
         return bytes(kind.itemsize)
     if kind.kind == "complex":
         if not isinstance(value, list) or len(value) != 2:
             return None
-        parts = [
+        real, imaginary = (
             fill_bytes(part, f"float{4 * kind.itemsize}", zarr_format=zarr_format) for part in value
-        ]
-        return None if None in parts else b"".join(part for part in parts if part is not None)
+        )
+        return None if real is None or imaginary is None else real + imaginary
     if kind.kind == "bool":
         return bytes([value]) if isinstance(value, bool) else None
     if kind.kind in ("int", "uint"):
         return _integer_bytes(value, kind)
-    # Floats are bit patterns, words or numbers.
-    if isinstance(value, str) and zarr_format == 3 and _BITS.match(value):
-        bits = int(value, 16)
-        return bits.to_bytes(kind.itemsize, "little") if bits >> 8 * kind.itemsize == 0 else None
-    return _float_bytes(value, dtype)
+    return _float_bytes(value, dtype, allows_bits=zarr_format == 3)
 
 
 def _integer_bytes(value: object, kind: DType) -> bytes | None:
-    """Return an integer as bytes; None if the type cannot hold the value."""
+    """Convert an integer to bytes; None if the type cannot hold the value."""
+    # Writers may spell an integer as 0.0; ``value // 1`` is NaN, thus different, for infinities.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         return None
     try:
@@ -136,28 +134,29 @@ def _integer_bytes(value: object, kind: DType) -> bytes | None:
         return None
 
 
-def _float_bytes(value: object, dtype: str) -> bytes | None:
-    """Return a floating-point number as bytes; None if the type cannot hold the value."""
-    number = _WORDS.get(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return None
+def _float_bytes(value: object, dtype: str, *, allows_bits: bool) -> bytes | None:
+    """Convert a floating-point number to bytes; None if the type cannot hold the value.
+
+    Args:
+        allows_bits: the value may also be a bit pattern in hexadecimal digits.
+    """
+    itemsize = DTYPES[dtype].itemsize
     try:
+        if allows_bits and isinstance(value, str) and _BITS.match(value):
+            return int(value, 16).to_bytes(itemsize, "little")
+        number = _WORDS.get(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            return None
         if dtype in _CODES:
             return struct.pack(_CODES[dtype], float(number))
+        # NaN and 0 are the usual fill values: found without importing a heavy module for the cast.
         if isnan(number):
-            return (
-                _NAN_BITS[dtype].to_bytes(DTYPES[dtype].itemsize, "little")
-                if dtype in _NAN_BITS
-                else None
-            )
+            bits = _NAN_BITS.get(dtype)
+            return None if bits is None else bits.to_bytes(itemsize, "little")
         if str(number) in ("0", "0.0") and dtype in _NAN_BITS:
-            return bytes(DTYPES[dtype].itemsize)  # the usual fill value needs no heavy module
-        # Writers state numbers that the type holds; rounding and saturating differ between libraries.
-        wide, narrow, back = (
-            struct.pack("<d", number),
-            bytearray(DTYPES[dtype].itemsize),
-            bytearray(8),
-        )
+            return bytes(itemsize)
+        # Only numbers that the type holds exactly: libraries round and saturate differently.
+        wide, narrow, back = struct.pack("<d", number), bytearray(itemsize), bytearray(8)
         cast_of("float64", dtype)(memoryview(wide), memoryview(narrow))
         cast_of(dtype, "float64")(memoryview(narrow), memoryview(back))
         return bytes(narrow) if bytes(back) == wide else None
@@ -166,21 +165,34 @@ def _float_bytes(value: object, dtype: str) -> bytes | None:
 
 
 def lost_files(store: ReadStore) -> tuple[str, ...]:
-    """Return the files that once existed: listed in the manifest but missing, or names without
-    data.
+    """Return the files that once existed.
+
+    These are files that the checkpoint's manifest lists but that do not exist, and names without
+    data, such as links to files that were moved away.
 
     Raises:
         CorruptError: the manifest is malformed.
     """
-    return (*_listed_but_absent(store), *_unreadable(store))
+    lost: list[str] = []
+    # The manifest may be written by hand: entries of another form are skipped.
+    if store.exists(_MANIFEST):
+        data = read_small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
+        manifest = parse_json_object(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES)
+        entries = manifest.get("files")
+        paths = (
+            entry.get("path")
+            for entry in (entries if isinstance(entries, list) else ())
+            if isinstance(entry, dict)
+        )
+        lost += (path for path in paths if isinstance(path, str) and not store.exists(path))
+    # Only a file system has names without data.
+    if isinstance(store, LocalStore):
+        lost += _names_without_data(store)
+    return tuple(lost)
 
 
-def _unreadable(store: ReadStore) -> Iterator[str]:
-    """Yield the names below a store that have no data, such as links to files that were moved
-    away.
-    """
-    if not isinstance(store, LocalStore):
-        return
+def _names_without_data(store: LocalStore) -> Iterator[str]:
+    """Yield the paths of all directory entries that cannot be read, such as broken links."""
     folders = [""]
     while folders:
         folder = folders.pop()
@@ -189,31 +201,14 @@ def _unreadable(store: ReadStore) -> Iterator[str]:
         folders += [prefix + name for name in store.folders(folder)]
 
 
-def _listed_but_absent(store: ReadStore) -> tuple[str, ...]:
-    """Return the files listed in the checkpoint's manifest that do not exist.
-
-    None without a manifest.
-    """
-    if not store.exists(_MANIFEST):
-        return ()
-    data = read_small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
-    entries = parse_json_object(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES).get("files")
-    paths = (
-        (entry.get("path") for entry in entries if isinstance(entry, dict))
-        if isinstance(entries, list)
-        else ()
-    )
-    return tuple(path for path in paths if isinstance(path, str) and not store.exists(path))
-
-
 @dataclass(frozen=True, slots=True)
 class Unstored:
     """A tensor that lacks chunks.
 
     Args:
         key: the tensor.
-        n_chunks, n_bytes: number and size of the missing chunks.
-        chunk_file, is_inner: file of the first of them, see ``FillValue``.
+        n_chunks, n_bytes: number and dense size of the missing chunks.
+        chunk_file, is_inner: the file of the first one and its kind, see ``FillValue``.
     """
 
     key: str
@@ -224,7 +219,7 @@ class Unstored:
 
     @property
     def n_text(self) -> str:
-        """Return the number of chunks in words: ``1 chunk is``, ``2 chunks are``."""
+        """Number of chunks in words: ``1 chunk is``, ``2 chunks are``."""
         return "1 chunk is" if self.n_chunks == 1 else f"{self.n_chunks:,} chunks are"
 
 
@@ -232,34 +227,36 @@ def unstored(catalog: Catalog, *, reads_shards: bool = True) -> Iterator[Unstore
     """Yield the tensors that lack chunks.
 
     Args:
-        reads_shards: read the index of every shard; otherwise look only at the files.
+        reads_shards: read the index of every shard; otherwise find only missing chunk files.
 
     Raises:
         CheckpointingException: the catalog's fragments cannot be read.
     """
     facts = catalog.facet(ZarrFacts)
-    for key, is_sharded in facts.unstored.items() if facts is not None else ():
-        if is_sharded and not reads_shards:
+    if facts is None:
+        return
+    for key, needs_indexes in facts.unstored.items():
+        if needs_indexes and not reads_shards:
             continue
-        arrays = (fragment.array for fragment in catalog.fragments(key))
+        # A tensor that may lack chunks need not lack any.
         filled = [
-            (array, fill)
-            for array in arrays
-            if array is not None and (fill := fill_of(array)) is not None
+            (array.n_bytes, fill)
+            for fragment in catalog.fragments(key)
+            if (array := fragment.array) is not None and (fill := fill_of(array)) is not None
         ]
         if filled:
             first = filled[0][1]
             yield Unstored(
                 key,
                 sum(fill.n_chunks for _, fill in filled),
-                sum(array.n_bytes for array, _ in filled),
+                sum(n_bytes for n_bytes, _ in filled),
                 first.chunk_file,
                 first.is_inner,
             )
 
 
 def missing_chunk(tensor: Unstored) -> MissingShardError:
-    """Return the error for chunks that are not stored, for a format that stores all."""
+    """Return the error about chunks that are not stored, for writers that store all chunks."""
     if tensor.is_inner:
         message, rule = f"the shard lacks a chunk: {tensor.n_text} not stored", "zarr.inner"
     else:
@@ -274,6 +271,6 @@ def missing_chunk(tensor: Unstored) -> MissingShardError:
 
 
 def fill_of(array: StoredArray) -> FillValue | None:
-    """Return the fill value that an array consists of; None for an array that is stored."""
+    """Return the fill value that an array consists of; None if the array is stored."""
     encoding = array.extent.encoding
     return encoding if isinstance(encoding, FillValue) else None

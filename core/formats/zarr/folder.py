@@ -1,6 +1,4 @@
-"""A zarr array as a directory of metadata and chunks, read and written in the same way for zarr 2
-and zarr 3.
-"""
+"""zarr arrays as directories of metadata and chunks: the parts that zarr 2 and zarr 3 share."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ZarrFolder:
-    """An array in a directory.
+    """An array that is stored in a directory.
 
     Args:
-        array: its metadata.
-        file: the metadata file.
-        chunks: its stored chunks and their positions.
+        array: the parsed metadata.
+        file: path of the metadata file.
+        chunks: the stored chunks and their locations.
     """
 
     array: ZarrArray
@@ -52,8 +50,11 @@ def catalog_of_folders(
     """Return the catalog of a hierarchy.
 
     Args:
-        store: the checkpoint; indexes of shards are read from it when fragments are asked for.
+        store: the checkpoint; the indexes of shards are read from it when a tensor's fragments are
+            requested.
         folders: the arrays by key.
+        format, version: name of the format and its version, for the catalog.
+        objects: everything that is not a tensor, by key.
     """
 
     @lru_cache(maxsize=4)
@@ -63,6 +64,8 @@ def catalog_of_folders(
             store, key, zarr_folder.array, zarr_folder.chunks, file=zarr_folder.file
         )
 
+    # Tensors that may be partly fill value: files are missing, or shards may lack inner chunks.
+    # The latter is known only after reading every index, so that it is left to ``fill.unstored``.
     incomplete = {
         key: zarr_folder.array.sharding is not None and not zarr_folder.chunks.absent
         for key, zarr_folder in folders.items()
@@ -85,14 +88,14 @@ def catalog_of_folders(
 def without_unread(
     catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]
 ) -> Catalog:
-    """Return the catalog of a hierarchy with objects in place of the arrays that were not read.
+    """Return the catalog with placeholder objects for the arrays that could not be read.
 
-    Arrays of an unsupported kind are objects without a value, like such tensors in other formats
-    (``Catalog.unsupported``); arrays of pickles are calls of the function that would read them. The
-    rest can be inspected, and copied once these are left out.
+    Arrays of an unsupported kind become objects without a value, like such tensors in other formats
+    (``Catalog.unsupported``); arrays of pickles become calls of the function that would read them.
+    The other arrays can be inspected, and copied after the placeholders have been excluded.
 
     Args:
-        unread: key → the error.
+        unread: key of an array → the error raised while reading it.
 
     Raises:
         UnsafeError: an array is unsafe for another reason than pickles.
@@ -118,20 +121,23 @@ _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 def metadata_image(
     path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
 ) -> FileImage:
-    """Return the image of an array's metadata file.
+    """Return the layout of an array's metadata file.
 
-    An array without elements lies in it, as it has no chunk.
+    Args:
+        text: content of the file.
+        arrays: index of a chunk → the array that is written to it.
     """
     image = literal_file(path, text)
     if grid.n_chunks:
         return image
+    # Every planned array needs a file, but an array without elements has no chunk file.
     return replace(image, arrays=tuple(PlacedArray(0, array) for array in arrays.values()))
 
 
 def chunk_files(
     folder: str, names: ChunkNames, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
 ) -> Iterator[tuple[str, PlannedArray]]:
-    """Yield path and array of every chunk to write."""
+    """Yield the path and the array of every chunk to write; nothing if there are no elements."""
     if grid.n_chunks:
         for index, array in arrays.items():
             yield f"{folder}/{names.name(index)}", array

@@ -1,33 +1,33 @@
-"""Megatron-core's distributed checkpoint, backend ``zarr``: a directory of zarr 2 arrays. And any
-other such directory.
+"""Directories of zarr 2 arrays: Megatron-core's distributed checkpoints with backend ``zarr``, etc.
 
 On disk::
 
     iter_0000010/
-    ├── metadata.json                           {"sharded_backend": "zarr", "sharded_backend_version": 1, …}
-    ├── common.pt                               what every rank shares (arguments, iteration …)
-    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr.metadata2``)
+    ├── metadata.json                          {"sharded_backend": "zarr",
+    │                                           "sharded_backend_version": 1, …}
+    ├── common.pt                              common state (arguments, iteration …)
+    ├── decoder.layers.mlp.linear_fc1.weight/  one directory per tensor (``zarr.metadata2``)
     │   ├── .zarray
-    │   └── 0.0.0, 0.1.0 …                      one chunk for what one rank holds of one layer, plain bytes
-    ├── optimizer.state.exp_avg.….sync/         left-over locks, empty files: ignored
+    │   └── 0.0.0, 0.1.0 …                     plain chunks, one per layer and rank
+    ├── optimizer.state.exp_avg.….sync/        left-over locks, empty files: ignored
     └── rng_state/
-        └── shard_0.1_2.2.pt                    a ShardedObject: a torch file of its value
+        └── shard_0.1_2.2.pt                   a ShardedObject: a torch file of its value
 
-Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later ones cannot read it any more.
+Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later versions cannot read them.
 
 The catalog has the schema of ``torch_dist``: a ShardedObject has the key
-``rng_state/shard_0.1_2.2`` and a list of one value; ``common``, and from it ``args`` and
-``iteration``, are the common state's.
+``rng_state/shard_0.1_2.2``, and its value is a list of one element. ``common``, ``args`` and
+``iteration`` come from the common state.
 
-A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has
-no common state and no objects. A tensor's key is its path, ``/`` between names. Written is always
-what Megatron would write.
+zarr 2 hierarchies of other software, with nested groups, are read as well; they have no common
+state and no objects. A tensor's key is its path, with ``/`` between names. The files written are
+always those that Megatron would write.
 
-A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is
-the fill value (``zarr.fill``).
+An absent chunk is an error in Megatron's checkpoints, as Megatron writes all chunks; elsewhere it
+is the fill value (``zarr.fill``).
 
 Not supported, refused by name: what ``zarr.metadata2`` does not support; on writing, tensors whose
-pieces are no regular grid.
+shards do not form a regular grid.
 
 Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
 ``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.
@@ -76,24 +76,30 @@ from core.formats.zarr.folder import (
 )
 from core.formats.zarr.grid import ChunkNames, grid_of_pieces, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
-from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
+from core.formats.zarr.tree import (
+    ROOT_KEY,
+    Listing,
+    check_keys,
+    folders_of,
+    has_array_inside,
+    path_in,
+)
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
-    from core.formats.zarr.array import ZarrArray
 
 _BACKEND = "zarr"
 _FOREIGN = ("manifest.ocdbt", ".metadata", "zarr.json")
 """Files of formats that may look like this one."""
 _TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's, beside the directories of the iterations."""
+"""Megatron's file next to the directories of the iterations."""
 _OBJECT_FILE = re.compile(r"(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)\.pt$")
 _MAX_ZARRAY_BYTES = 1 << 20
 _RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory is Megatron's with this backend, or a zarr 2 hierarchy."""
+    """Return whether the directory is Megatron's with this backend, or another zarr 2 hierarchy."""
     if store.entry is not None or any(map(store.exists, _FOREIGN)):
         return False
     if store.exists(CONFIG):
@@ -112,13 +118,13 @@ def read(store: ReadStore) -> Catalog:
 
     Raises:
         CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has
-            the wrong length or lies beyond its array.
+            the wrong length or is beyond its array.
         MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray``, a chunk or a shard of an
             object is missing.
         UnsupportedError: the backend or its version is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
-    # Only Megatron's checkpoints have a common state, and store every chunk.
+    # Only Megatron's checkpoints have a common state; only they are known to store every chunk.
     is_megatron = store.exists(COMMON_FILE) or names_backend(store)
     fills = not stores_every_chunk(store)
     lost = cache(partial(lost_files, store))
@@ -131,14 +137,16 @@ def read(store: ReadStore) -> Catalog:
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
-    # Arrays are directories; those that cannot be read are left for the caller to see.
+    # Arrays are directories. Those that cannot be read become objects, so that the others can be
+    # inspected.
     for folder, listing, is_array in folders_of(
         store, is_array=lambda folder, listing: ARRAY_FILE in listing
     ):
         if is_array:
-            key = folder or ROOT_KEY
+            key, file = folder or ROOT_KEY, path_in(folder, ARRAY_FILE)
             try:
-                array, file = _read_metadata(store, folder, key=key)
+                data = read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key)
+                array = parse_zarray(data, file=file, key=key)
                 chunks = folder_chunks(
                     store,
                     folder,
@@ -152,16 +160,17 @@ def read(store: ReadStore) -> Catalog:
             except (UnsupportedError, UnsafeError) as err:
                 unread[key] = err
         elif folder:
-            _check_no_array(store, folder, listing, is_megatron=is_megatron)
+            _refuse_lost_metadata(store, folder, listing, is_megatron=is_megatron)
         if is_megatron and folder:
             for item, arrays_inside in _read_objects(store, folder, listing):
                 objects[item.key] = item
                 hidden |= arrays_inside
-    # All shards of an object must exist.
+    # The key of a shard contains the shape of its grid: all shards of an object must exist.
     for grid in shard_grids(objects):
         for key in grid.absent_keys():
             raise MissingShardError(
-                f"a shard of the object is missing: {len(grid.offsets)} of {prod(grid.shape)} exist",
+                f"a shard of the object is missing: {len(grid.offsets)} of {prod(grid.shape)} "
+                "exist",
                 file=f"{key}.pt",
                 key=key,
                 hint="copy the checkpoint again, with all its files",
@@ -173,28 +182,22 @@ def read(store: ReadStore) -> Catalog:
 
 
 def stores_every_chunk(store: ReadStore) -> bool:
-    """Return whether Megatron wrote the directory, even if its own files are lost.
+    """Return whether Megatron, which stores every chunk, wrote the directory.
 
-    It stores every chunk.
+    That is still recognized if the directory's own files are lost.
     """
     if store.exists(COMMON_FILE) or store.exists(CONFIG):
         return True
     return isinstance(store, LocalStore) and (store.root.resolve().parent / _TRACKER).exists()
 
 
-def _read_metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
-    """Read the metadata of an array; return it and the file that holds it."""
-    file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
-    return parse_zarray(
-        read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key
-    ), file
-
-
-def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
-    """Raise if a directory without a ``.zarray`` is the rest of an array.
+def _refuse_lost_metadata(
+    store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool
+) -> None:
+    """Raise if a directory without a ``.zarray`` is what remains of an array.
 
     Raises:
-        MissingShardError: chunks remain, or the directory is empty.
+        MissingShardError: the directory contains chunks, or is empty in a checkpoint of Megatron.
     """
     chunk = next(filter(is_like_a_chunk, listing), None)
     if chunk is not None:
@@ -202,8 +205,9 @@ def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megat
             f"{ARRAY_FILE} is missing next to the chunk {chunk}",
             file=f"{folder}/{ARRAY_FILE}",
             key=folder,
-            hint="copy the checkpoint again, with all its files, hidden ones too",
+            hint="copy the checkpoint again, with all its files, including hidden ones",
         )
+    # zarr 2 hierarchies of other software may have empty directories; Megatron creates none.
     if is_megatron and not listing and not store.folders(folder):
         raise MissingShardError(
             "the directory is empty",
@@ -216,7 +220,7 @@ def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megat
 def _read_objects(
     store: ReadStore, folder: str, listing: Listing
 ) -> Iterator[tuple[StoredObject, Mapping[str, StoredArray]]]:
-    """Read the ShardedObjects in a directory, and the arrays of the tensors inside them."""
+    """Yield the ShardedObjects in a directory, each with the arrays of the tensors inside it."""
     for name, size in sorted(listing.items()):
         match = _OBJECT_FILE.match(name)
         if match is not None:
@@ -228,48 +232,46 @@ def _read_objects(
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of one iteration's directory: chunks and ``.zarray`` files, objects,
-    common.pt, metadata.json.
+    """Describe the files of one iteration's directory.
+
+    These are the chunks and ``.zarray`` of every tensor, the objects, ``common.pt`` and
+    ``metadata.json``, in this order.
 
     Args:
         target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk.
-            An object whose key is a ShardedObject's becomes a file; any other goes into the common
-            state, nested as in the skeleton. ``common`` is written as well.
+            An object whose key is that of a ShardedObject becomes a file; any other goes into the
+            common state, nested as in the skeleton.
 
     Raises:
-        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name,
-            zarr lacks its dtype, or an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory name, zarr
+            lacks its dtype, or an object has not been loaded.
     """
     check_keys(target.tensors, reserved=_RESERVED)
     images: list[FileImage] = []
-    for key in target.tensors:
-        images += _array_images(target, key)
+    for key, meta in target.tensors.items():
+        grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+        text = zarray(grid, meta.dtype, key=key)
+        images.append(metadata_image(f"{key}/{ARRAY_FILE}", text, grid, arrays))
+        names = ChunkNames(len(meta.shape), ".")
+        images += (
+            FileImage(path, array.n_bytes, (PlacedArray(0, array),))
+            for path, array in chunk_files(key, names, grid, arrays)
+        )
+    # Objects with keys of other forms are part of the common state.
     for item in target.objects.values():
-        if is_sharded_object(item.key):
-            images.append(_object_image(target, item))
+        if not is_sharded_object(item.key):
+            continue
+        if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
+            raise UnsupportedError(
+                "the object is not a list of one value, as a ShardedObject must be", key=item.key
+            )
+        prefix = item.key.rpartition("/")[2]
+        plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=prefix)
+        images.append(FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals))
     images.append(common_image(target, common_state(target)))
+    # metadata.json comes last: its presence means that everything else is there.
     images.append(config_image(backend=_BACKEND, has_common_file=True, is_metadata=True))
     return images
-
-
-def _array_images(target: TargetCatalog, key: str) -> Iterator[FileImage]:
-    """Yield the images of ``.zarray`` and the chunks of one tensor."""
-    meta = target.tensors[key]
-    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
-    yield metadata_image(f"{key}/{ARRAY_FILE}", zarray(grid, meta.dtype, key=key), grid, arrays)
-    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "."), grid, arrays):
-        yield FileImage(path, array.n_bytes, (PlacedArray(0, array),))
-
-
-def _object_image(target: TargetCatalog, item: StoredObject) -> FileImage:
-    """Return the image of a ShardedObject's file."""
-    if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
-        raise UnsupportedError(
-            "the object is not a list of one value, as a ShardedObject must be", key=item.key
-        )
-    name = item.key.rpartition("/")[2]
-    plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=name)
-    return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)
 
 
 FORMAT = Format(

@@ -4,31 +4,30 @@ On disk::
 
     checkpoint.zarr/
     ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
-    ├── ckpt-objects.pt                 what is no tensor (``torch.side_file``), if there is any
+    ├── ckpt-objects.pt                 objects that are not tensors, if any (``torch.side_file``)
     └── model.layers.0.mlp.weight/
         ├── zarr.json                   (``zarr.metadata3``)
-        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr.shards``)
+        └── c/0/0, c/0/1 …              plain chunks; larger than 64 MiB: shards (``zarr.shards``)
 
-A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is
-not looked at: every array tells of itself. A chunk that is absent is the fill value
-(``zarr.fill``); in a group that this project wrote, whose attributes have "ckpt", it is an error.
+A tensor's key is its path, with ``/`` between names; groups may be nested. Consolidated metadata is
+not used, as every array has its own. An absent chunk is the fill value (``zarr.fill``); in a group
+that this project wrote, recognized by the attribute "ckpt", it is an error.
 
-Written chunks are the pieces that the source has where they form a regular grid, else one chunk a
-tensor. A piece above 64 MiB is cut into bands of at most 16 MiB inside its file, so that readers
-that decode whole chunks stay small; as the bands follow each other in C order, the data is still
+The written chunks are the source's shards if these form a regular grid, else there is one chunk per
+tensor. A chunk larger than 64 MiB is divided, inside its file, into bands of at most 16 MiB, for
+readers that decode complete chunks; as the bands follow each other in C order, the data is still
 one run of bytes.
 
-``Catalog.iteration`` is set where the root's attributes tell it. Honoured on writing:
-``iteration``, and
-``WriteOptions.shard_bytes``: the size above which a piece is sharded (its bands get at most a
-    quarter of it).
+``Catalog.iteration`` is set if the root's attributes contain the iteration. Options for writing:
+``iteration``, and ``WriteOptions.shard_bytes``: the size above which a chunk is divided (into bands
+of at most a quarter of it).
 
 Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats,
-under whatever name, and refuses such arrays; tensorstore opens them. A note says so where they are
+under any name, and refuses such arrays; tensorstore opens them. A note is given when they are
 written.
 
 Not supported, refused by name: what ``zarr.metadata3`` does not support; on writing, tensors whose
-pieces are no regular grid.
+shards do not form a regular grid.
 
 Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
 """
@@ -63,7 +62,14 @@ from core.formats.zarr.folder import (
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr.metadata3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.formats.zarr.shards import dense_index, index_bytes
-from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
+from core.formats.zarr.tree import (
+    ROOT_KEY,
+    Listing,
+    check_keys,
+    folders_of,
+    has_array_inside,
+    path_in,
+)
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -73,9 +79,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD_BYTES = 64 << 20
 _BANDS_PER_SHARD = 4
-"""Minimum number of bands; one has at most a quarter of ``shard_bytes``."""
+"""Minimum number of bands of a shard."""
 _MAX_INNER = 1 << 16
-"""Maximum number of inner chunks of a shard; a piece that needs more equal bands is not sharded."""
+"""Maximum number of inner chunks of a shard; a chunk that needs more equal bands is not divided."""
 _MAX_METADATA_BYTES = 256 << 20
 _FOREIGN = ("manifest.ocdbt", ".metadata")
 _RESERVED = frozenset((METADATA_FILE, OBJECTS_FILE, "c"))
@@ -84,7 +90,7 @@ _CHUNK_FOLDERS = re.compile(r"((^|/)c)?((^|/)[0-9]+)*$")
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory, or one of the first in it, has a ``zarr.json``."""
+    """Return whether the directory or one of its first subdirectories has a ``zarr.json``."""
     if store.entry is not None or any(map(store.exists, _FOREIGN)):
         return False
     return store.exists(METADATA_FILE) or has_array_inside(store, METADATA_FILE)
@@ -94,20 +100,21 @@ def read(store: ReadStore) -> Catalog:
     """Read the catalog of a group, or of a single array.
 
     Raises:
-        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or lies beyond its
+        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or is beyond its
             array.
         MissingShardError: a ``zarr.json`` or a chunk is missing.
-        UnsupportedError: something in a ``zarr.json`` is not supported.
+        UnsupportedError: the version of a ``zarr.json`` is not 3, or an object is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
     nodes: dict[str, dict[str, object]] = {}
     attributes: Mapping[str, object] | None = None
 
+    # Whether a directory is an array depends on its metadata; keep that, to read it only once.
     def is_array(folder: str, listing: Listing) -> bool:
         nonlocal attributes
         if METADATA_FILE not in listing:
             return False
-        file = _metadata_file(folder)
+        file = path_in(folder, METADATA_FILE)
         kind, metadata = node_of(
             read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file
         )
@@ -117,21 +124,22 @@ def read(store: ReadStore) -> Catalog:
             attributes = _own_attributes(metadata)
         return kind == "array"
 
-    # Arrays are directories; those that cannot be read are left for the caller to see.
+    # Arrays are directories. Those that cannot be read become objects, so that the others can be
+    # inspected.
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     lost = cache(partial(lost_files, store))
     for folder, listing, has_array in folders_of(store, is_array=is_array):
         if not has_array:
-            _check_no_array(folder, listing)
+            _refuse_lost_metadata(folder, listing)
             continue
-        key, file = folder or ROOT_KEY, _metadata_file(folder)
+        key, file = folder or ROOT_KEY, path_in(folder, METADATA_FILE)
         try:
             array = parse_array(nodes.pop(folder), file=file, key=key)
         except (UnsupportedError, UnsafeError) as err:
             unread[key] = err
             continue
-        fill = array.fill if attributes is None else None
+        fill = array.fill if attributes is None else None  # this project stores every chunk
         chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
         folders[key] = ZarrFolder(array, file, chunks)
     iteration = None if attributes is None else attributes.get("iteration")
@@ -140,21 +148,15 @@ def read(store: ReadStore) -> Catalog:
     return without_unread(with_objects(catalog, read_objects(store)), unread)
 
 
-def _metadata_file(folder: str) -> str:
-    return f"{folder}/{METADATA_FILE}" if folder else METADATA_FILE
-
-
 def _own_attributes(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return what this project wrote into the root's attributes; None in a group of other
-    software.
-    """
+    """Return this project's attributes of the root group; None in groups of other software."""
     attributes = metadata.get("attributes")
     own = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
     return own if isinstance(own, dict) else None
 
 
 def stores_every_chunk(store: ReadStore) -> bool:
-    """Return whether this project wrote the group; it stores every chunk.
+    """Return whether this project, which stores every chunk, wrote the group.
 
     Raises:
         CheckpointingException: the group's metadata cannot be read.
@@ -167,34 +169,36 @@ def stores_every_chunk(store: ReadStore) -> bool:
     return kind == "group" and _own_attributes(metadata) is not None
 
 
-def _check_no_array(folder: str, listing: Listing) -> None:
-    """Raise if a directory that is not an array is the rest of one.
+def _refuse_lost_metadata(folder: str, listing: Listing) -> None:
+    """Raise if a directory that is not an array is what remains of one.
 
     Raises:
-        MissingShardError: the directory holds chunks.
+        MissingShardError: the directory contains chunks.
     """
     chunk = next((name for name in listing if is_like_a_chunk(name) or name == "c"), None)
     if chunk is not None:
         array_folder = _CHUNK_FOLDERS.sub("", folder, count=1)
         raise MissingShardError(
             f"{METADATA_FILE} is missing above the chunk {folder}/{chunk}",
-            file=_metadata_file(array_folder),
+            file=path_in(array_folder, METADATA_FILE),
             key=array_folder or None,
             hint="copy the checkpoint again, with all its files",
         )
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of a group: chunks and ``zarr.json`` files, the objects, then the group's
-    own ``zarr.json``.
+    """Describe the files of a group.
+
+    These are the ``zarr.json`` and the chunks of every tensor, those of the groups in between, the
+    objects, and the root's ``zarr.json``, in this order.
 
     Args:
         target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk
             or a shard.
 
     Raises:
-        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory's name,
-            zarr lacks its dtype, or an object has not been loaded.
+        UnsupportedError: a tensor's arrays are not a grid, its key cannot be a directory name, zarr
+            lacks its dtype, or an object has not been loaded.
     """
     shard_bytes = target.write.shard_bytes
     if shard_bytes is None:
@@ -202,37 +206,39 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     images: list[FileImage] = []
     groups: dict[str, None] = {}
     check_keys(target.tensors, reserved=_RESERVED)
-    for key in target.tensors:
+    for key, meta in target.tensors.items():
+        # The directories on the way to an array are groups.
         parts = key.split("/")
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
-        images += _array_images(target, key, shard_bytes=shard_bytes)
-    images += [literal_file(_metadata_file(group), group_json({})) for group in groups]
+        grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+        inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
+        text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
+        images.append(metadata_image(path_in(key, METADATA_FILE), text, grid, arrays))
+        names = ChunkNames(len(meta.shape), "/", has_prefix=True)
+        images += (
+            _chunk_image(path, array, inner_shape)
+            for path, array in chunk_files(key, names, grid, arrays)
+        )
+    images += [literal_file(path_in(group, METADATA_FILE), group_json({})) for group in groups]
     objects = objects_image(target)
     if objects is not None:
         images.append(objects)
-    has_number = target.iteration is not None and not target.write.is_release
-    own_attributes = {"iteration": target.iteration} if has_number else {}
+    # The root's metadata comes last. The attribute is written even if it is empty: it means that
+    # every chunk is stored.
+    has_iteration = target.iteration is not None and not target.write.is_release
+    own_attributes = {"iteration": target.iteration} if has_iteration else {}
     images.append(
         literal_file(METADATA_FILE, group_json({_ATTRIBUTE: own_attributes}), is_metadata=True)
     )
     return images
 
 
-def _array_images(target: TargetCatalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
-    """Yield the images of ``zarr.json`` and the chunks of one tensor."""
-    meta = target.tensors[key]
-    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
-    inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
-    text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
-    yield metadata_image(_metadata_file(key), text, grid, arrays)
-    for path, array in chunk_files(
-        key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays
-    ):
-        yield _chunk_image(path, array, inner_shape)
-
-
 def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:
-    """Return the shape of the bands into which every chunk is cut; None if chunks are not cut."""
+    """Return the shape of the bands into which every chunk is cut; None if chunks are not cut.
+
+    Args:
+        shard_bytes: maximum size of a chunk that is not cut.
+    """
     if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
         return None
     inner_shape = row_bands(
@@ -242,9 +248,7 @@ def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | No
 
 
 def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> FileImage:
-    """Return the image of a chunk's file: its dense bytes and, for a shard, the index after
-    them.
-    """
+    """Return the layout of a chunk file: the dense elements and, for a shard, the index."""
     placed = (PlacedArray(0, array),)
     if inner_shape is None:
         return FileImage(path, array.n_bytes, placed)
@@ -263,8 +267,9 @@ def notes_of(target: TargetCatalog) -> Sequence[str]:
         return ()
     dtypes = ", ".join(dict.fromkeys(target.tensors[key].dtype for key in keys))
     note = (
-        f"zarr-python (up to 3.1.6) has no element type for {dtypes} ({some_of(keys)}); tensorstore opens such arrays, "
-        "and so does zarr-python after: import core.dist_checkpointing.strategies.zarr_types"
+        f"zarr-python (up to 3.1.6) has no element type for {dtypes} ({some_of(keys)}); "
+        "tensorstore opens such arrays, and so does zarr-python after: "
+        "import core.dist_checkpointing.strategies.zarr_types"
     )
     return (note,)
 

@@ -1,7 +1,8 @@
 """Chunk grids of zarr arrays: pure geometry.
 
-A grid cuts a tensor into chunks of one shape, from its origin. The chunks at the upper edges may
-reach beyond the tensor; they are stored in full nevertheless. An axis of extent 0 has no chunk.
+A grid divides a tensor into chunks of one shape, beginning at its origin. The chunks at the upper
+edges may reach beyond the tensor; they are stored in full nevertheless. A tensor with an axis of
+extent 0 has no chunk.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from core.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """A regular grid.
+    """A regular grid of chunks.
 
     Args:
         shape: shape of the tensor, in elements.
-        chunk_shape: shape of every chunk, in elements, each more than 0.
+        chunk_shape: shape of every chunk, in elements, each at least 1.
     """
 
     shape: Shape
@@ -32,16 +33,16 @@ class ChunkGrid:
 
     @property
     def counts(self) -> Shape:
-        """Return the number of chunks per axis."""
+        """Number of chunks per axis."""
         return tuple(-(-n // step) for n, step in zip(self.shape, self.chunk_shape, strict=True))
 
     @property
     def n_chunks(self) -> int:
-        """Return the number of chunks; 1 for rank 0."""
+        """Number of chunks; 1 for rank 0."""
         return prod(self.counts)
 
     def indices(self) -> Iterator[Shape]:
-        """Return every chunk's index, in C order."""
+        """Iterate over the indices of all chunks in C order."""
         if 0 in self.shape:
             return iter(())  # product would first list the other axes, which may be absurdly long
         return product(*map(range, self.counts))
@@ -55,7 +56,7 @@ class ChunkGrid:
         return tuple(reversed(index))
 
     def number_of(self, index: Shape) -> int | None:
-        """Return the number of a chunk in C order; None if the index lies beyond the grid."""
+        """Return the number of a chunk in C order; None if the index is beyond the grid."""
         number = 0
         for position, count in zip(index, self.counts, strict=True):
             if not 0 <= position < count:
@@ -64,7 +65,7 @@ class ChunkGrid:
         return number
 
     def box(self, index: Shape) -> Box:
-        """Return the region of the tensor in a chunk, cut at the tensor's edges."""
+        """Return the region of the tensor that a chunk covers, clipped to the tensor."""
         offset = tuple(
             position * step for position, step in zip(index, self.chunk_shape, strict=True)
         )
@@ -78,13 +79,12 @@ class ChunkGrid:
 def grid_of_pieces(
     key: str, shape: Shape, fragments: Sequence[TargetFragment]
 ) -> tuple[ChunkGrid, dict[Shape, PlannedArray]]:
-    """Return the exact grid that the arrays of a target tensor form, and the array of every chunk's
-    index.
+    """Return the exact grid formed by the arrays of a target tensor, and the arrays by chunk index.
 
     Args:
         key: the tensor, for messages.
         shape: shape of the tensor, in elements.
-        fragments: fragments of the tensor; an array may be in several of them.
+        fragments: fragments of the tensor; several of them may be in the same array.
 
     Returns:
         For a tensor without elements, the grid of one empty array at the index of zeros.
@@ -92,83 +92,77 @@ def grid_of_pieces(
     Raises:
         UnsupportedError: the arrays are not equal boxes at multiples of their shape.
     """
-    pieces: list[tuple[PlannedArray, Box]] = []
-    for array, box in held_boxes(shape, fragments):
-        if box is None:
-            raise _irregular(key)
-        pieces.append((array, box))
-    # A tensor without elements has no chunk, but an array to be written.
-    if 0 in shape and len(pieces) == 1:
-        return ChunkGrid(shape, tuple(max(n, 1) for n in shape)), {(0,) * len(shape): pieces[0][0]}
-    # All pieces must have one shape, and lie at multiples of it.
-    chunk_shapes = {box.shape for _, box in pieces}
-    if len(chunk_shapes) != 1 or 0 in (chunk_shape := chunk_shapes.pop()):
-        raise _irregular(key)
-    grid = ChunkGrid(shape, chunk_shape)
-    array_at: dict[Shape, PlannedArray] = {}
-    for array, box in pieces:
-        if any(start % step for start, step in zip(box.offset, chunk_shape, strict=True)):
-            raise _irregular(key)
-        array_at[
-            tuple(start // step for start, step in zip(box.offset, chunk_shape, strict=True))
-        ] = array
-    if len(array_at) != len(pieces) or len(array_at) != grid.n_chunks:
-        raise _irregular(key)
-    return grid, array_at
-
-
-def _irregular(key: str) -> UnsupportedError:
-    return UnsupportedError(
-        "the tensor's pieces are not equal boxes of a regular grid, but zarr has no other chunks",
+    irregular = UnsupportedError(
+        "the tensor's shards are not equal boxes of a regular grid, but zarr has no other chunks",
         key=key,
         hint="use --to torch_dist, --to dcp or --to safetensors instead",
     )
+    boxes: list[tuple[PlannedArray, Box]] = []
+    for array, box in held_boxes(shape, fragments):
+        if box is None:
+            raise irregular
+        boxes.append((array, box))
+    # A tensor without elements has no chunk, but an array to be written.
+    if 0 in shape and len(boxes) == 1:
+        return ChunkGrid(shape, tuple(max(n, 1) for n in shape)), {(0,) * len(shape): boxes[0][0]}
+    # zarr stores chunks at the upper edges in full, so the grid must divide the tensor evenly: all
+    # boxes, also the last, have the same shape.
+    chunk_shapes = {box.shape for _, box in boxes}
+    if len(chunk_shapes) != 1 or 0 in (chunk_shape := chunk_shapes.pop()):
+        raise irregular
+    # Every box must be at a multiple of that shape.
+    grid = ChunkGrid(shape, chunk_shape)
+    array_at = {
+        tuple(start // extent for start, extent in zip(box.offset, chunk_shape, strict=True)): array
+        for array, box in boxes
+        if not any(start % extent for start, extent in zip(box.offset, chunk_shape, strict=True))
+    }
+    # A box at another offset, or two boxes of the same chunk, leave a chunk without its array.
+    if not len(array_at) == len(boxes) == grid.n_chunks:
+        raise irregular
+    return grid, array_at
 
 
 def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
-    """Return the shape of equal bands of an array: each is one run of its C order, as large as
-    fits.
+    """Return the shape of the largest equal bands of an array that fit into a size.
+
+    A band is one contiguous run of the array's C order: extents of 1, then a part of one axis, then
+    full axes.
 
     Args:
-        shape: shape of the array, in elements, each more than 0.
+        shape: shape of the array, in elements, each at least 1.
         itemsize: bytes of an element.
         most_bytes: maximum size of a band, unless one element is larger.
 
     Returns:
         Extents that divide those of ``shape``.
     """
-    rest = prod(shape) * itemsize
-    extents: list[int] = []
+    step_bytes = prod(shape) * itemsize
     for axis, extent in enumerate(shape):
-        rest //= extent
-        n_fitting = most_bytes // rest
+        step_bytes //= extent  # size of one step along this axis
+        n_fitting = most_bytes // step_bytes
         if n_fitting > 0:
-            return (*extents, _largest_divisor(extent, n_fitting), *shape[axis + 1 :])
-        extents.append(1)
-    return tuple(extents)
-
-
-def _largest_divisor(n: int, most: int) -> int:
-    """Return the largest divisor of ``n`` that is at most ``most``, both more than 0."""
-    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
-    return max(k for k in (*small, *(n // k for k in small)) if k <= most)
+            # Bands are equal, so the part of this axis must divide it.
+            small = [n for n in range(1, isqrt(extent) + 1) if extent % n == 0]
+            divisors = (*small, *(extent // n for n in small))
+            largest = max(n for n in divisors if n <= n_fitting)
+            return ((1,) * axis) + (largest, *shape[axis + 1 :])
+    return (1,) * len(shape)
 
 
 _INDEX = re.compile(r"(0|[1-9][0-9]{0,17})$")
-
-
 _LIKE_A_CHUNK = re.compile(r"(c[./])?[0-9]+([./][0-9]+)*$")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkNames:
-    """The naming of chunks: an index becomes a name relative to the array's directory.
+    """The naming of chunk files, relative to the array's directory.
 
     Args:
         rank: number of axes of the array.
         separator: ``.`` or ``/``, between the numbers.
-        has_prefix: names begin with ``c`` (zarr 3's default encoding); a scalar's one chunk is
-            ``c``, else ``0``.
+        has_prefix: names begin with ``c`` (zarr 3's default encoding). The only chunk of a scalar
+            is then named ``c``, otherwise ``0``.
     """
 
     rank: int
@@ -176,14 +170,14 @@ class ChunkNames:
     has_prefix: bool = False
 
     def name(self, index: Shape) -> str:
-        """Return the name of a chunk."""
+        """Return the name of the chunk with this index."""
         if not index:
             return "c" if self.has_prefix else "0"
         numbers = self.separator.join(map(str, index))
         return f"c{self.separator}{numbers}" if self.has_prefix else numbers
 
     def index(self, name: str) -> Shape | None:
-        """Return the index with this name; None for other names."""
+        """Parse the index of a chunk from its name; None for other names."""
         if not self.rank:
             return () if name == self.name(()) else None
         prefix = f"c{self.separator}" if self.has_prefix else ""
@@ -198,7 +192,7 @@ class ChunkNames:
 
     @property
     def n_folders(self) -> int:
-        """Return the number of directories between the array's and a chunk's file."""
+        """Number of directory levels between the array's directory and a chunk file."""
         if self.separator == ".":
             return 0
         return self.rank if self.has_prefix else max(self.rank - 1, 0)

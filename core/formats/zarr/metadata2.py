@@ -3,9 +3,10 @@
 On disk::
 
     <array>/
-    ├── .zarray     {"zarr_format": 2, "shape": [384, 64], "chunks": [192, 64], "dtype": "bfloat16", "order": "C",
-    │                "compressor": null, "filters": null, "fill_value": null, "dimension_separator": "."}
-    ├── 0.0         a chunk: C (or F) order, the full chunk shape even where it reaches beyond the array
+    ├── .zarray   {"zarr_format": 2, "shape": [384, 64], "chunks": [192, 64],
+    │              "dtype": "bfloat16", "order": "C", "compressor": null, "filters": null,
+    │              "fill_value": null, "dimension_separator": "."}
+    ├── 0.0       a chunk in C (or F) order; stored in full, also if it reaches beyond the array
     └── 1.0 …
 
 Versions: 2.
@@ -13,14 +14,14 @@ Versions: 2.
 Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in
 tests/golden), zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported: filters, and the codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not
-list.
+Not supported: filters, and codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not list.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
@@ -34,7 +35,7 @@ from core.formats.zarr.array import (
     required,
 )
 from core.formats.zarr.decode import ChunkCoding
-from core.formats.zarr.dtypes import v2_dtype, v2_spelling
+from core.formats.zarr.dtypes import unsupported_dtype, v2_dtype, v2_spelling
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
 
@@ -46,15 +47,15 @@ GROUP_FILE = ".zgroup"
 _OBJECT_CODECS = frozenset(
     ("vlen-utf8", "vlen-bytes", "vlen-array", "json", "json2", "msgpack", "msgpack2", "categorize")
 )
-"""Codecs of numcodecs that hold texts and other plain values in arrays of objects."""
+"""Codecs of numcodecs that store strings and other plain values of arrays of objects."""
 _OBJECT = re.compile(r'"[|<>=]?O\d*"')
-"""An element type of objects, by itself or as a field of another."""
+"""The element type of Python objects, alone or as a field of a structured type."""
 _NEEDED = ("order", "fill_value", "compressor", "filters")
-"""Members that may be null, but not missing: tensorstore opens no array without them."""
+"""Members that may be null but not missing: tensorstore does not open an array without them."""
 
 
 def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
-    """Parse an array's metadata.
+    """Parse the metadata of an array.
 
     Args:
         data: content of its ``.zarray``.
@@ -69,12 +70,20 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)
-    _refuse_pickles(metadata, file=file, key=key)
-    dtype, is_big_endian = _dtype(required(metadata, "dtype", file=file), file=file, key=key)
+    # Before the element type: arrays of objects would be reported as merely unsupported.
+    if _holds_pickles(metadata):
+        raise pickled_array(file, key)
+    spelling = required(metadata, "dtype", file=file)
+    type_and_order = v2_dtype(spelling) if isinstance(spelling, str) else None
+    if type_and_order is None:
+        raise unsupported_dtype(spelling, file=file, key=key)
+    dtype, is_big_endian = type_and_order
+    # The grid.
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
     chunk_shape = checked_shape(
         required(metadata, "chunks", file=file), "chunks", least=1, file=file
     )
+    # Order, names and codecs.
     for name in _NEEDED:
         required(metadata, name, file=file)
     order = metadata["order"]
@@ -98,56 +107,44 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding, fill=fill)
 
 
-def _refuse_pickles(metadata: dict[str, object], *, file: str, key: str) -> None:
-    """Raise if a codec unpickles, or elements are objects that only pickle can hold.
+def _holds_pickles(metadata: Mapping[str, object]) -> bool:
+    """Return whether a codec unpickles, or only pickles can hold the elements.
 
-    Raises:
-        UnsafeError: the chunks are pickles.
+    Elements that are objects need a filter that stores them; without one, numcodecs pickles.
     """
     filters = metadata.get("filters")
     codecs = [*(filters if isinstance(filters, list) else ()), metadata.get("compressor")]
-    names = [codec.get("id") for codec in codecs if isinstance(codec, dict)]
-    is_of_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
-    if not PICKLE_CODECS.isdisjoint(map(str, names)) or (
-        is_of_objects and _OBJECT_CODECS.isdisjoint(map(str, names))
-    ):
-        raise pickled_array(file, key)
+    names = {str(codec.get("id")) for codec in codecs if isinstance(codec, dict)}
+    has_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
+    return not PICKLE_CODECS.isdisjoint(names) or (has_objects and _OBJECT_CODECS.isdisjoint(names))
 
 
-def _dtype(spelling: object, *, file: str, key: str) -> tuple[str, bool]:
-    dtype = v2_dtype(spelling) if isinstance(spelling, str) else None
-    if dtype is None:
-        raise UnsupportedError(
-            f"the element type {str(spelling)[:80]!r} is not supported",
-            file=file,
-            key=key,
-            hint="cast the array with the tool that wrote it",
-        )
-    return dtype
+def _codecs(metadata: Mapping[str, object], *, file: str) -> tuple[str, ...]:
+    """Parse the names of the codecs: filters, which are applied first, then the compressor.
 
-
-def _codecs(metadata: dict[str, object], *, file: str) -> tuple[str, ...]:
-    """Return the names of the codecs, filters first."""
-    filters = metadata.get("filters")
+    Raises:
+        CorruptError: the filters are not a list, or a codec has no name.
+    """
+    filters, compressor = metadata["filters"], metadata["compressor"]
     if filters is not None and not isinstance(filters, list):
         raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
+    codecs = [("filter", codec) for codec in filters or ()]
+    if compressor is not None:
+        codecs.append(("compressor", compressor))
     names = []
-    for codec, role in (
-        *((item, "filter") for item in filters or ()),
-        (metadata.get("compressor"), "compressor"),
-    ):
-        if codec is None and role == "compressor":
-            continue
+    for role, codec in codecs:
         name = codec.get("id") if isinstance(codec, dict) else None
         if not isinstance(name, str):
             raise CorruptError(f"a {role} has no 'id': {str(codec)[:80]}", file=file)
+        # No filter is supported: the prefix keeps it from being taken for a compressor.
         names.append(name[:80] if role == "compressor" else f"filter {name[:80]}")
     return tuple(names)
 
 
 def zarray(grid: ChunkGrid, dtype: str, *, key: str) -> bytes:
-    """Return the ``.zarray`` of an array of plain chunks, byte for byte as zarr 2.18 writes it for
-    Megatron.
+    """Return the ``.zarray`` of an array of plain chunks.
+
+    The bytes are those that zarr 2.18 writes for Megatron.
 
     Raises:
         UnsupportedError: zarr has no such element type.

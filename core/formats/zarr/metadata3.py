@@ -5,19 +5,23 @@ On disk::
     <group>/
     ├── zarr.json      {"zarr_format": 3, "node_type": "group", "attributes": {…}}
     └── <array>/
-        ├── zarr.json  {"zarr_format": 3, "node_type": "array", "shape": [384, 64], "data_type": "bfloat16",
-        │               "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [192, 64]}},
-        │               "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        │               "fill_value": 0.0, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
-        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr.shards``)
+        ├── zarr.json  {"zarr_format": 3, "node_type": "array",
+        │               "shape": [384, 64], "data_type": "bfloat16", "fill_value": 0.0,
+        │               "chunk_grid":
+        │                   {"name": "regular", "configuration": {"chunk_shape": [192, 64]}},
+        │               "chunk_key_encoding":
+        │                   {"name": "default", "configuration": {"separator": "/"}},
+        │               "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+        └── c/0/0, c/1/0 …  chunks, stored in full also if they reach beyond the array;
+                            or shards (``zarr.shards``)
 
 Versions: 3 (specification 3.0 and 3.1).
 
 Source: zarr 3 specification; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported, refused by name: grids other than the regular one, storage transformers, data types
-that are extensions, codecs around a shard, shards within shards, indexes that are compressed, and
-what ``zarr.decode`` does not decode.
+Not supported, refused by name: irregular grids, storage transformers, extension data types, codecs
+around a shard, nested shards, compressed shard indexes, and codecs that ``zarr.decode`` does not
+decode.
 """
 
 from __future__ import annotations
@@ -50,28 +54,30 @@ if TYPE_CHECKING:
 
 METADATA_FILE = "zarr.json"
 _MAX_VALUES = 16_000_000
-"""A group with consolidated metadata of 10⁵ arrays has 4 · 10⁶ values."""
+"""Maximum number of JSON values; a group with consolidated metadata of 10⁵ arrays has 4 · 10⁶."""
 _SHARDING = "sharding_indexed"
 _KNOWN = frozenset(
     (
-        *(
-            "zarr_format",
-            "node_type",
-            "shape",
-            "data_type",
-            "chunk_grid",
-            "chunk_key_encoding",
-            "codecs",
-        ),
-        *("fill_value", "attributes", "dimension_names", "storage_transformers"),
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "codecs",
+        "fill_value",
+        "attributes",
+        "dimension_names",
+        "storage_transformers",
     )
 )
+"""Members that the specification defines; others are extensions."""
 
 Config = Mapping[str, object]
 
 
 def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
-    """Return the kind of a node, ``array`` or ``group``, and the content of its ``zarr.json``.
+    """Parse a ``zarr.json`` into the kind of its node, ``array`` or ``group``, and its content.
 
     Raises:
         CorruptError: the file is malformed.
@@ -88,7 +94,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
 
 
 def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
-    """Parse an array's metadata.
+    """Parse the metadata of an array.
 
     Args:
         metadata: content of its ``zarr.json``.
@@ -96,10 +102,11 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
 
     Raises:
         CorruptError: the metadata is malformed.
-        UnsupportedError: something in it is not supported.
+        UnsupportedError: an extension, grid, naming, data type or chain of codecs is not supported.
         UnsafeError: the chunks are pickles.
     """
-    # Refuse what a reader must understand but does not.
+    # Refuse extensions, unless they declare that readers may ignore them. Unknown codecs are
+    # refused later, when data is requested; ones that unpickle are refused here.
     for name, value in metadata.items():
         if name not in _KNOWN and not (
             isinstance(value, dict) and value.get("must_understand") is False
@@ -109,8 +116,8 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         raise UnsupportedError("storage transformers are not supported", file=file, key=key)
     if _unpickles(metadata.get("codecs")):
         raise pickled_array(file, key)
-    # Parse element type, grid and names.
-    dtype = _dtype(required(metadata, "data_type", file=file), file=file, key=key)
+    # Parse the element type, the grid and the names of chunks.
+    dtype = v3_dtype(required(metadata, "data_type", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
     kind, config = _name_and_config(
         required(metadata, "chunk_grid", file=file), "chunk_grid", file=file
@@ -122,10 +129,10 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     chunk_shape = checked_shape(config.get("chunk_shape"), "chunk_shape", least=1, file=file)
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     names = _chunk_names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
-    # A shard codec cuts chunks again.
+    # The codec of shards divides chunks into inner chunks, and contains their codecs.
     codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
     fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
-    if any(name == _SHARDING for name, _ in codecs):
+    if _SHARDING in dict(codecs):
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
         return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
     return ZarrArray(
@@ -134,7 +141,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
 
 
 def _unpickles(codecs: object) -> bool:
-    """Return whether a codec of a list unpickles; codecs of shards have lists of their own."""
+    """Return whether one of the codecs, or of those inside a shard's codec, unpickles."""
     for codec in codecs if isinstance(codecs, list) else ():
         name = codec.get("name") if isinstance(codec, dict) else codec
         config = codec.get("configuration") if isinstance(codec, dict) else None
@@ -147,21 +154,15 @@ def _unpickles(codecs: object) -> bool:
     return False
 
 
-def _dtype(spelling: object, *, file: str, key: str) -> str:
-    dtype = v3_dtype(spelling) if isinstance(spelling, str) else None
-    if dtype is None:
-        name = spelling.get("name", spelling) if isinstance(spelling, dict) else spelling
-        raise UnsupportedError(
-            f"the element type {str(name)[:80]!r} is not supported",
-            file=file,
-            key=key,
-            hint="cast the array with the tool that wrote it",
-        )
-    return dtype
-
-
 def _name_and_config(value: object, subject: str, *, file: str) -> tuple[str, Config]:
-    """Return name and configuration of an extension point: an object, or its bare name."""
+    """Parse an extension point, an object or its bare name, into name and configuration.
+
+    Args:
+        subject: name of the value, for messages.
+
+    Raises:
+        CorruptError: the value has no name.
+    """
     if isinstance(value, str):
         return value[:80], {}
     name = value.get("name") if isinstance(value, dict) else None
@@ -172,14 +173,23 @@ def _name_and_config(value: object, subject: str, *, file: str) -> tuple[str, Co
 
 
 def _codec_list(value: object, subject: str, *, file: str) -> list[tuple[str, Config]]:
-    """Return name and configuration of every codec of a list."""
+    """Parse a list of codecs into the name and configuration of each.
+
+    Raises:
+        CorruptError: the value is not a list of codecs, or is empty.
+    """
     if not isinstance(value, list) or not value:
         raise CorruptError(f"{subject} is not a list of codecs", file=file)
     return [_name_and_config(item, "a codec", file=file) for item in value]
 
 
 def _chunk_names(value: object, rank: int, *, file: str) -> ChunkNames:
-    """Parse the encoding of chunk keys."""
+    """Parse the encoding of chunk keys, zarr's name for the paths of chunks.
+
+    Raises:
+        CorruptError: the separator is neither a dot nor a slash.
+        UnsupportedError: the encoding is neither ``default`` nor ``v2``.
+    """
     kind, config = _name_and_config(value, "chunk_key_encoding", file=file)
     if kind not in ("default", "v2"):
         raise UnsupportedError(
@@ -197,46 +207,66 @@ def _chunk_names(value: object, rank: int, *, file: str) -> ChunkNames:
 def _coding(
     codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file: str, key: str
 ) -> ChunkCoding:
-    """Axes in the order that the transposes leave, then ``bytes``, then codecs of bytes."""
+    """Parse a chain of codecs: transposes, then ``bytes``, then codecs from bytes to bytes.
+
+    Args:
+        shape: shape of a chunk, in elements.
+
+    Raises:
+        CorruptError: a transpose or a byte order is malformed.
+        UnsupportedError: the chain has another form.
+    """
+    # Every transpose reorders the axes that the one before it produced.
     order = tuple(range(len(shape)))
-    rest = list(codecs)
-    while rest and rest[0][0] == "transpose":
-        _, config = rest.pop(0)
-        spelled = config.get("order")
-        if spelled in ("C", "F"):  # before the specification was final
-            spelled = list(range(len(shape)))[:: 1 if spelled == "C" else -1]
-        moved = checked_order(spelled, len(shape), file=file)
-        order = tuple(order[axis] for axis in moved)
-    if not rest or rest[0][0] != "bytes":
+    remaining = list(codecs)
+    while remaining and remaining[0][0] == "transpose":
+        _, config = remaining.pop(0)
+        axes = config.get("order")
+        if axes in ("C", "F"):  # drafts of the specification had these names
+            axes = list(range(len(shape)))[:: 1 if axes == "C" else -1]
+        order = tuple(order[axis] for axis in checked_order(axes, len(shape), file=file))
+    if not remaining or remaining[0][0] != "bytes":
         raise UnsupportedError(
-            f"the chain of codecs {_chain(codecs)} is not supported: 'bytes' must follow the transposes",
+            f"the chain of codecs {_chain(codecs)} is not supported: 'bytes' must follow the "
+            "transposes",
             file=file,
             key=key,
         )
-    _, config = rest.pop(0)
-    endian = config.get("endian")
+    # Types of one byte need no byte order.
+    _, config = remaining.pop(0)
+    endian, has_order = config.get("endian"), itemsize(dtype) > 1
     if endian not in ("little", "big", None):
         raise CorruptError(f"endian is {str(endian)[:40]!r}, neither little nor big", file=file)
-    n_bytes = itemsize(dtype)
-    if endian is None and n_bytes > 1:
-        raise CorruptError(f"the codec 'bytes' does not tell the byte order of {dtype}", file=file)
-    return ChunkCoding(
-        dtype, shape, order, endian == "big" and n_bytes > 1, tuple(name for name, _ in rest)
-    )
+    if endian is None and has_order:
+        raise CorruptError(f"the codec 'bytes' has no byte order for {dtype}", file=file)
+    codec_names = tuple(name for name, _ in remaining)
+    return ChunkCoding(dtype, shape, order, endian == "big" and has_order, codec_names)
 
 
 def _chain(codecs: list[tuple[str, Config]]) -> str:
+    """Join the names of codecs, for messages."""
     return " → ".join(name for name, _ in codecs)
 
 
 def _sharding(
     codecs: list[tuple[str, Config]], dtype: str, shard_shape: Shape, *, file: str, key: str
 ) -> Sharding:
-    """Parse the codec of shards."""
+    """Parse the codec of shards.
+
+    Args:
+        codecs: the codecs of the array, one of which is that of shards.
+        shard_shape: shape of a chunk of the array's grid, in elements.
+
+    Raises:
+        CorruptError: the configuration is malformed, or inner chunks do not divide the shards.
+        UnsupportedError: the codec is combined with others, nested, or has an unusual index.
+    """
+    # Codecs before or after that of the shards would make partial reads impossible.
     if len(codecs) != 1:
         raise UnsupportedError(
             f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key
         )
+    # The inner chunks.
     config = codecs[0][1]
     inner_shape = checked_shape(
         config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file
@@ -245,24 +275,29 @@ def _sharding(
         extent % part for extent, part in zip(shard_shape, inner_shape, strict=True)
     ):
         raise CorruptError(
-            f"inner chunks of shape {list(inner_shape)} do not divide shards of {list(shard_shape)}",
+            f"inner chunks of shape {list(inner_shape)} do not evenly divide shards of shape "
+            f"{list(shard_shape)}",
             file=file,
         )
-    inner = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
-    if any(name == _SHARDING for name, _ in inner):
+    inner_codecs = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
+    if _SHARDING in dict(inner_codecs):
         raise UnsupportedError("shards within shards are not supported", file=file, key=key)
+    # The index: its length must be predictable to find it, so that compression is out of question.
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise CorruptError(
             f"index_location is {str(location)[:40]!r}, neither start nor end", file=file
         )
-    index = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
-    names = [name for name, _ in index]
-    if names not in (["bytes"], ["bytes", "crc32c"]) or index[0][1].get("endian") != "little":
+    index_codecs = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
+    names = [name for name, _ in index_codecs]
+    is_little_endian = index_codecs[0][1].get("endian") == "little"
+    if names not in (["bytes"], ["bytes", "crc32c"]) or not is_little_endian:
         raise UnsupportedError(
-            f"a shard index of the codecs {_chain(index)} is not supported", file=file, key=key
+            f"a shard index with the codecs {_chain(index_codecs)} is not supported",
+            file=file,
+            key=key,
         )
-    coding = _coding(inner, dtype, inner_shape, file=file, key=key)
+    coding = _coding(inner_codecs, dtype, inner_shape, file=file, key=key)
     return Sharding(coding, has_crc="crc32c" in names, is_index_first=location == "start")
 
 
@@ -270,11 +305,12 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
     """Return the ``zarr.json`` of an array of plain chunks.
 
     Args:
-        inner_shape: shape of the inner chunks if every chunk of the grid is a shard; else None.
+        inner_shape: shape of the inner chunks if every chunk of the grid is a shard, else None.
 
     Raises:
         UnsupportedError: zarr has no such element type.
     """
+    # Plain little-endian elements; in shards also, with the index after them and its CRC.
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs: list[object] = [plain]
     if inner_shape is not None:
@@ -285,29 +321,25 @@ def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: s
             "index_location": "end",
         }
         codecs = [{"name": _SHARDING, "configuration": config}]
-    return _to_json(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(grid.shape),
-            "data_type": v3_spelling(dtype, key=key),
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(grid.chunk_shape)},
-            },
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": v3_fill_value(dtype),
-            "codecs": codecs,
-            "attributes": {},
-            "storage_transformers": [],
-        }
-    )
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(grid.shape),
+        "data_type": v3_spelling(dtype, key=key),
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(grid.chunk_shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": v3_fill_value(dtype),
+        "codecs": codecs,
+        "attributes": {},
+        "storage_transformers": [],
+    }
+    return json.dumps(metadata, indent=2).encode()
 
 
 def group_json(attributes: Config) -> bytes:
     """Return the ``zarr.json`` of a group."""
-    return _to_json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
-
-
-def _to_json(metadata: Config) -> bytes:
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
     return json.dumps(metadata, indent=2).encode()

@@ -1,14 +1,14 @@
-"""Shards of zarr 3 (``sharding_indexed``): one file with many chunks, so that large tensors stay
-few files.
+"""Shards of zarr 3 (codec ``sharding_indexed``): many inner chunks in one file.
 
-Byte picture (the index may also stand in front)::
+Byte picture (the index may also come first)::
 
     [inner chunk] [inner chunk] …  any order, gaps allowed
-    [u64 offset, u64 bytes] …      one pair per inner chunk, C order, little endian; 2⁶⁴−1 twice: it is missing
-    [u32 CRC-32C of the pairs]     if the index codecs say so
+    [u64 offset, u64 bytes] …      one pair per inner chunk, C order, little endian;
+                                   2⁶⁴−1 twice if the inner chunk is missing
+    [u32 CRC-32C of the pairs]     if the index codecs include crc32c
 
-Written shards hold the array's elements in C order, cut into inner chunks that are bands of it, so
-that the data of a shard is one dense run.
+Written shards contain the elements in C order, divided into inner chunks that are bands, so that
+the data of a shard is one dense run.
 
 Source: zarr 3 specification, codec ``sharding_indexed`` 1.0; shards written by zarr-python 3.1.6
 and tensorstore 0.1.86.
@@ -46,22 +46,22 @@ class ShardIndex:
     """The positions of the inner chunks of a shard.
 
     Args:
-        numbers: offset in the file and length in bytes, alternating, per inner chunk in C order.
+        numbers: for every inner chunk in C order its offset in the file and its length, in bytes.
     """
 
     numbers: columns[int]
 
     def place(self, number: int) -> tuple[int, int] | None:
-        """Return offset in the file and length in bytes of an inner chunk.
+        """Return the offset in the file and the length of an inner chunk, in bytes.
 
-        None if the shard lacks it.
+        None if the shard lacks the inner chunk.
         """
         offset, n_bytes = self.numbers[2 * number], self.numbers[2 * number + 1]
         return None if offset == ABSENT and n_bytes == ABSENT else (offset, n_bytes)
 
     @property
     def is_one_run(self) -> bool:
-        """Return whether every inner chunk begins where the one before it ends."""
+        """True if every inner chunk begins at the end of the one before it."""
         offsets, lengths = self.numbers[::2], self.numbers[1::2]
         if ABSENT in offsets:
             return False
@@ -83,22 +83,25 @@ def read_index(
     sharding: Sharding,
     key: str,
 ) -> ShardIndex:
-    """Read the index of a shard; check its CRC, and that every inner chunk lies in the shard.
+    """Read the index of a shard; check its CRC and that every inner chunk is inside the shard.
 
     Args:
         file: the file with the shard.
         start, n_bytes: first byte and length of the shard in the file.
         n_inner: number of inner chunks of the shard.
+        sharding: where the index is, and whether it has a CRC.
         key: the tensor, for messages.
 
     Raises:
         TruncatedError: the shard is shorter than its index.
-        CorruptError: the index contradicts itself.
+        CorruptError: the checksum does not match, or an inner chunk ends beyond the shard.
     """
+    # The metadata fixes the length of the index.
     length = index_bytes(n_inner, has_crc=sharding.has_crc)
     if length > n_bytes:
         raise TruncatedError(
-            f"the shard has {n_bytes} bytes, but the index of {n_inner} inner chunks takes {length}",
+            f"the shard has {n_bytes} bytes, but its index alone takes {length} ({n_inner} inner "
+            "chunks)",
             file=file,
             key=key,
             hint="copy the checkpoint again, or use an older one",
@@ -108,17 +111,19 @@ def read_index(
     index_start = start if sharding.is_index_first else start + n_bytes - length
     data = store.read(file, index_start, length)
     if sharding.has_crc:
-        data, stated_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
-        if (crc := crc32c(data)) != stated_crc:
+        data, stored_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
+        if (crc := crc32c(data)) != stored_crc:
             raise CorruptError(
-                f"checksum mismatch: the shard's index has CRC-32C {crc:#010x}, but {stated_crc:#010x} is stored",
+                f"checksum mismatch: the shard's index has CRC-32C {crc:#010x}, but "
+                f"{stored_crc:#010x} is recorded",
                 file=file,
                 key=key,
                 span=(index_start, index_start + length),
                 hint="the shard is damaged or truncated; copy the checkpoint again",
                 rule="zarr.shard",
             )
-    # Turn offsets in the shard into offsets in the file.
+    # Offsets count from the shard's first byte, which need not be the file's: OCDBT stores several
+    # shards in one file.
     numbers = columns("Q")
     numbers.frombytes(data)
     if sys.byteorder == "big":
@@ -129,7 +134,8 @@ def read_index(
             continue
         if offset + n_stored > n_bytes:
             raise CorruptError(
-                f"the index places inner chunk {number} at bytes {offset}–{offset + n_stored} of a shard of {n_bytes}",
+                f"inner chunk {number} ends at byte {offset + n_stored} according to the index, "
+                f"but the shard has {n_bytes}",
                 file=file,
                 key=key,
                 hint="the shard is damaged or truncated; copy the checkpoint again",
@@ -140,9 +146,7 @@ def read_index(
 
 
 def dense_index(n_inner: int, inner_bytes: int) -> bytes:
-    """Return the index, with its CRC, of a shard whose inner chunks follow each other in C order
-    from byte 0.
-    """
+    """Return the index, with its CRC, of a shard whose inner chunks are dense and in C order."""
     pairs = b"".join(
         struct.pack("<QQ", number * inner_bytes, inner_bytes) for number in range(n_inner)
     )
@@ -150,9 +154,10 @@ def dense_index(n_inner: int, inner_bytes: int) -> bytes:
 
 
 def are_bands(shard_shape: Shape, inner_shape: Shape) -> bool:
-    """Return whether inner chunks in C order are consecutive runs of the shard's C order."""
-    grid = ChunkGrid(shard_shape, inner_shape)
-    rest = list(zip(grid.counts, inner_shape, strict=True))
-    while rest and rest[0][1] == 1:
-        rest.pop(0)
-    return all(count == 1 for count, _ in rest[1:])
+    """Return whether inner chunks in C order are consecutive runs of the shard's C order.
+
+    That is so for inner shapes of the form (1, …, 1, n, full, …, full).
+    """
+    counts = ChunkGrid(shard_shape, inner_shape).counts
+    first_axis = next((axis for axis, extent in enumerate(inner_shape) if extent > 1), len(counts))
+    return all(count == 1 for count in counts[first_axis + 1 :])

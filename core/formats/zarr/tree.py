@@ -1,4 +1,4 @@
-"""The directories of a zarr hierarchy, and those that are arrays."""
+"""The directories of a zarr hierarchy: which of them are arrays, and which names they may have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT_KEY = "array"
 _MAX_SNIFFED = 32
 
 Listing = Mapping[str, int]
-"""File name → bytes."""
+"""File name → size in bytes."""
 
 
 def folders_of(
@@ -27,17 +27,16 @@ def folders_of(
 ) -> Iterator[tuple[str, Listing, bool]]:
     """Yield every directory of the hierarchy, the files in it, and whether it is an array.
 
-    Directories inside arrays are not visited.
-
-    Directories whose names begin with a dot, or end with ``.sync`` (the locks that Megatron's zarr
-    backend left), are ignored.
+    Parents come before their subdirectories. Directories inside arrays are not visited. Those whose
+    names begin with a dot or end with ``.sync`` (locks left by Megatron's zarr backend) are
+    ignored.
 
     Args:
         is_array: returns whether a directory ("" for the root) with these files is an array.
 
     Raises:
         UnsafeError: directories are nested too deeply (a link may lead in a circle), or a name is
-            not valid text.
+            not UTF-8 or leads outside the checkpoint.
     """
     waiting = [""]
     while waiting:
@@ -45,38 +44,37 @@ def folders_of(
         listing = store.sizes(folder)
         has_array = is_array(folder, listing)
         yield folder, listing, has_array
+        # What is inside an array are directories of chunks, not further nodes.
         if has_array:
             continue
-        subfolders = [
-            f"{folder}/{name}" if folder else name
-            for name in store.folders(folder)
-            if _is_visible(name)
-        ]
+        subfolders = [path_in(folder, name) for name in store.folders(folder) if _is_visible(name)]
         for path in subfolders:
             if path.count("/") >= _MAX_DEPTH:
                 raise UnsafeError(
                     f"directories are nested more than {_MAX_DEPTH} deep", file=path[:200]
                 )
-            _check_text(path)
+            # Keys are used in messages and JSON, so that a name must be text.
+            check_name(path)
+            try:
+                path.encode()
+            except UnicodeEncodeError as err:
+                raise UnsafeError(f"the directory's name {path!r} is not UTF-8") from err
+        # The stack is popped from its end: reversed, the first subdirectory is visited next.
         waiting += reversed(subfolders)
 
 
+def path_in(folder: str, name: str) -> str:
+    """Join the path of a directory, "" for the root, and a name in it."""
+    return f"{folder}/{name}" if folder else name
+
+
 def _is_visible(name: str) -> bool:
-    """Return whether a directory belongs to the hierarchy by its name."""
+    """Return whether a directory with this name can be a node of the hierarchy."""
     return not name.startswith(".") and not name.endswith(".sync")
 
 
-def _check_text(path: str) -> None:
-    """Raise unless a path is valid text."""
-    check_name(path)
-    try:
-        path.encode()
-    except UnicodeEncodeError as err:
-        raise UnsafeError(f"the directory's name {path!r} is not UTF-8") from err
-
-
 def has_array_inside(store: ReadStore, marker: str) -> bool:
-    """Return whether one of the first directories holds a file with this name."""
+    """Return whether one of the first subdirectories contains a file named ``marker``."""
     visible = [name for name in store.folders() if _is_visible(name)]
     return any(store.exists(f"{name}/{marker}") for name in visible[:_MAX_SNIFFED])
 
@@ -85,36 +83,36 @@ def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
     """Raise unless every key can be the name of an array's directory.
 
     Args:
-        keys: the keys of all tensors; none may lie inside another's directory.
-        reserved: names that have another meaning.
+        keys: the keys of all tensors; none may be inside the directory of another.
+        reserved: names that have another meaning in the hierarchy.
 
     Raises:
-        UnsupportedError: some keys cannot.
+        UnsupportedError: a key is not a path of valid names, or is inside another array.
     """
     problems = {
         key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None
     }
     if problems:
         first, *other_keys = problems
-        rest = f"; nor can {listed_keys(other_keys)}" if other_keys else ""
+        others_text = f"; nor can {listed_keys(other_keys)}" if other_keys else ""
         raise UnsupportedError(
-            f"the key cannot be the name of a directory: {problems[first]}{rest}",
+            f"the key cannot be a directory name: {problems[first]}{others_text}",
             key=first,
             hint=rename_hint(list(problems)),
         )
 
 
 def _key_problem(key: str, keys: Mapping[str, object], reserved: frozenset[str]) -> str | None:
-    """Return why a key cannot be the name of an array's directory; None if it can."""
+    """Return the reason why a key cannot be the name of a directory; None if it can."""
     parts = key.split("/")
     for part in parts:
         if part in ("", ".", "..") or "\0" in part or "\\" in part:
-            return "it is not a path of names"
+            return "it is not a relative path"
         if not _is_visible(part) or part in reserved:
-            return f"readers ignore {part!r}, or take it for something else"
+            return f"{part!r} is reserved or ignored by readers"
         if len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
             return f"{part[:20]!r}… has more than {_MAX_NAME_BYTES} bytes"
     for depth in range(1, len(parts)):
         if "/".join(parts[:depth]) in keys:
-            return f"it would lie inside the array {'/'.join(parts[:depth])!r}"
+            return f"it would be inside the array {'/'.join(parts[:depth])!r}"
     return None

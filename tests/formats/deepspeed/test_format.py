@@ -237,7 +237,10 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
         Zero(1, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen)
     )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
-    assert "1 parameters that are in no optimizer group, such as base" in str(catalog.notes)
+    assert (
+        "parameters in no optimizer group, read from the model file in its precision: base"
+        in str(catalog.notes)
+    )
 
 
 def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> None:
@@ -456,7 +459,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
     "shapes are text": (2, edit_model(setting(param_shapes="all")), CorruptError, "param_shapes is a str, not a list"),
     "shape is negative": (2, edit_model(_negative), CorruptError, "is -7, not a count"),
     "shape is longer": (2, edit_model(_longer), CorruptError, "need 408 elements, but its parts on 2 ranks have"),
-    "shape is longer, 3": (3, edit_model(_longer), CorruptError, "need .* elements a rank, but the flat groups have"),
+    "shape is longer, 3": (3, edit_model(_longer), CorruptError, "need .* elements per rank, but the flat groups have"),
     "a group too few": (2, edit_model(_one_group), CorruptError, "param_shapes has 1 groups.*files have 2"),
     "a group too few, 3": (3, edit_model(_one_group), CorruptError, "the flat groups have"),
     "a parameter twice": (1, edit_model(_twice), CorruptError, "is in groups 0 and 1"),
@@ -534,8 +537,8 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         CorruptError,
         "the flat groups of rank 1 have",
     ),
-    "a slice is elsewhere": (2, edit_optim(0, _slice), CorruptError, r"by the shapes before it in its group it is"),
-    "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lack the parameter"),
+    "a slice is elsewhere": (2, edit_optim(0, _slice), CorruptError, "the shapes of the parameters before it give"),
+    "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lacks the parameter"),
     "a state is short": (2, edit_optim(1, _short_state), CorruptError, "has 3 elements, but its weights have"),
     "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has states"),
     "a state of no group": (2, edit_optim(1, _state_nowhere), CorruptError, "has an entry 9, but there are 2"),
@@ -617,11 +620,15 @@ def test_files_of_an_older_run_are_not_taken_for_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message", "advice"),
     [
-        ("mp_rank_01_model_states.pt", "model-parallel rank 1", "make a universal checkpoint"),
+        (
+            "mp_rank_01_model_states.pt",
+            "model-parallel rank 1",
+            "convert it to a universal checkpoint",
+        ),
         (
             "zero_pp_rank_0_mp_rank_01_optim_states.pt",
             "model-parallel rank 1",
-            "make a universal checkpoint",
+            "convert it to a universal checkpoint",
         ),
         (
             "layer_3_expert_0_mp_rank_00_model_states.pt",
@@ -633,7 +640,11 @@ def test_files_of_an_older_run_are_not_taken_for_ranks(tmp_path: Path) -> None:
             "single experts",
             "converts the experts of AutoEP only",
         ),
-        ("layer_03-model_00-model_states.pt", "pipeline stages", "make a universal checkpoint"),
+        (
+            "layer_03-model_00-model_states.pt",
+            "pipeline stages",
+            "convert it to a universal checkpoint",
+        ),
         ("offloaded_tensors/rank00", "offloaded to NVMe", "does not convert such a checkpoint"),
     ],
 )

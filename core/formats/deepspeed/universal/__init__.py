@@ -1,5 +1,5 @@
-"""DeepSpeed's universal checkpoint, read and written: a directory a parameter.
+"""DeepSpeed's universal checkpoint, read and written: one directory per parameter.
 
-Start at ``format``; ``source`` makes one of ZeRO files or of global tensors, ``write`` lays it out.
+Start at ``format``; ``source`` prepares a source for writing, ``write`` describes the files.
 Imports: arrays, catalog, changes, errors, files, formats, formats.deepspeed, formats.torch, pickle.
 """

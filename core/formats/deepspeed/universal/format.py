@@ -2,35 +2,38 @@
 
 On disk::
 
-    latest_universal                            name of the directory
+    latest_universal                          name of the directory
     global_step10_universal/
-    ├── mp_rank_00_model_states.pt              client state; ZeRO-0, 1 and 2 look for it …
-    ├── zero_pp_rank_0_mp_rank_00_model_states.pt   … and ZeRO-3 for this one
+    ├── mp_rank_00_model_states.pt            client state; ZeRO-0, 1 and 2 load this file …
+    ├── zero_pp_rank_0_mp_rank_00_model_states.pt
+    │                                         … and ZeRO-3 loads this one
     └── zero/
-        ├── optimizer_state.pt                  param_groups, loss scaler; for ZeRO-3 the step as well
+        ├── optimizer_state.pt                param_groups, loss scaler; for ZeRO-3 also the step
         └── <parameter>/
-            ├── fp32.pt                         {"cat_dim": 0, "param": tensor}; a buffer: {"param": tensor}
-            ├── exp_avg.pt, exp_avg_sq.pt …     the same for each state of the optimizer
-            └── step.pt                         a bare tensor or number
+            ├── fp32.pt                       {"cat_dim": 0, "param": tensor};
+            │                                 of a buffer: {"param": tensor}
+            ├── exp_avg.pt, exp_avg_sq.pt …   the same for each state of the optimizer
+            └── step.pt                       a bare tensor or number
 
-Read: what ``ds_to_universal.py`` writes, for ZeRO-1 and 2 (dicts, as above) and for ZeRO-3 (bare
-flat tensors, whose shapes stand in the model files, and the step in ``optimizer_state.pt`` alone).
-Keys are those of ``core.formats.deepspeed.tree``, so that a checkpoint and its universal form have
-the same catalog. How parameters were cut by tensor parallelism (``cat_dim`` other than 0,
-``vocab_tensor``, ``sub_param_shape`` …) becomes the object ``universal.<parameter>``.
+Read: checkpoints written by ``ds_to_universal.py``, from ZeRO-1 and 2 (dicts, as above) and from
+ZeRO-3 (bare flat tensors, with their shapes in the model files and the step only in
+``optimizer_state.pt``). Keys are those of ``core.formats.deepspeed.tree``, so that a checkpoint and
+its universal form have the same catalog. The description of a parameter's tensor-parallel sharding
+(``cat_dim`` other than 0, ``vocab_tensor``, ``sub_param_shape`` …) becomes the object
+``universal.<parameter>``.
 
-Written: always dicts with whole shapes, and what the loaders of all stages look for, so that one
-checkpoint loads with every stage (0.19.8; ZeRO-3 of 0.17.0 reads bare tensors only, so it fails on
-these, ZeRO-1 and 2 do not). Objects: ``optimizer.param_groups…`` and every other ``optimizer.…`` go
-to ``optimizer_state.pt``, ``universal.…`` into the parameters' files, all others to
-``mp_rank_00_model_states.pt``; classes that the loader could not import are put aside
-(``core.formats.torch.weights_only``). Shared parameters are recorded, not repeated. 16-bit weights
-are refused: DeepSpeed would take them for masters.
+Written: always dicts with complete shapes, and every file that the loader of any stage needs, so
+that one checkpoint loads with every stage (0.19.8; in 0.17.0, ZeRO-1 and 2 load it, but ZeRO-3
+fails, as it reads bare tensors only). Objects: ``optimizer.param_groups…`` and all other
+``optimizer.…`` go to ``optimizer_state.pt``, ``universal.…`` to the files of parameters, all others
+to ``mp_rank_00_model_states.pt``; objects of classes that the loader cannot import are put into a
+separate file (``core.formats.torch.weights_only``). Shared parameters are recorded, not repeated.
+16-bit weights are refused, as DeepSpeed would use them as master weights.
 
-Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the
-model file's 16-bit ``module``, which the loader does not look at.
+Not carried: facts about the partition of the run that saved (``group_paddings`` …), and the model
+file's 16-bit ``module``, which the loader ignores.
 
-``Catalog.iteration`` and the facet ``ZeroFacts`` are of the run that saved.
+``Catalog.iteration`` and the facet ``ZeroFacts`` describe the run that saved.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py``,
 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``, ``runtime/engine.py``
@@ -39,7 +42,7 @@ Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``, ``checkpoint/univers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,8 +57,8 @@ from core.formats.deepspeed.model_states import (
     version_of,
 )
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
-from core.formats.deepspeed.pieces import UnkeyedTensor, tensor_of_array
-from core.formats.deepspeed.state_file import StateFile, read_state_file
+from core.formats.deepspeed.runs import UnkeyedTensor, tensor_of_array
+from core.formats.deepspeed.state_file import StateFile, mapping_or_empty, read_state_file
 from core.formats.deepspeed.tree import (
     PARAM_GROUPS,
     PARAMS,
@@ -86,7 +89,7 @@ from core.formats.deepspeed.universal.write import check, lay_out
 from core.formats.deepspeed.weights import buffers, frozen, with_shared
 from core.formats.format import Format
 from core.formats.torch.refused import aside_notes
-from core.pickle.inert import TensorLeaf, as_mapping
+from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -99,9 +102,7 @@ _MAX_NAME_BYTES = 4096
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory is a universal checkpoint, or names one in
-    ``latest_universal``.
-    """
+    """Return whether the directory is a universal checkpoint, or has a ``latest_universal``."""
     if store.entry is not None:
         return False
     return store.exists(LATEST) or any(
@@ -109,9 +110,84 @@ def sniff(store: ReadStore) -> bool:
     )
 
 
+def read(store: ReadStore) -> Catalog:
+    """Read the catalog of a universal checkpoint, or of the one that ``latest_universal`` names.
+
+    Raises:
+        MissingShardError: a parameter has no weights, or lacks a state that most others have.
+        CorruptError: a file is malformed, or files contradict each other.
+        UnsupportedError: a file is not a torch file that can be read.
+        UnsafeError: a pickle or a name is hostile.
+    """
+    folder = _folder(store)
+    # Model states and the optimizer's file may be missing; their entries are then empty.
+    models = _models(store, folder)
+    model = models[0] if models else _NO_MODEL
+    groups: Sequence[Shapes] = model.groups or ()
+    has_optim = store.exists(folder + OPTIMIZER_FILE)
+    optim = (
+        read_state_file(store, folder + OPTIMIZER_FILE)
+        if has_optim
+        else StateFile(OPTIMIZER_FILE, {}, {})
+    )
+    notes = []
+    if not models:
+        notes.append(
+            "there are no model states, so no client state and no names of groups; DeepSpeed "
+            "cannot load it"
+        )
+    if not has_optim:
+        notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
+
+    # Every parameter has a directory with its weights and states.
+    parameters = _parameters(store, folder, groups, model)
+    _check_complete(folder, parameters)
+    weights, aliases = _weights(models, parameters)
+
+    # The tree defines keys and skeleton. Settings are listed separately from the optimizer's other
+    # values; facts about the partition of the run that saved are not carried.
+    consumed = {*CONSUMED_OPTIM, PARAM_GROUPS, STATE}
+    tree = tree_of(
+        weights=weights,
+        states=_states(optim, groups, parameters),
+        groups=group_trees(
+            _param_groups(optim), {number: list(group) for number, group in enumerate(groups)}
+        ),
+        optimizer={str(name): value for name, value in optim.root.items() if name not in consumed},
+        other_entries=model.other_entries,
+    )
+    extras = {
+        name: WholeObject(parameter.extras)
+        for name, parameter in parameters.items()
+        if parameter.extras
+    }
+    if extras:
+        tree[EXTRAS] = extras
+    catalog = assemble_catalog(
+        tree,
+        format="deepspeed_universal",
+        version=version_of(model),
+        files=[model.state, optim],
+    )
+    dp = model.state.root.get("dp_world_size")
+    facts = ZeroFacts(
+        stage=enum_number(optim.root.get("zero_stage")), dp=dp if type(dp) is int else None
+    )
+    return replace(
+        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)
+    ).with_facet(facts)
+
+
+_NO_MODEL = ModelStates(StateFile(MODEL_FILE, {}, {}), {}, (), None, {}, {}, {})
+"""Stands for missing model states."""
+
+
 def _folder(store: ReadStore) -> str:
-    """Return the path before the checkpoint's files: "", or the directory in ``latest_universal``
-    and ``/``.
+    """Return the prefix of the checkpoint's files: "", or the directory in ``latest_universal``.
+
+    Raises:
+        MissingShardError: that directory is not a universal checkpoint.
+        UnsafeError: its name leads outside the root.
     """
     if store.folders(ZERO) or not store.exists(LATEST):
         return ""
@@ -130,67 +206,16 @@ def _folder(store: ReadStore) -> str:
     return f"{name}/"
 
 
-def read(store: ReadStore) -> Catalog:
-    """Read the catalog of a universal checkpoint, or of the one that a root names.
-
-    Raises:
-        MissingShardError: a parameter has no weights, or lacks a state that most others have.
-        CorruptError: files contradict themselves or each other.
-        UnsafeError: a pickle or a name is hostile.
-    """
-    folder = _folder(store)
-    models = _models(store, folder)
-    model = models[0] if models else None
-    groups: Sequence[Shapes] = (model.groups or ()) if model is not None else ()
-    optim = (
-        read_state_file(store, folder + OPTIMIZER_FILE)
-        if store.exists(folder + OPTIMIZER_FILE)
-        else None
-    )
-
-    # Every parameter has a directory with its weights and states.
-    parameters = _parameters(store, folder, groups, model)
-    _check_complete(folder, parameters)
-    weights, aliases = _weights(models, parameters)
-    states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
-    if optim is not None:
-        states = _with_group_steps(optim, groups, states)
-
-    # The tree gives keys and skeleton.
-    values = {} if optim is None else dict(_optimizer_values(optim))
-    tree = tree_of(
-        weights=weights,
-        states=states,
-        groups=group_trees(
-            _param_groups(optim), {number: list(group) for number, group in enumerate(groups)}
-        ),
-        optimizer={
-            name: value for name, value in values.items() if name not in (PARAM_GROUPS, STATE)
-        },
-        beside={} if model is None else model.beside,
-    )
-    extras = {
-        name: WholeObject(parameter.extras)
-        for name, parameter in parameters.items()
-        if parameter.extras
-    }
-    if extras:
-        tree[EXTRAS] = extras
-    catalog = assemble_catalog(
-        tree,
-        format="deepspeed_universal",
-        version=None if model is None else version_of(model),
-        files=[
-            *(states_file.state for states_file in models[:1]),
-            *(() if optim is None else (optim,)),
-        ],
-    )
-    return replace(
-        catalog,
-        iteration=None if model is None else iteration_of(model),
-        aliases=aliases,
-        notes=tuple(_notes(model, optim)),
-    ).with_facet(_facts(model, optim))
+def _models(store: ReadStore, folder: str) -> list[ModelStates]:
+    """Read the model files: one, or those of ZeRO-3 by rank; [] if there are none."""
+    if store.exists(folder + MODEL_FILE):
+        return [parse_model_states(read_state_file(store, folder + MODEL_FILE), is_universal=True)]
+    models: list[ModelStates] = []
+    while store.exists(
+        name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(models)}", 1)
+    ):
+        models.append(parse_model_states(read_state_file(store, name), is_universal=True))
+    return models
 
 
 def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -> None:
@@ -205,7 +230,7 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
     }
     for name, file in lacking_files(stored):
         raise MissingShardError(
-            "the parameter's directory lacks a file that the others have",
+            "a file that most other parameters have is missing",
             file=f"{folder}{ZERO}/{name}/{file}",
             key=name,
             hint="copy the checkpoint again, with all its files",
@@ -215,11 +240,12 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
 def _weights(
     models: Sequence[ModelStates], parameters: Mapping[str, UniversalParameter]
 ) -> tuple[dict[str, UnkeyedTensor], dict[str, str]]:
-    """Return the weights, with buffers and frozen parameters, and shared name → owner."""
+    """Return all weights, including buffers and frozen parameters, and shared name → owner."""
     weights = buffers(models[0]) if models else {}
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
     if not models:
         return weights, {}
+    # Frozen parameters are in the model files, unless the tool has given them directories.
     if all(model.fragments for model in models):
         stage = 3 if ZERO_MODEL_FILE in models[0].state.file else 2
         weights |= {
@@ -228,40 +254,15 @@ def _weights(
     return with_shared(models[0], weights)
 
 
-def _facts(model: ModelStates | None, optim: StateFile | None) -> ZeroFacts:
-    """Return the stage and the number of data-parallel ranks of the run that saved."""
-    dp = None if model is None else model.state.root.get("dp_world_size")
-    stage = None if optim is None else enum_number(optim.root.get("zero_stage"))
-    return ZeroFacts(stage=stage, dp=dp if type(dp) is int else None)
-
-
-def _optimizer_values(optim: StateFile) -> Iterator[tuple[str, object]]:
-    """Return the optimizer's values, without facts about the partition."""
-    return ((str(name), value) for name, value in optim.root.items() if name not in CONSUMED_OPTIM)
-
-
-def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
-    """Return notes on missing files."""
-    notes = []
-    if model is None:
-        notes.append(
-            "there are no model states, so no client state and no names of groups; DeepSpeed cannot load it"
-        )
-    if optim is None:
-        notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
-    return notes
-
-
 def _parameters(
-    store: ReadStore, folder: str, groups: Sequence[Shapes], model: ModelStates | None
+    store: ReadStore, folder: str, groups: Sequence[Shapes], model: ModelStates
 ) -> dict[str, UniversalParameter]:
-    """Read the directory of every parameter: those of the optimizer's groups first, in their order.
+    """Read the directory of every parameter, first those of the optimizer's groups in their order.
 
     Raises:
         MissingShardError: the model states list a parameter without a directory.
+        CorruptError: files of a parameter are damaged, or contradict each other.
     """
-    shared = {} if model is None else model.shared
-    is_uncut = model is not None and model.state.root.get("mp_world_size") == 1
     names = dict.fromkeys(store.folders(folder + ZERO))
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name in shapes:
@@ -272,49 +273,40 @@ def _parameters(
                 key=name,
                 hint="copy the checkpoint again, with all its files",
             )
+    # A shared parameter is an alias of its owner, also if it has a directory of its own.
+    is_uncut = model.state.root.get("mp_world_size") == 1
     return {
         name: read_parameter(
             store, f"{folder}{ZERO}/{name}", name, shapes.get(name), is_uncut=is_uncut
         )
         for name in {**dict.fromkeys(shapes), **names}
-        if shared.get(name) not in names or shared[name] in shared
+        if model.shared.get(name) not in names or model.shared[name] in model.shared
     }
 
 
-def _models(store: ReadStore, folder: str) -> list[ModelStates]:
-    """Read the model files: that of model-parallel rank 0, or those of ZeRO-3 by rank.
+def _param_groups(optim: StateFile) -> list[Mapping[object, object]]:
+    """Return the settings of the optimizer's groups, without the empty ones that extend the list.
 
-    [] if there are none.
+    Raises:
+        CorruptError: the settings are not a list of dicts.
     """
-    if store.exists(folder + MODEL_FILE):
-        return [parse_model_states(read_state_file(store, folder + MODEL_FILE), is_universal=True)]
-    models: list[ModelStates] = []
-    while store.exists(
-        name := folder + ZERO_MODEL_FILE.replace("rank_0", f"rank_{len(models)}", 1)
-    ):
-        models.append(parse_model_states(read_state_file(store, name), is_universal=True))
-    return models
-
-
-def _param_groups(state: StateFile | None) -> list[Mapping[object, object]]:
-    """Return the settings of the optimizer's groups, without empty ones that only fill the list."""
-    if state is None:
-        return []
-    stated = state.root.get(PARAM_GROUPS)
-    if stated is None:
-        stated = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(PARAM_GROUPS) or []
-    groups = [state.mapping(group, PARAM_GROUPS) for group in state.items(stated, PARAM_GROUPS)]
+    stored = optim.root.get(PARAM_GROUPS)
+    if stored is None:
+        stored = mapping_or_empty(optim.root.get(OPTIMIZER_STATE)).get(PARAM_GROUPS) or []
+    groups = [optim.mapping(group, PARAM_GROUPS) for group in optim.items(stored, PARAM_GROUPS)]
     return [group for group in groups if dict(group) != {PARAMS: []}]
 
 
-def _with_group_steps(
-    optim: StateFile, groups: Sequence[Shapes], states: Mapping[str, Mapping[str, object]]
+def _states(
+    optim: StateFile, groups: Sequence[Shapes], parameters: Mapping[str, UniversalParameter]
 ) -> dict[str, dict[str, object]]:
-    """Return the states with the steps of a checkpoint that has them by group, as ZeRO-3 does."""
-    by_name = {name: dict(entries) for name, entries in states.items()}
-    by_number = as_mapping((as_mapping(optim.root.get(OPTIMIZER_STATE)) or {}).get(STATE)) or {}
+    """Return the states by parameter, with the steps that ZeRO-3 stores by group added."""
+    states = {
+        name: dict(parameter.states) for name, parameter in parameters.items() if parameter.states
+    }
+    by_number = mapping_or_empty(mapping_or_empty(optim.root.get(OPTIMIZER_STATE)).get(STATE))
     for number, names in enumerate(groups):
-        step = (as_mapping(by_number.get(number)) or {}).get(STEP)
+        step = mapping_or_empty(by_number.get(number)).get(STEP)
         if step is None:
             continue
         entry = (
@@ -322,10 +314,11 @@ def _with_group_steps(
             if isinstance(step, TensorLeaf)
             else WholeObject(step)
         )
+        # A parameter's own step takes precedence; parameters without states are not trained.
         for name in names:
-            if name in by_name:
-                by_name[name].setdefault(STEP, entry)
-    return by_name
+            if name in states:
+                states[name].setdefault(STEP, entry)
+    return states
 
 
 FORMAT = Format(

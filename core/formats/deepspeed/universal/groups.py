@@ -1,11 +1,11 @@
 """The optimizer's parameter groups in ``optimizer_state.pt`` of a universal checkpoint.
 
-ZeRO-1 and 2 walk their own groups and this list side by side and stop, silently, at the shorter
-one: groups that are left over keep the weights that they were made with (seen with 0.19.8). So
-empty entries, which change no setting, fill the list up to the number of parameters, save where it
-is DeepSpeed's own and names every parameter.
+ZeRO-1 and 2 iterate over their own groups and this list together and stop, silently, at the end of
+the shorter one: their remaining groups keep the weights that they were initialized with (seen with
+0.19.8). Therefore empty entries, which change no setting, extend the list to the number of
+parameters, unless it is DeepSpeed's own and names every parameter.
 
-ZeRO-3 gives all its groups the settings of the first entry.
+ZeRO-3 applies the settings of the first entry to all its groups.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UniversalParamGroup:
-    """A parameter group.
+    """A parameter group of the optimizer.
 
     Args:
-        settings: learning rate and others; {} if the run that loads keeps its own.
-        names: names of its parameters.
+        settings: learning rate and others; with {}, the run that loads keeps its own settings.
+        names: names of the group's parameters.
     """
 
     settings: Mapping[str, object]
@@ -38,21 +38,20 @@ class UniversalParamGroup:
 def param_groups(
     target: TargetCatalog, names: Sequence[str], trained: Sequence[str]
 ) -> list[UniversalParamGroup]:
-    """Return the parameter groups from the target's objects.
+    """Build the parameter groups from the settings among the target's objects.
 
-    One without settings if there are none.
-
-    Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as
-    torch flattens them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal
-    settings become a group.
+    The keys of settings are ``optimizer.param_groups.<number>.<setting>``, including ``params``,
+    or, as flattened by torch, ``optimizer.param_groups.<parameter>.<setting>``. In the latter case
+    parameters with equal settings become a group; without any settings, all become one.
 
     Args:
         names: names of all parameters that are written.
-        trained: names of those in the optimizer.
+        trained: names of those that the optimizer trains.
 
     Raises:
-        UnsupportedError: a setting belongs to no group and no parameter.
+        UnsupportedError: a setting belongs neither to a group nor to a parameter.
     """
+    # Collect the settings by their owners. Names take precedence, as a parameter may be called "0".
     prefix = f"{OPTIMIZER}.{PARAM_GROUPS}."
     by_number: dict[int, dict[str, object]] = {}
     by_name: dict[str, dict[str, object]] = {}
@@ -67,12 +66,21 @@ def param_groups(
             by_number.setdefault(int(owner), {})[setting] = item.value
         else:
             raise UnsupportedError(
-                "the setting belongs to no parameter that is written",
+                "the setting does not belong to a parameter that is written",
                 key=key,
-                hint="leave it out with --exclude",
+                hint="skip it with --exclude",
             )
+    # Numbered groups list their parameters, of which only some may be written.
     if by_number:
-        return [_numbered(settings, written) for _, settings in sorted(by_number.items())]
+        groups = []
+        for _, settings in sorted(by_number.items()):
+            params = settings.pop(PARAMS, None)
+            members = params if isinstance(params, (list, tuple)) else ()
+            groups.append(
+                UniversalParamGroup(settings, [name for name in members if name in written])
+            )
+        return groups
+    # Values need not be hashable: compare the settings of parameters as text.
     by_settings: dict[str, tuple[dict[str, object], list[str]]] = {}
     for name in trained:
         settings = by_name.get(name, {})
@@ -80,28 +88,22 @@ def param_groups(
     return [UniversalParamGroup(settings, members) for settings, members in by_settings.values()]
 
 
-def _numbered(settings: dict[str, object], written: set[str]) -> UniversalParamGroup:
-    """Return the group of numbered settings."""
-    listed = settings.get(PARAMS)
-    members = (
-        [name for name in listed if name in written] if isinstance(listed, (list, tuple)) else []
-    )
-    return UniversalParamGroup(
-        {name: value for name, value in settings.items() if name != PARAMS}, members
-    )
-
-
 def stored_groups(
     target: TargetCatalog, groups: Sequence[UniversalParamGroup], trained: Sequence[str]
 ) -> list[object]:
-    """Return ``param_groups`` as the file stores them."""
-    listed: list[object] = [
+    """Return ``param_groups`` in the form in which the file stores them.
+
+    Args:
+        trained: names of the parameters that the optimizer trains.
+    """
+    # The wrapped optimizer has one flat parameter per group.
+    stored: list[object] = [
         {**group.settings, PARAMS: [number]} for number, group in enumerate(groups)
     ]
+    # Extend the list, unless it is DeepSpeed's own and complete (see the module's docstring).
     named = {name for group in groups for name in group.names}
     facts = target.facet(ZeroFacts)
     is_own = facts is not None and facts.stage is not None
-    is_complete = is_own and named.issuperset(trained) and all(g.settings for g in groups)
-    if not is_complete:
-        listed += [{PARAMS: []} for _ in range(len(trained) - len(listed))]
-    return listed
+    if not (is_own and named.issuperset(trained) and all(group.settings for group in groups)):
+        stored += [{PARAMS: []} for _ in range(len(trained) - len(stored))]
+    return stored

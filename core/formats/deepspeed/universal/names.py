@@ -1,4 +1,4 @@
-"""Names in a universal checkpoint, and the keys of a catalog that belong to them."""
+"""Names in a universal checkpoint, and the corresponding keys of a catalog."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ STEP = "step"
 PARAM = "param"
 CAT_DIM = "cat_dim"
 EXTRAS = "universal"
-"""First part of the keys of the objects that describe how tensor parallelism cuts a parameter."""
+"""Prefix of the keys of the objects that describe how tensor parallelism shards a parameter."""
 
 MASTER = "fp32_param"
 STEP_COPY = "universal step"
-"""Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see
-``for_universal``.
-"""
+"""Key of the hidden tensor that is the step in ``optimizer_state.pt``, see ``for_universal``."""
 
 PACKAGES = frozenset({"deepspeed"})
-"""Packages that the loader of a universal checkpoint has, in addition to torch and numpy."""
+"""Packages that the loader of a universal checkpoint can import, except torch and numpy."""
 DS_VERSION = "0.19.8"
-"""The version that is written if the source states none: that of the loader that this follows."""
+"""The version that is written if the source records none: that of the loader documented here."""
 
 _SUBPARAM_KEY = "sub_param_shape"
 _SUBPARAM_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
 def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
-    """Return a parameter's cut as plain values: DeepSpeed's ``SubparamShape`` becomes a dict."""
+    """Convert the description of a parameter's sharding to plain values.
+
+    DeepSpeed's ``SubparamShape`` becomes a dict.
+    """
     return {
         name: dict(fields)
         if name == _SUBPARAM_KEY and (fields := attributes(value)) is not None
@@ -45,7 +46,10 @@ def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
 
 
 def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
-    """Return a parameter's cut as DeepSpeed stores it; the inverse of ``plain_extras``."""
+    """Convert the description of a parameter's sharding to DeepSpeed's form.
+
+    This is the inverse of ``plain_extras``.
+    """
     stored = dict(extras)
     fields = as_mapping(stored.get(_SUBPARAM_KEY))
     if fields is not None:
@@ -56,12 +60,13 @@ def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
 
 
 def state_of(key: str, names: Container[str]) -> tuple[str, str] | None:
-    """Return parameter and state of a key ``optimizer.state.<parameter>.<state>``.
-
-    None for other keys.
+    """Split a key ``optimizer.state.<parameter>.<state>`` into parameter and state.
 
     Args:
         names: names of the parameters.
+
+    Returns:
+        None for other keys, and for states of other parameters.
     """
     prefix = f"{OPTIMIZER}.{STATE}."
     if not key.startswith(prefix):

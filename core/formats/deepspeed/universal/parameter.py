@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError
-from core.formats.deepspeed.pieces import UnkeyedTensor, reshaped, tensor_of_array
+from core.formats.deepspeed.runs import UnkeyedTensor, reshaped, tensor_of_array
 from core.formats.deepspeed.state_file import read_value, type_of
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.universal.names import CAT_DIM, FP32, PARAM, STEP, plain_extras
@@ -32,9 +32,9 @@ class UniversalParameter:
     """The content of a parameter's directory.
 
     Args:
-        weight: its master weights.
+        weight: the master weights.
         states: state name → ``UnkeyedTensor`` or ``WholeObject``.
-        extras: how tensor parallelism cuts it; {} for the usual way.
+        extras: how tensor parallelism shards the parameter; {} if along axis 0.
     """
 
     weight: UnkeyedTensor
@@ -43,10 +43,10 @@ class UniversalParameter:
 
 
 def lacking_files(files_of: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, file) for every file that a parameter lacks but most parameters with states
-    have.
+    """Yield (parameter, file) for every file that is missing from a parameter's directory.
 
-    A parameter that has only weights is frozen, and lacks nothing but weights.
+    A file is missing if most parameters with states have it. A parameter that has only weights is
+    frozen, and needs no states.
 
     Args:
         files_of: parameter → names of the files in its directory.
@@ -65,8 +65,12 @@ def read_parameter(
     """Read the directory of a parameter.
 
     Args:
-        shape: shape in the model states, for bare tensors.
-        is_uncut: whether that is the complete shape, not a model-parallel rank's part of it.
+        shape: shape in the model states, for bare tensors; None if it is not recorded.
+        is_uncut: that shape is the complete one, not that of a model-parallel rank's shard.
+
+    Raises:
+        MissingShardError: the master weights are missing.
+        CorruptError: a file is damaged, or shapes contradict each other.
     """
     stems = [file.removesuffix(".pt") for file in store.files(folder) if file.endswith(".pt")]
     if FP32 not in stems:
@@ -76,24 +80,26 @@ def read_parameter(
             key=name,
             hint="copy the checkpoint again, with all its files",
         )
+    # ``fp32.pt`` is read first, so that damage to it is reported first.
     entries = {
-        stem: _read_named_entry(store, f"{folder}/{stem}.pt", shape, name)
-        for stem in (FP32, *stems)
+        stem: _read_entry(store, f"{folder}/{stem}.pt", shape, key=name) for stem in (FP32, *stems)
     }
 
-    # The masters tell shape and cut of the parameter.
+    # The master weights define the parameter's shape and sharding.
     weight, extras = entries.pop(FP32)
     file = f"{folder}/{FP32}.pt"
     if not isinstance(weight, StoredArray):
-        raise CorruptError(f"the file holds a {type_of(weight)}, not a tensor", file=file, key=name)
+        raise CorruptError(
+            f"the content is of type {type_of(weight)}, not a tensor", file=file, key=name
+        )
     if is_uncut and shape is not None and weight.shape != shape:
         raise CorruptError(
-            f"the weights have the shape {weight.shape}, but the model states give the parameter {shape}",
+            f"the weights have shape {weight.shape}, but the model states record {shape}",
             file=file,
             key=name,
         )
 
-    # States have the same; a step is one number.
+    # The states must match it; a step is one number.
     states: dict[str, object] = {}
     for stem, (value, state_extras) in entries.items():
         if not isinstance(value, StoredArray):
@@ -115,55 +121,56 @@ def _state_problem(
     weight: StoredArray,
     extras: Mapping[str, object],
 ) -> str | None:
-    """Return why a tensor cannot be a state of a parameter; None if it can."""
+    """Return the reason why a tensor cannot be a state of a parameter; None if it can."""
     if state == STEP:
         return f"the step is a tensor of shape {array.shape}" if prod(array.shape) != 1 else None
     if array.shape == weight.shape and state_extras == extras:
         return None
     return (
-        f"state {state!r} has shape {array.shape} and is cut by {dict(state_extras)!r:.80}, but the weights have "
-        f"{weight.shape} and {dict(extras)!r:.80}"
+        f"state {state!r} has shape {array.shape} and sharding {dict(state_extras)!r:.80}, but the "
+        f"weights have {weight.shape} and {dict(extras)!r:.80}"
     )
 
 
-def _read_named_entry(
-    store: ReadStore, file: str, shape: Shape | None, name: str
-) -> tuple[object, Mapping[str, object]]:
-    """Read a parameter's file as ``_read_entry`` does; errors name the parameter."""
-    try:
-        return _read_entry(store, file, shape)
-    except CheckpointingException as err:
-        err.key = err.key or name
-        raise
-
-
 def _read_entry(
-    store: ReadStore, file: str, shape: Shape | None
+    store: ReadStore, file: str, shape: Shape | None, *, key: str
 ) -> tuple[object, Mapping[str, object]]:
-    """Read a parameter's file: an array or a value, and the other entries of its dict."""
-    value, arrays = read_value(store, file)
+    """Read a file of a parameter: its array or value, and the other entries of its dict.
+
+    Args:
+        shape: shape in the model states, for a bare tensor.
+        key: the parameter, for messages.
+    """
+    try:
+        value, arrays = read_value(store, file)
+    except CheckpointingException as err:
+        err.key = err.key or key
+        raise
+    # ZeRO-1 and 2 store a dict, ZeRO-3 a bare tensor; a step may be a number.
     mapping = as_mapping(value)
     if mapping is None:
         if not isinstance(value, TensorLeaf):
             return value, {}
-        return _shaped(arrays[value.key], shape, file), {}
+        return _shaped(arrays[value.key], shape, file, key=key), {}
     leaf = mapping.get(PARAM)
     if not isinstance(leaf, TensorLeaf):
         raise CorruptError(
-            f"the file's entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file
+            f"the entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file, key=key
         )
     return arrays[leaf.key], plain_extras(
-        {str(key): item for key, item in mapping.items() if key != PARAM}
+        {str(name): item for name, item in mapping.items() if name != PARAM}
     )
 
 
-def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
-    """Return a bare tensor in the shape that the model states give it; scalars keep theirs."""
+def _shaped(array: StoredArray, shape: Shape | None, file: str, *, key: str) -> StoredArray:
+    """Return a bare tensor with the shape that the model states record; scalars keep theirs."""
     if shape is None or array.shape in ((), shape):
         return array
     if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise CorruptError(
-            f"the tensor has {prod(array.shape)} elements, but the model states give it the shape {shape}",
+            f"the tensor has {prod(array.shape)} elements, but the model states record the shape "
+            f"{shape}",
             file=file,
+            key=key,
         )
     return reshaped(array, shape)

@@ -1,4 +1,4 @@
-"""Preparing a source catalog for a universal checkpoint."""
+"""Preparing a source catalog for writing a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ if TYPE_CHECKING:
 
 
 NO_STATE = (
-    "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 loads them with "
-    "load_module_only=True"
+    "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 "
+    "loads the weights with load_module_only=True"
 )
 
 
 def for_universal(catalog: Catalog) -> Catalog:
-    """Return the source as a universal checkpoint stores it.
+    """Return the source with the tensors that a universal checkpoint stores.
 
-    Call this before the target catalog is made.
-
-    Masters (``optimizer.state.<name>.fp32_param``) replace the weights, one of the steps is added a
-    second time (``STEP_COPY``), and notes say what DeepSpeed will miss.
+    Call this before the target catalog is created. Master weights
+    (``optimizer.state.<name>.fp32_param``) replace the weights, one of the steps is added a second
+    time (``STEP_COPY``), and notes list what DeepSpeed will miss.
 
     Args:
-        catalog: global tensors under their final names, objects loaded.
+        catalog: global tensors under their final names, with objects loaded.
     """
-    place_of = {
+    state_of_key = {
         key: state_key
         for key in catalog.tensors
         if (state_key := state_of(key, catalog.tensors)) is not None
     }
-    masters = {name: key for key, (name, state) in place_of.items() if state == MASTER}
+    # Master weights take the names of the weights, and stop being states.
+    masters = {name: key for key, (name, state) in state_of_key.items() if state == MASTER}
     tensors = {
         key: replace(catalog.tensors[masters[key]], key=key) if key in masters else meta
         for key, meta in catalog.tensors.items()
         if key not in masters.values()
     }
-    step = next((key for key, (_, state) in place_of.items() if state == STEP), None)
+    # ZeRO-3 reads the step from another file than ZeRO-1 and 2, and the steps of all parameters are
+    # equal: write any of them twice.
+    step = next((key for key, (_, state) in state_of_key.items() if state == STEP), None)
     hidden = dict(catalog.hidden)
     if step is not None:
         hidden[STEP_COPY] = replace(tensors[step], key=STEP_COPY)
@@ -55,11 +57,15 @@ def for_universal(catalog: Catalog) -> Catalog:
     prepared = replace(
         catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None
     )
-    return prepared.noted(_notes(catalog, {state for name, state in place_of.values()}))
+    return prepared.noted(_notes(catalog, {state for _, state in state_of_key.values()}))
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:
-    """Return notes on what DeepSpeed will miss."""
+    """Return notes on missing optimizer state, with the consequences for DeepSpeed.
+
+    Args:
+        states: names of the states that are tensors.
+    """
     objects = {
         state_key[1]
         for key in catalog.objects
@@ -74,6 +80,7 @@ def _notes(catalog: Catalog, states: set[str]) -> list[str]:
         )
     if not any(key.startswith(f"{OPTIMIZER}.{PARAM_GROUPS}.") for key in catalog.objects):
         notes.append(
-            "there are no param_groups: the run that loads it keeps its own learning rate and other settings"
+            "there are no param_groups: the run that loads the checkpoint keeps its own learning "
+            "rate and other settings"
         )
     return notes

@@ -1,10 +1,8 @@
-"""Laying out a universal checkpoint; ``core.formats.deepspeed.universal.format`` describes its
-files.
+"""The files of a universal checkpoint to write, see ``core.formats.deepspeed.universal.format``.
 
-The content follows what DeepSpeed's loaders ask for. ZeRO-3 takes the step from
-``optimizer_state.pt``, ZeRO-1 and 2 from ``step.pt``: it is stored in both. ZeRO-3 looks for
-another model file than the others: there are two, of which the second one is without client state
-that holds tensors.
+The content is what DeepSpeed's loaders need. ZeRO-3 reads the step from ``optimizer_state.pt``,
+ZeRO-1 and 2 read it from ``step.pt``: it is stored in both. ZeRO-3 reads another model file than
+the other stages: there are two, the second of which lacks client state that contains tensors.
 """
 
 from __future__ import annotations
@@ -50,14 +48,16 @@ if TYPE_CHECKING:
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({
-    "module", "buffer_names", OPTIMIZER, "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "dp_world_size", "mp_world_size",
+    "module", "buffer_names", OPTIMIZER, "param_shapes", "frozen_param_shapes",
+    "frozen_param_fragments", "shared_params", "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info", "dp_world_size", "mp_world_size",
 })  # fmt: skip
+"""Entries of a model file that objects cannot replace."""
 
 
 @dataclass(slots=True)
 class _ParameterFiles:
-    """A parameter's directory to write.
+    """The directory of a parameter to write.
 
     Args:
         name: name of the parameter.
@@ -71,22 +71,22 @@ class _ParameterFiles:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the optimizer has a state of it."""
+        """True if the optimizer has a state of the parameter."""
         return bool(self.states or self.values)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of a root: ``global_stepN_universal`` with its files, and
-    ``latest_universal``.
+    """Describe the files of a root: ``global_stepN_universal/`` and ``latest_universal``.
 
     Args:
-        target: every tensor is one array; best made from a result of ``for_universal``.
+        target: every tensor is one array; preferably created from a result of ``for_universal``.
             ``iteration``, ``aliases`` and ``ZeroFacts`` are written as well.
 
     Raises:
-        UnsupportedError: a weight is not float32, or a tensor belongs to no parameter; names it.
+        UnsupportedError: a weight is not float32, a tensor or a setting does not belong to a
+            parameter, or a name is reserved or cannot be that of a directory.
     """
-    # Each parameter has a directory.
+    # Each parameter has a directory. A release has no iteration.
     number = _iteration(target)
     folder = "universal" if number is None else f"global_step{number}_universal"
     aliases = _aliases(target)
@@ -96,7 +96,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         for parameter in parameters.values()
         for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
     ]
-    # Groups and settings go to the optimizer's file.
+    # The optimizer's file contains groups and settings.
     trained = _trained(target, parameters)
     groups = param_groups(target, list(parameters), trained)
     images.append(
@@ -106,7 +106,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             _optimizer_root(target, stored_groups(target, groups, trained)),
         )
     )
-    # The same client state for both loaders; ZeRO-3's is without tensors.
+    # The two model files have the same content, except that ZeRO-3's has no tensors.
     root = _model_root(target, parameters, groups, trained, aliases)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
     without_tensors = {
@@ -115,12 +115,15 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         if not any(isinstance(node, TensorLeaf) for node in walk(value))
     }
     images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", without_tensors))
+    # Last, as it makes the directory the one that is loaded.
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
 
 
 def check(target: TargetCatalog) -> None:
-    """Raise what ``lay_out`` would raise about names, dtypes, groups and entries, without planning
-    files.
+    """Check names, dtypes, groups and entries like ``lay_out``, without planning files.
+
+    Raises:
+        UnsupportedError: see ``lay_out``.
     """
     aliases = _aliases(target)
     parameters = _parameters(target, aliases)
@@ -131,11 +134,15 @@ def check(target: TargetCatalog) -> None:
 
 
 def _iteration(target: TargetCatalog) -> int | None:
+    """Return the iteration to record; None for a release, or if the source has none."""
     return None if target.write.is_release else target.iteration
 
 
 def _aliases(target: TargetCatalog) -> dict[str, str]:
-    """Return name → name of the equal parameter that is written."""
+    """Return shared name → name of the parameter that is written in its place.
+
+    Parameters of another dtype or shape than their owner's are written themselves.
+    """
     aliases = {}
     for key, owner in target.aliases.items():
         meta, other = target.tensors.get(key), target.tensors.get(owner)
@@ -149,30 +156,40 @@ def _aliases(target: TargetCatalog) -> dict[str, str]:
 
 
 def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, _ParameterFiles]:
-    """Return the directories to write, by name."""
+    """Return the directories to write, by parameter.
+
+    Raises:
+        UnsupportedError: a tensor does not belong to a parameter, or cannot be stored.
+    """
+    # Weights and buffers first, as states refer to them. Their keys become names of directories.
+    states = [key for key in target.tensors if is_optimizer_key(key)]
+    names = [key for key in target.tensors if key not in aliases and not is_optimizer_key(key)]
+    bad_names = [name for name in names if not _is_directory_name(name)]
+    if bad_names:
+        others_text = f"; nor can {listed_keys(bad_names[1:])}" if len(bad_names) > 1 else ""
+        raise UnsupportedError(
+            f"the key cannot be a directory name{others_text}",
+            key=bad_names[0],
+            hint=rename_hint(bad_names),
+        )
     parameters: dict[str, _ParameterFiles] = {}
-    states: list[str] = []
-    # Weights and buffers first: states refer to them.
-    _check_names(key for key in target.tensors if key not in aliases and not is_optimizer_key(key))
-    for key, meta in target.tensors.items():
-        if is_optimizer_key(key):
-            states.append(key)
-        elif key not in aliases:
-            _check_weight(meta)
-            parameters[key] = _ParameterFiles(key)
+    for name in names:
+        _check_weight(target.tensors[name])
+        parameters[name] = _ParameterFiles(name)
     # Assign each state to its parameter.
     for key in states:
         state_key = state_of(key, parameters)
         if state_key is None:
             raise UnsupportedError(
-                "the tensor belongs to the optimizer, but to no parameter that is written",
+                "the tensor belongs to the optimizer, but not to a parameter that is written",
                 key=key,
-                hint="its name should be optimizer.state.<parameter>.<state>: rename it with --rename, or leave it out "
-                "with --exclude, all of them with --no-optim",
+                hint="rename it to optimizer.state.<parameter>.<state> with --rename, skip it with "
+                "--exclude, or skip the optimizer with --no-optim",
             )
         name, state = state_key
         _check_state(target, key, name, state)
         parameters[name].states[state] = key
+    # States that are not tensors, such as a step that is a number, are objects.
     for key, item in target.objects.items():
         state_key = state_of(key, parameters)
         if state_key is not None:
@@ -180,23 +197,8 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
     return parameters
 
 
-def _check_names(keys: Iterable[str]) -> None:
-    """Raise unless every key can be the name of a parameter's directory.
-
-    Raises:
-        UnsupportedError: names the keys that cannot.
-    """
-    bad_keys = [key for key in keys if not _is_directory_name(key)]
-    if bad_keys:
-        rest = f"; nor can {listed_keys(bad_keys[1:])}" if len(bad_keys) > 1 else ""
-        raise UnsupportedError(
-            f"the name cannot be that of a directory{rest}",
-            key=bad_keys[0],
-            hint=rename_hint(bad_keys),
-        )
-
-
 def _is_directory_name(key: str) -> bool:
+    """Return whether a key can be the name of a single directory, not of nested ones."""
     try:
         check_name(key)
     except UnsafeError:
@@ -205,58 +207,62 @@ def _is_directory_name(key: str) -> bool:
 
 
 def _check_weight(meta: TensorMeta) -> None:
-    """Raise unless the tensor can be a parameter's masters, or a buffer."""
+    """Raise unless the tensor can be the master weights of a parameter, or a buffer.
+
+    Raises:
+        UnsupportedError: the tensor is of a floating-point type other than float32, or packed.
+    """
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
-        hint = "widen it: --dtype float32" + (
-            f" (or --dtype '{meta.key}=float32')" if kind == "float" else ""
-        )
+        hint = f"cast it: --dtype float32 (or --dtype '{meta.key}=float32')"
         raise UnsupportedError(
-            f"the weights are {meta.dtype} without masters, but a universal checkpoint holds float32 masters",
+            f"the weights are {meta.dtype} without master weights, but a universal checkpoint "
+            "contains float32 master weights",
             key=meta.key,
-            hint=hint if kind == "float" else "leave it out with --exclude",
+            hint=hint if kind == "float" else "skip it with --exclude",
         )
 
 
 def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None:
-    """Raise unless the tensor can be a state of the parameter."""
+    """Raise unless a tensor can be a state of a parameter.
+
+    Args:
+        key: the tensor.
+        name, state: names of the parameter and of the state.
+
+    Raises:
+        UnsupportedError: the tensor has another shape, or the state an impossible name.
+    """
     meta, weight = target.tensors[key], target.tensors[name]
+    problem, hint = None, "skip it with --exclude"
+    # ``for_universal`` has normally put the master weights in place of the weights.
     if state == MASTER:
-        raise UnsupportedError(
-            "both the masters and the rounded weights are selected",
-            key=key,
-            hint="leave the rounded weights out with --exclude",
-        )
-    if state == STEP:
+        problem = "both the master weights and the rounded weights are selected"
+        hint = "skip the rounded weights with --exclude"
+    elif state == STEP:
         if meta.n_elements != 1:
-            raise UnsupportedError(
-                f"the step has shape {meta.shape}, not one value",
-                key=key,
-                hint="leave it out with --exclude",
-            )
+            problem = f"the step has shape {meta.shape}, not one value"
     elif meta.shape != weight.shape:
-        raise UnsupportedError(
-            f"the state has shape {meta.shape}, but the parameter {weight.shape}; DeepSpeed cuts both in the same way",
-            key=key,
-            hint="leave it out with --exclude",
+        problem = (
+            f"the state has shape {meta.shape}, but the parameter has {weight.shape}; DeepSpeed "
+            "shards both in the same way"
         )
-    if state == FP32:
-        raise UnsupportedError(
-            f"a state cannot have the name {FP32!r}, which is that of the weights",
-            key=key,
-            hint="leave it out with --exclude",
-        )
+    elif state == FP32:
+        problem = f"a state cannot have the name {FP32!r}, which is that of the weights"
+    if problem is not None:
+        raise UnsupportedError(problem, key=key, hint=hint)
 
 
 def _parameter_images(
     target: TargetCatalog, parameter: _ParameterFiles, folder: str
 ) -> Iterable[FileImage]:
-    """Yield the images of a parameter's files."""
+    """Describe the files of a parameter: its weights and states."""
+    # How tensor parallelism shards it: as recorded; else along axis 0, and buffers not at all.
     item = target.objects.get(f"{EXTRAS}.{parameter.name}")
-    stated = as_mapping(item.value) if item is not None else None
+    recorded = as_mapping(item.value) if item is not None else None
     extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
-    if stated is not None:
-        extras = stored_extras(stated)
+    if recorded is not None:
+        extras = stored_extras(recorded)
     yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
     for state, key in parameter.states.items():
         leaf = TensorLeaf(key)
@@ -268,13 +274,17 @@ def _parameter_images(
 
 
 def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
-    """Return the image of a torch file, with the names inside that ``torch.save`` would use."""
+    """Describe a torch file, with the same names inside as ``torch.save`` uses.
+
+    Raises:
+        UnsupportedError: a tensor is not one complete array.
+    """
 
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         if array is None or array.shape != target.meta(key).shape:
             raise UnsupportedError(
-                "a universal checkpoint needs every tensor in one piece", key=key
+                "a universal checkpoint stores complete tensors, but this one is sharded", key=key
             )
         return array
 
@@ -283,43 +293,44 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
     return FileImage(path, plan.size, plan.arrays, plan.literals)
 
 
-def _optimizer_root(target: TargetCatalog, listed: list[object]) -> dict[object, object]:
-    """Return the content of ``optimizer_state.pt``."""
+def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object, object]:
+    """Return the content of ``optimizer_state.pt``.
+
+    Args:
+        groups: result of ``stored_groups``.
+    """
+    # Values of the optimizer that are neither states nor settings, such as the loss scaler.
     prefix = f"{OPTIMIZER}."
     root: dict[object, object] = {}
     for key, item in target.objects.items():
         name = key.removeprefix(prefix)
         if key.startswith(prefix) and not name.startswith((f"{STATE}.", f"{PARAM_GROUPS}.")):
             root[name] = item.value
-    root["ds_version"] = _version(target)
+    root["ds_version"] = DS_VERSION
+    version = target.objects.get("ds_version")
+    if version is not None and isinstance(version.value, str):
+        root["ds_version"] = version.value
     facts = target.facet(ZeroFacts)
     if facts is not None and facts.stage is not None:
         root["zero_stage"] = facts.stage
-    root[PARAM_GROUPS] = listed
-    step = _step(target)
+    # ZeRO-3 reads the step, a tensor or a number, from the state dict of the wrapped optimizer.
+    root[PARAM_GROUPS] = groups
+    numbers = (
+        item.value
+        for key, item in target.objects.items()
+        if (state_key := state_of(key, target.tensors)) is not None and state_key[1] == STEP
+    )
+    step = TensorLeaf(STEP_COPY) if STEP_COPY in target.hidden else next(numbers, None)
     if step is not None:
-        root["optimizer_state_dict"] = {STATE: {0: {STEP: step}}, PARAM_GROUPS: listed}
+        root["optimizer_state_dict"] = {STATE: {0: {STEP: step}}, PARAM_GROUPS: groups}
     return root
 
 
-def _version(target: TargetCatalog) -> object:
-    stated = target.objects.get("ds_version")
-    return stated.value if stated is not None and isinstance(stated.value, str) else DS_VERSION
-
-
-def _step(target: TargetCatalog) -> object:
-    """Return the step for ``optimizer_state.pt``, or None."""
-    if STEP_COPY in target.hidden:
-        return TensorLeaf(STEP_COPY)
-    for key, item in target.objects.items():
-        state_key = state_of(key, target.tensors)
-        if state_key is not None and state_key[1] == STEP:
-            return item.value
-    return None
-
-
 def _trained(target: TargetCatalog, parameters: Mapping[str, _ParameterFiles]) -> list[str]:
-    """Return the parameters in the optimizer: those with a state, else all that could have one."""
+    """Return the parameters that the optimizer trains: those with a state.
+
+    Without any states, all floating-point parameters.
+    """
     trained = [name for name, parameter in parameters.items() if parameter.is_trained]
     return trained or [
         name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"
@@ -333,7 +344,17 @@ def _model_root(
     trained: Sequence[str],
     aliases: Mapping[str, str],
 ) -> dict[object, object]:
-    """Return the content of the model files: what the loader asks for, then all other objects."""
+    """Return the content of the model files: the entries of the loader, then all other objects.
+
+    Args:
+        trained: names of the parameters that the optimizer trains.
+        aliases: shared name → name of the owner.
+
+    Raises:
+        UnsupportedError: an object has the name of an entry of the loader.
+    """
+    # Buffers are the tensors that are neither trained nor in a group. The entries that are always
+    # empty here are ones that the loader accesses; the parallel degrees are those of one rank.
     optimized = {*trained, *(name for group in groups for name in group.names)}
     facts = target.facet(ZeroFacts)
     root: dict[object, object] = {
@@ -357,12 +378,13 @@ def _model_root(
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION},
     }
+    # Client state replaces defaults, such as ``lr_scheduler``, but no entry that is derived.
     for key, item in target.objects.items():
         if key.startswith((f"{OPTIMIZER}.", f"{EXTRAS}.")):
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed uses an entry with this name for something else",
+                "DeepSpeed uses an entry of this name for another purpose",
                 key=key,
                 hint=rename_hint([key]),
             )

@@ -1,0 +1,120 @@
+"""Parameters that are stored in parts of flat tensors, and their fragments.
+
+ZeRO concatenates flattened parameters and cuts the result into one part per rank, ignoring rows. A
+range of flat elements consists of up to ``2 * rank - 1`` boxes of a parameter with ``rank`` axes
+(``core.arrays.box``), each of which is a dense array in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.box import Shape, boxes_of_flat_range, full_box
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Fragment
+from core.catalog.stored import Extent, StoredArray
+
+if TYPE_CHECKING:
+    from core.formats.deepspeed.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of elements of a flattened tensor, and where it is stored.
+
+    Args:
+        array: the flat array that contains the run, with one axis and no gaps.
+        at: first element in that array.
+        start: first element in the flattened tensor.
+        n: number of elements.
+    """
+
+    array: StoredArray
+    at: int
+    start: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnkeyedTensor:
+    """A tensor of the catalog, before it has a key.
+
+    Args:
+        dtype: canonical dtype name.
+        shape: shape of the tensor, in elements.
+        fragments: returns the fragments, given the key.
+    """
+
+    dtype: str
+    shape: Shape
+    fragments: Callable[[str], Sequence[Fragment]]
+
+
+def tensor_of_array(array: StoredArray) -> UnkeyedTensor:
+    """Return a tensor that consists of one stored array."""
+
+    def fragments(key: str) -> Sequence[Fragment]:
+        return (Fragment(key, full_box(array.shape), array, (0,) * len(array.shape)),)
+
+    return UnkeyedTensor(array.dtype, array.shape, fragments)
+
+
+def tensor_of_runs(
+    dtype: str, shape: Shape, runs: Callable[[], Iterable[StoredRun]]
+) -> UnkeyedTensor:
+    """Return a tensor whose elements are stored in several flat arrays.
+
+    Args:
+        runs: returns the runs that together are the tensor; called when fragments are requested.
+    """
+
+    def fragments(key: str) -> Sequence[Fragment]:
+        return tuple(fragment for run in runs() for fragment in fragments_of_run(key, shape, run))
+
+    return UnkeyedTensor(dtype, shape, fragments)
+
+
+def tensor_in_groups(
+    partition: Partition, name: str, shape: Shape, flat: Sequence[Sequence[StoredArray]]
+) -> UnkeyedTensor:
+    """Return a parameter, or one of its states, that is stored in the flat groups of all ranks.
+
+    Args:
+        flat: rank → flat group → array.
+    """
+
+    def runs() -> Iterator[StoredRun]:
+        for run in partition.runs(name):
+            yield StoredRun(flat[run.rank][run.group], run.at, run.start, run.n)
+
+    groups = partition.groups_of(name)
+    return tensor_of_runs(flat[0][groups[0] if groups else 0].dtype, shape, runs)
+
+
+def fragments_of_run(key: str, shape: Shape, run: StoredRun) -> list[Fragment]:
+    """Return the fragments of one run, one per box, in C order."""
+    extent = run.array.extent
+    assert extent.strides is None and len(run.array.shape) == 1
+    size = itemsize(run.array.dtype)
+    position = run.at
+    fragments = []
+    for box in boxes_of_flat_range(shape, run.start, run.start + run.n):
+        box_extent = Extent(extent.file, extent.offset + position * size)
+        array = replace(
+            run.array,
+            name=f"{run.array.name}[{position}:{position + box.n_elements}]",
+            shape=box.shape,
+            extent=box_extent,
+        )
+        fragments.append(Fragment(key, box, array, (0,) * len(box.shape)))
+        position += box.n_elements
+    return fragments
+
+
+def reshaped(array: StoredArray, shape: Shape) -> StoredArray:
+    """Return an array without gaps with another shape of as many elements."""
+    assert array.extent.strides is None and prod(shape) == prod(array.shape)
+    return replace(array, shape=shape)
