@@ -106,13 +106,13 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     fields = fields_of(args)
     _check_supported(fields)
     topology = topology_of(args)
-    kind = GPT if names is None else names.kind
+    kind, n_seen = (GPT, {}) if names is None else (names.kind, names.n_seen)
 
     # Number of layers in every stack; the pattern of a hybrid model wins over num_layers.
     hybrid = pattern_of(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
-    stacks = _stacks(fields, kind, {} if names is None else names.n_seen)
+    stacks = _stacks(fields, kind, n_seen)
     n_layers = next(iter(stacks.values()))
     n_predictions = _n_predictions(fields, hybrid)
     if n_predictions:
@@ -220,7 +220,7 @@ def _stacks(
     ``num_layers`` counts if it equals the number of layers in the checkpoint.
 
     Args:
-        n_seen: stack → number of layers that have tensors in the checkpoint.
+        n_seen: stack → highest layer number in the checkpoint, plus one.
     """
     n_layers = _required_size(fields, "num_layers")
     if len(kind.stacks) == 1:

@@ -3,7 +3,7 @@
 ============================================ ======================================================
  argument                                    value
 ============================================ ======================================================
- ``decoder_first_pipeline_num_layers``      a number or None, called
+ ``decoder_first_pipeline_num_layers``       a number or None, called
                                              ``num_layers_in_first_pipeline_stage`` in transformer
                                              configurations; the same for the last stage
  ``account_for_embedding_in_pipeline_split`` a bool; the same for the loss

@@ -70,8 +70,8 @@ def find_true_rows(
     # The arguments' number counts only if padding explains the stored rows.
     if given is None and not all(explains(facts, n_rows, rows) for rows in stored):
         note = (
-            f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, so "
-            "it is ignored"
+            f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, "
+            "so it is ignored"
         )
         return TrueRows(None, (note,))
     return TrueRows(n_rows)

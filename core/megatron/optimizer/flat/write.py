@@ -216,8 +216,8 @@ class FlatFiles:
             self._check_old_version(layout, shared, of_buffer)
         if len({layout.slots for layout in layouts}) > 1:
             raise UnsupportedError(
-                "the training arguments do not specify whether the optimizer's buffers are cut into "
-                "buckets (overlap_grad_reduce), so Megatron may fail to load them",
+                "the training arguments do not specify whether the optimizer's buffers are cut "
+                "into buckets (overlap_grad_reduce), so Megatron may fail to load them",
                 key=of_buffer[0].key,
                 hint=_HINT,
             )
