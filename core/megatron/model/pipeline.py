@@ -260,8 +260,8 @@ def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other than "
-            "the first or last",
+            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other "
+            "than the first or last",
             hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
             "or --pipeline-model-parallel-layout",
         )

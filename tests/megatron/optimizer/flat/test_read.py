@@ -213,9 +213,7 @@ def test_values_that_fit_several_places_are_refused() -> None:
     result = find_starts(space, lambda place, start: start != 67)
     assert result.starts == [131, 128, 64, 0]
     assert len(result.notes) == 1
-    with pytest.raises(
-        UnsupportedError, match="has 132 elements, its 4 parameters have 12"
-    ):
+    with pytest.raises(UnsupportedError, match="has 132 elements, its 4 parameters have 12"):
         find_starts(space, lambda place, start: start != 64)
 
 
