@@ -1,8 +1,6 @@
-"""The facts about a model on which its layout depends: arguments, parallel sizes, stages,
-vocabulary.
+"""The facts that decide a model's layout: arguments, parallel sizes, stages, vocabulary.
 
-Start at ``facts``, which ``args`` makes of the training arguments. ``topology`` names the rank
-directories; ``pipeline`` and ``stages`` distribute layers; ``cut`` puts rule, shape and sizes
-together.
+Start at ``facts``, which ``args`` reads from the training arguments. ``topology`` names the rank
+directories; ``pipeline`` and ``stages`` distribute layers; ``cut`` combines rule, shape and sizes.
 Imports: arrays, catalog, errors, megatron.rules, pickle.
 """

@@ -1,13 +1,13 @@
 """The training arguments that a layout depends on.
 
 ``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``facts_of`` reads what
-resharding needs from it; ``core.megatron.model.new_args`` writes it for new sizes. In torch_dist
-only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and Megatron asks it for
-random states exactly if its sizes equal those of the run; new sizes without new random states would
-make a checkpoint that cannot be loaded.
+resharding needs from it; ``core.megatron.model.new_args`` writes it for new sizes. In torch_dist,
+only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and Megatron loads random
+states from it exactly if its sizes equal those of the run. With new sizes, but no random states for
+them, it could not be loaded.
 
 Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; arguments of the checkpoints
-    in tests/golden.
+in tests/golden.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REFUSED = {
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
 }
-"""Arguments that, if set, make a model that is not resharded."""
+"""Argument → kind of model that cannot be resharded, if the argument is set."""
 
 
 def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
@@ -45,7 +45,7 @@ def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
         fields = None if mapping is None else {str(name): value for name, value in mapping.items()}
     if not fields:
         raise UnsupportedError(
-            "the checkpoint holds no training arguments (args), so its parallel layout is not known",
+            "the checkpoint has no training arguments (args), so its parallel layout is unknown",
             file=file,
             hint="use a checkpoint that Megatron's training script saved",
         )
@@ -56,8 +56,9 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
     """Return the parallel sizes of the run that saved.
 
     Raises:
-        UnsupportedError: no arguments, or no tensor parallel size in them.
-        CorruptError: a size is not a positive integer.
+        UnsupportedError: the checkpoint has no arguments, or they have no tensor parallel size.
+        CorruptError: a size is not a positive integer, or sizes and pipeline layout contradict each
+            other.
     """
     fields = fields_of(args, file=file)
     tp = size_in(fields, "tensor_model_parallel_size", file=file)
@@ -65,77 +66,69 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
         raise UnsupportedError(
             "the training arguments have no tensor_model_parallel_size",
             file=file,
-            hint="checkpoints from before Megatron-LM 2.0 are not read",
+            hint="checkpoints from before Megatron-LM 2.0 are not supported",
         )
     ep = size_in(fields, "expert_model_parallel_size", file=file) or 1
-
-    # An ETP that equals TP, or that no experts use, means the same as none.
     etp = size_in(fields, "expert_tensor_parallel_size", file=file)
     pp = size_in(fields, "pipeline_model_parallel_size", file=file) or 1
-    return Topology(
-        tp=tp,
-        pp=pp,
-        vpp=_vpp(fields, pp, file=file),
-        ep=ep,
-        etp=None if etp == tp or (ep == 1 and not fields.get("num_experts")) else etp,
-    )
-
-
-def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
-    """Return the model chunks of a stage: as the arguments say, else as their pipeline layout has.
-
-    Raises:
-        CorruptError: the two contradict each other.
-    """
     vpp = size_in(fields, "virtual_pipeline_model_parallel_size", file=file)
+
+    # A pipeline layout has one part for each chunk, and may be the only argument that gives VPP.
     layout = pipeline_of(fields, file=file).layout
-    if layout is None:
-        return vpp or 1
-    n_chunks, rest = divmod(len(layout), pp)
-    if rest or n_chunks != (vpp or n_chunks):
-        raise CorruptError(
-            f"{LAYOUT} has {len(layout)} parts, but the arguments say PP {pp} and VPP {vpp or 1}",
-            file=file,
-        )
-    return n_chunks
+    if layout is not None:
+        n_chunks, rest = divmod(len(layout), pp)
+        if rest or n_chunks != (vpp or n_chunks):
+            raise CorruptError(
+                f"{LAYOUT} has {len(layout)} parts, but the arguments specify PP {pp} and "
+                f"VPP {vpp or 1}",
+                file=file,
+            )
+        vpp = n_chunks
+
+    # An ETP that equals TP, or that no experts use, means the same as no ETP.
+    if etp == tp or (ep == 1 and not fields.get("num_experts")):
+        etp = None
+    return Topology(tp=tp, pp=pp, vpp=vpp or 1, ep=ep, etp=etp)
 
 
 def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     """Read everything that resharding needs to know from the training arguments.
 
     Args:
-        names: what the tensors' names tell (``Rules.model_of``), which the arguments do not: GPT,
-            BERT and T5 have the same ones. None for a GPT model.
+        names: facts from the tensors' names (``Rules.model_of``) that the arguments do not contain:
+            GPT, BERT and T5 have the same arguments. None for a GPT model.
 
     Raises:
-        UnsupportedError: an argument is missing, or says that the model is of a kind that is not
+        UnsupportedError: an argument is missing, or the model is of a kind that cannot be
             resharded.
-        CorruptError: an argument makes no sense.
+        CorruptError: an argument is invalid, or two arguments contradict each other.
     """
     fields = fields_of(args)
     _check_supported(fields)
     topology = topology_of(args)
-    kind = GPT if names is None else names.kind
+    kind, n_seen = (GPT, {}) if names is None else (names.kind, names.n_seen)
 
-    # The layers: how many in every stack, and of which kinds.
+    # Number of layers in every stack; the pattern of a hybrid model wins over num_layers.
     hybrid = pattern_of(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
-    stacks = _stacks(fields, kind, {} if names is None else names.n_seen)
+    stacks = _stacks(fields, kind, n_seen)
     n_layers = next(iter(stacks.values()))
     n_predictions = _n_predictions(fields, hybrid)
     if n_predictions:
         stacks[PREDICTION_STACK] = n_predictions
+
+    # Kinds of layers; torch_dist stacks layers only if all are alike.
     attention = _attention_of(fields)
     n_experts = _n_experts(fields, topology)
-    moe = _numbers(_moe_pattern(fields, n_layers)) if hybrid is None else hybrid.moe_layers
-    linear = _linear_layers(fields, n_layers)
+    moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
+    linear_layers = _linear_layers(fields, n_layers)
     is_allotted = any(
         isinstance(share, (int, float)) and share > 0 for share in map(fields.get, _SHARES)
     )
     is_alike = (
         fields.get("moe_layer_freq", 1) in (None, 1)
-        and not linear
+        and not linear_layers
         and not is_allotted
         and hybrid is None
     )
@@ -154,17 +147,13 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         is_local=fields.get("transformer_impl") == "local",
         is_mla=attention.is_mla,
         vocab_size=_vocab_size(fields),
-        divisible_by=(
-            None
-            if fields.get("pad_vocab_size") is False
-            else size_in(fields, "make_vocab_size_divisible_by") or 128
-        ),
+        divisible_by=_vocab_divisor(fields),
         pipeline=pipeline_of(fields),
         n_experts=n_experts,
-        moe_layers=frozenset() if n_experts is None else moe,
+        moe_layers=frozenset() if n_experts is None else moe_layers,
         is_stacked=is_alike,
         expert_names=None if n_experts is None else _expert_names(fields),
-        linear_layers=linear,
+        linear_layers=linear_layers,
         is_allotted=is_allotted,
         is_prediction_renamed="mtp_hybrid_override_pattern" in fields
         or "hybrid_layer_pattern" in fields,
@@ -177,18 +166,18 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
 
 
 def _check_supported(fields: Mapping[str, object]) -> None:
-    """Raise if an argument says that the model is of a kind that is not resharded."""
+    """Raise if the arguments describe a kind of model that cannot be resharded."""
     for name, kind in _REFUSED.items():
         if fields.get(name) not in (None, False, 0, ""):
             raise UnsupportedError(
                 f"{kind} cannot be resharded (argument {name} is set)",
-                hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
+                hint="convert its torch_dist checkpoints to dcp or torch, keeping their layout",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionSizes:
-    """The sizes of attention, as ``ModelFacts`` explains them."""
+    """The sizes of attention; fields as in ``ModelFacts``."""
 
     n_heads: int
     n_groups: int
@@ -210,7 +199,7 @@ def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
 
 
 def _named_sizes(fields: Mapping[str, object], *, is_mla: bool) -> dict[str, int]:
-    """Return the arguments that are positive numbers, which rules may name."""
+    """Return the arguments that are positive integers, which rules may name."""
     sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
     if is_mla:
         checked = {name: size_in(fields, name) for name in _SIZES}
@@ -226,17 +215,20 @@ def _stacks(
 ) -> dict[str, int]:
     """Return the number of layers of every stack, the main one first.
 
-    Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has
-    ``num_layers`` of them, whatever ``decoder_num_layers`` says. So where there are two stacks, a
-    count that is there decides among the two.
+    In a model of two stacks, the version decides which argument counts the decoder's layers:
+    megatron-core's T5 has ``num_layers`` of them, whatever ``decoder_num_layers`` is. So
+    ``num_layers`` counts if it equals the number of layers in the checkpoint.
+
+    Args:
+        n_seen: stack → highest layer number in the checkpoint, plus one.
     """
     n_layers = _required_size(fields, "num_layers")
     if len(kind.stacks) == 1:
         return {kind.stacks[0]: n_layers}
     counts = {}
     for stack in kind.stacks:
-        own = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers")
-        counts[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
+        count = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers")
+        counts[stack] = n_layers if count is None or n_seen.get(stack) == n_layers else count
     return counts
 
 
@@ -250,51 +242,49 @@ def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
     n_experts = size_in(fields, "num_experts")
     if n_experts is None and topology.ep > 1:
         raise UnsupportedError(
-            f"the arguments say EP {topology.ep}, but not how many experts (num_experts)"
+            f"the arguments specify EP {topology.ep}, but not the number of experts (num_experts)"
         )
     if n_experts is not None and n_experts % topology.ep:
         raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
     return n_experts
 
 
-def _moe_pattern(fields: Mapping[str, object], n_layers: int) -> list[bool]:
-    """Return for every layer whether it has experts: every n-th one, or those of a list.
+def _moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers with experts: every n-th layer, or those of a list.
 
     Raises:
-        CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a
-            layer.
+        CorruptError: ``moe_layer_freq`` is neither a positive number nor a list with 0 or 1 for
+            each layer.
     """
-    pattern = _pattern(fields, "moe_layer_freq", n_layers)
-    if pattern is not None:
-        return pattern
+    listed = _listed_layers(fields, "moe_layer_freq", n_layers)
+    if listed is not None:
+        return listed
     step = size_in(fields, "moe_layer_freq") or 1
-    return [layer % step == 0 for layer in range(n_layers)]
+    return frozenset(range(0, n_layers, step))
 
 
 def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers with linear attention.
 
-    Those are all but every n-th one, or those of a list.
+    These are all layers except every n-th one, or those of a list.
 
     Raises:
-        CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1,
-            one a layer.
+        CorruptError: ``linear_attention_freq`` is neither a positive number nor a list with 0 or 1
+            for each layer.
 
     Source: megatron-core 0.16.1 ``models/gpt/experimental_attention_variant_module_specs.py``.
     """
-    pattern = _pattern(fields, "linear_attention_freq", n_layers)
-    if pattern is not None:
-        return _numbers(pattern)
+    listed = _listed_layers(fields, "linear_attention_freq", n_layers)
+    if listed is not None:
+        return listed
     step = size_in(fields, "linear_attention_freq")
-    return (
-        frozenset()
-        if step is None
-        else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
-    )
+    if step is None:
+        return frozenset()
+    return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
 
 
-def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[bool] | None:
-    """Return an argument that is a list with 0 or 1 for each layer; None if it is not a list.
+def _listed_layers(fields: Mapping[str, object], name: str, n_layers: int) -> frozenset[int] | None:
+    """Return the numbers of the layers with a 1 in a list; None if the argument is not a list.
 
     Raises:
         CorruptError: the list has other items, or another length.
@@ -304,37 +294,36 @@ def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[boo
         return None
     if len(items) != n_layers or not all(item in (0, 1) for item in items):
         raise CorruptError(
-            f"argument {name} is a list of {len(items)}, not of 0 or 1 for each of {n_layers} layers"
+            f"argument {name} is a list of {len(items)} items, not of 0 or 1 for each of "
+            f"{n_layers} layers"
         )
-    return [bool(item) for item in items]
-
-
-def _numbers(pattern: list[bool]) -> frozenset[int]:
-    return frozenset(layer for layer, is_one in enumerate(pattern) if is_one)
+    return frozenset(layer for layer, item in enumerate(items) if item)
 
 
 def _n_predictions(fields: Mapping[str, object], hybrid: LayerPattern | None) -> int:
-    """Return the layers of multi-token prediction; one where all predictions share it.
+    """Return the number of multi-token prediction layers; 1 if all predictions share a layer.
 
     Raises:
         CorruptError: the pattern and ``mtp_num_layers`` contradict each other.
     """
     value = fields.get("mtp_num_layers")
-    stated = None if value in (None, 0) else size_in(fields, "mtp_num_layers")
+    n_set = None if value in (None, 0) else size_in(fields, "mtp_num_layers")
     in_pattern = 0 if hybrid is None else hybrid.n_predictions
-    if stated is not None and in_pattern not in (0, stated):
+    if n_set is not None and in_pattern not in (0, n_set):
         raise CorruptError(
-            f"argument mtp_num_layers is {stated}, but the pattern has {in_pattern} multi-token predictions"
+            f"argument mtp_num_layers is {n_set}, but the pattern has {in_pattern} multi-token "
+            "predictions"
         )
-    n = stated or in_pattern
+    n = n_set or in_pattern
     return 1 if n and fields.get("mtp_use_repeated_layer") else n
 
 
 _SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+"""Arguments that give the share of a kind of layers, but not their numbers."""
 
 
 def _expert_names(fields: Mapping[str, object]) -> str:
-    """Return how the rank files of the run name experts.
+    """Return the naming of experts in the run's rank files (``core.megatron.rules.experts``).
 
     Source: Megatron-LM d98e8a64 and megatron-core 0.12.1 ``core/models/gpt/moe_module_specs.py``.
     """
@@ -347,23 +336,34 @@ def _expert_names(fields: Mapping[str, object]) -> str:
 
 
 def _vocab_size(fields: Mapping[str, object]) -> int | None:
-    """Return the rows of the true vocabulary, or None if the arguments do not say.
+    """Return the number of rows of the true vocabulary, or None if the arguments have none.
 
-    The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says:
-    the end of a document.
+    Before ``null_tokenizer_eod_id``, the null tokenizer has one token more than its size: the end
+    of a document.
     """
     size = size_in(fields, "vocab_size")
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")
-    return (
-        size + 1 if size is not None and is_null and "null_tokenizer_eod_id" not in fields else size
-    )
+    if size is not None and is_null and "null_tokenizer_eod_id" not in fields:
+        return size + 1
+    return size
+
+
+def _vocab_divisor(fields: Mapping[str, object]) -> int | None:
+    """Return the number that divides padded vocabulary sizes per TP rank; None without padding."""
+    if fields.get("pad_vocab_size") is False:
+        return None
+    return size_in(fields, "make_vocab_size_divisible_by") or 128
 
 
 def _required_size(fields: Mapping[str, object], name: str) -> int:
-    """Return a positive integer argument that resharding cannot do without."""
+    """Return a positive integer argument that resharding requires.
+
+    Raises:
+        UnsupportedError: the argument is absent or None.
+    """
     size = size_in(fields, name)
     if size is None:
-        raise UnsupportedError(f"the training arguments do not say {name}")
+        raise UnsupportedError(f"the training arguments have no {name}")
     return size
 
 
@@ -371,7 +371,7 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
     """Return a positive integer argument; None if it is absent or None.
 
     Raises:
-        CorruptError: the argument is something else.
+        CorruptError: the argument is not a positive integer.
     """
     value = fields.get(name)
     if value is None:
@@ -382,35 +382,37 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
 
 
 LAYOUT_FIELDS = (
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-    ),
-    *(
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-    ),
-    *(
-        "num_query_groups",
-        "group_query_attention",
-        "kv_channels",
-        "ffn_hidden_size",
-        "padded_vocab_size",
-    ),
-    *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl"),
-    *("vocab_size", "make_vocab_size_divisible_by"),
-    *("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers", "linear_attention_freq"),
-    *(
-        "num_experts",
-        "moe_layer_freq",
-        "moe_grouped_gemm",
-        "moe_ffn_hidden_size",
-        "multi_latent_attention",
-    ),
+    # Parallel sizes.
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    # Sizes of the model.
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "group_query_attention",
+    "kv_channels",
+    "ffn_hidden_size",
+    "padded_vocab_size",
+    # Names and shapes of parameters.
+    "untie_embeddings_and_output_weights",
+    "swiglu",
+    "transformer_impl",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    # Kinds of layers.
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "mtp_num_layers",
+    "linear_attention_freq",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_grouped_gemm",
+    "moe_ffn_hidden_size",
+    "multi_latent_attention",
 )
 """Arguments on which the ranks of one checkpoint must agree."""
 
@@ -418,25 +420,31 @@ LAYOUT_FIELDS = (
 def disagreements(
     args: object, other: object, *, rank: str, other_rank: str
 ) -> Iterator[CorruptError]:
-    """Yield an error for every layout argument in which two ranks differ, with both values."""
+    """Yield an error for every layout argument in which two ranks differ.
+
+    Args:
+        rank, other_rank: names of the rank directories, for messages.
+    """
     fields, other_fields = fields_of(args), fields_of(other)
     for name in LAYOUT_FIELDS:
         if fields.get(name) != other_fields.get(name):
             yield CorruptError(
-                f"argument {name} is {fields.get(name)!r} here and {other_fields.get(name)!r} in {other_rank}",
+                f"argument {name} is {fields.get(name)!r} here, but {other_fields.get(name)!r} in "
+                f"{other_rank}",
                 rank=rank,
-                hint="the rank directories are not of one checkpoint",
+                hint="check that all rank directories are from one checkpoint",
             )
     if pipeline_of(fields, file=rank) != pipeline_of(other_fields, file=other_rank):
         yield CorruptError(
-            f"the arguments distribute layers over pipeline stages otherwise than in {other_rank}",
+            f"the arguments distribute layers over pipeline stages differently here than in "
+            f"{other_rank}",
             rank=rank,
-            hint="the rank directories are not of one checkpoint",
+            hint="check that all rank directories are from one checkpoint",
         )
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:
-    """Return a copy of the arguments that states the true vocabulary size."""
+    """Return a copy of the arguments with the true vocabulary size."""
     copy = replaced(args, {})
     fields_of(copy)["vocab_size"] = n_rows
     return copy
@@ -447,7 +455,9 @@ def replaced(
 ) -> object:
     """Return a copy of the arguments with other values.
 
-    Arguments in ``changes`` are changed where they exist, those in ``added`` are set in any case.
+    Args:
+        changes: new values of arguments, if the arguments exist.
+        added: values of arguments to set in any case.
     """
     fields = fields_of(args)
     values = {name: changes.get(name, value) for name, value in fields.items()} | dict(added or {})

@@ -1,4 +1,4 @@
-"""How one tensor is cut for a destination: its rule, its shape and the arguments put together."""
+"""The cut of a tensor at a destination, which follows from rule, shape and arguments."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Cut:
     Args:
         shape: global shape in the destination, padding included.
         axis: the axis that is cut, or None for replication.
-        parts: extents of the consecutive parts of that axis.
+        parts: extents of the consecutive parts of that axis; every part is cut separately.
         n: number of shards.
         group: ``tp`` or ``etp``.
-        is_transposed: files hold the two axes of a shard in the other order.
+        is_transposed: files store the two axes of a shard in the other order.
     """
 
     shape: Shape
@@ -57,16 +57,16 @@ class Cut:
 
     @property
     def target_shape(self) -> Shape:
-        """Shape of the complete tensor with its axes as in files."""
+        """Shape of the complete tensor, with the axes in the order of files."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
     @property
     def array_shape(self) -> Shape:
-        """Shape of a shard with its axes as in files."""
+        """Shape of a shard, with the axes in the order of files."""
         return self.shard_shape[::-1] if self.is_transposed else self.shard_shape
 
     def pieces(self, rank: Rank) -> list[ShardPiece]:
-        """Return the pieces of one rank's shard."""
+        """Return the regions of the tensor in a rank's shard."""
         if self.axis is None:
             return replicated_pieces(self.shape)
         return split_axis(
@@ -74,10 +74,13 @@ class Cut:
         )
 
     def fragments(self, key: str, rank: Rank, array: PlannedArray) -> list[TargetFragment]:
-        """Return the fragments of a tensor that lie in an array, which is one rank's shard."""
-        pieces = (
-            replicated_pieces(self.shape) if self.n == 1 else self.pieces(rank)
-        )  # parts follow each other on both sides
+        """Return the fragments of a tensor in the array of a rank's shard.
+
+        Args:
+            key: key of the tensor.
+        """
+        # A single shard is the tensor itself: its parts follow one another as in the tensor.
+        pieces = replicated_pieces(self.shape) if self.n == 1 else self.pieces(rank)
         if self.is_transposed:
             swapped = [
                 (Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1])
@@ -90,12 +93,12 @@ class Cut:
 def cuts_of(
     catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, n_rows: int | None
 ) -> dict[str, Cut]:
-    """Return how every tensor of the global per-layer form is cut.
+    """Return the cut of every tensor of the global per-layer form.
 
-    An optimizer's states are cut as their parameters are.
+    An optimizer's states are cut like their parameters.
 
     Args:
-        n_rows: rows of the true vocabulary, or None where nothing says.
+        n_rows: number of rows of the true vocabulary, or None if unknown.
 
     Raises:
         UnknownTensorError: no rule fits a name.
@@ -107,10 +110,10 @@ def cuts_of(
         rules,
     )
     model = catalog.facet(MegatronModel) or MegatronModel()
+
+    # Tensors of one rule and shape share a cut; ids are safe, as rules live as long as their table.
     cuts = {}
-    cut_of_kind: dict[
-        tuple[int, Shape], Cut
-    ] = {}  # one of each kind; rules live as long as their table
+    cut_of_kind: dict[tuple[int, Shape], Cut] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
         kind = (id(rule), meta.shape)
@@ -126,15 +129,15 @@ def cuts_of(
 def cut_of(
     meta: TensorMeta, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None
 ) -> Cut:
-    """Return how a tensor is cut.
+    """Return the cut of a tensor.
 
     Args:
-        n_rows: rows of the true vocabulary, or None where nothing says.
+        n_rows: number of rows of the true vocabulary, or None if unknown.
 
     Raises:
-        UnsupportedError: a size does not divide, or the padded vocabulary of the destination is not
-            known.
-        CorruptError: the tensor has no such axis.
+        UnsupportedError: a size does not divide, or the padded vocabulary size of the destination
+            is unknown.
+        CorruptError: the tensor lacks the axis, or its parts do not add up to it.
     """
     axis, n = rule.cut_axis, topology.size_of(rule.group)
     if axis is None:
@@ -143,6 +146,8 @@ def cut_of(
         raise CorruptError(
             f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key
         )
+
+    # Heads, units and parts must divide; the vocabulary is padded to divide.
     if rule.unit == "heads":
         check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=n, key=meta.key)
     shape = meta.shape
@@ -164,14 +169,14 @@ def param_array(
     *,
     coords: Coords,
 ) -> PlannedArray | JoinedArray:
-    """Return the array of a rank's parameter, or of one of its states, before it has a place.
+    """Plan the array of a rank's parameter, or of one of its states.
 
     Args:
         name: name of the array.
-        keys: the tensors that it holds: one, or those of all experts of the rank, in order.
-        tensors: their metadata.
-        cuts: how they are cut.
-        rules: the layout's table.
+        keys: key of its tensor, or of the tensors of all the rank's experts, in order (GroupedMLP).
+        tensors: metadata of the tensors.
+        cuts: cuts of the tensors.
+        rules: the rule table of the destination.
         coords: coordinates of the rank.
     """
     if not cuts[keys[0]].is_transposed:
@@ -187,7 +192,7 @@ def param_array(
 
 
 def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
-    """Return the boxes of the destination's tensor that the source does not have (padding)."""
+    """Return the boxes of the destination's tensor that are padding, which the source lacks."""
     if cut.shape == meta.shape:
         return []
     rows = meta.shape[0]
@@ -195,25 +200,28 @@ def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
 
 
 def check_target(topology: Topology, facts: ModelFacts) -> None:
-    """Raise for sizes that Megatron or the model's experts cannot have.
+    """Raise for sizes that Megatron, or the model's experts, do not allow.
 
     Raises:
-        UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not
-            divide.
+        UnsupportedError: there are several model chunks, but one pipeline stage; or the model has
+            no experts, or their number does not divide.
     """
     if topology.vpp > 1 and topology.pp == 1:
         layout = None if topology.pipeline is None else topology.pipeline.layout
+        hint = "use --vpp-new 1, or a larger --pp-new"
+        if layout is not None:
+            n = len(layout)
+            hint = f"use --pp-new {n}, or a divisor: the pipeline layout has {n} parts"
         raise UnsupportedError(
-            f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
-            hint="use --vpp-new 1, or a larger --pp-new"
-            if layout is None
-            else f"the pipeline layout has {len(layout)} parts: use --pp-new {len(layout)}, or a size that divides it",
+            f"several model chunks per stage (VPP {topology.vpp}) need more than one pipeline "
+            "stage",
+            hint=hint,
         )
     if facts.n_experts is None:
         if topology.ep > 1 or topology.expert_tp != topology.tp:
             raise UnsupportedError(
-                f"the model has no experts that could be cut over expert parallel ranks ({topology})",
-                hint="leave out --ep-new and --etp-new",
+                f"the model has no experts to distribute over expert parallel ranks ({topology})",
+                hint="omit --ep-new and --etp-new",
             )
     elif facts.n_experts % topology.ep:
         raise UnsupportedError(

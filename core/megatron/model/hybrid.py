@@ -1,11 +1,10 @@
-r"""Hybrid models: which kind each layer is, and where a pattern cuts them into pipeline stages.
+r"""Hybrid models: the pattern with the kind of each layer and the cuts into pipeline stages.
 
-One symbol a layer; ``|`` ends a model chunk (chunks in the order of layers: virtual stages
-outermost), ``/`` comes
-before the layers of each multi-token prediction::
+A pattern has one symbol per layer; ``|`` ends a model chunk (chunks in the order of layers: virtual
+stages outermost), ``/`` begins the layers of each multi-token prediction::
 
     hybrid_override_pattern = "M-M*-"          megatron-core 0.9 to 0.16
-    hybrid_layer_pattern    = "M-M|M*-/MM"     since 0.17, and the former there too
+    hybrid_layer_pattern    = "M-M|M*-/MM"     since 0.17, in addition to the former
 
 =====  =========================================  =====  ================================
  M     Mamba                                       -     MLP
@@ -16,7 +15,7 @@ before the layers of each multi-token prediction::
 Source: Megatron-LM d98e8a64 ``core/models/hybrid/hybrid_layer_allocation.py``, megatron-core 0.16.1
 ``ssm/mamba_hybrid_layer_allocation.py``.
 
-Not supported: groups of several kinds in one layer (``[M-]``).
+Not supported: several kinds in one layer (``[M-]``).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SYMBOLS = {
     "-": "mlp.linear_fc1.",
     "E": "mlp.experts.",
 }
-"""Symbol of a kind of layer → what the names of some parameters in it begin with."""
+"""Symbol of a kind of layer → prefix of the names of some of its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,10 @@ class LayerPattern:
     """The layers of a hybrid model.
 
     Args:
-        layers: a symbol for each.
-        cuts: layers of each model chunk, or () where the pattern does not cut.
-        n_predictions: multi-token predictions.
-        prediction: a symbol for each layer of one of them.
+        layers: a symbol for each layer.
+        cuts: number of layers in each model chunk, or () for a pattern without cuts.
+        n_predictions: number of multi-token predictions.
+        prediction: a symbol for each layer of one multi-token prediction.
     """
 
     layers: str
@@ -66,23 +65,24 @@ def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
     """Return the pattern in the training arguments, or None.
 
     Raises:
-        CorruptError: the pattern is not text, or does not have as many symbols as there are layers.
-        UnsupportedError: a symbol is not known.
+        CorruptError: the pattern is not a string, or its number of layers is not ``num_layers``.
+        UnsupportedError: a symbol is unknown.
     """
+    # Newer versions keep both arguments; the newer one counts.
     name = next((name for name in NAMES if fields.get(name)), None)
     if name is None:
         return None
     text = fields[name]
     if not isinstance(text, str):
-        raise CorruptError(f"argument {name} is {text!r}, not text")
+        raise CorruptError(f"argument {name} is {text!r}, not a string")
     main, *predictions = text.split("/")
 
-    # An unknown kind of layer is reported before a wrong number of layers.
+    # Report an unknown kind of layer rather than a wrong number of layers.
     for symbol in text:
         if symbol not in SYMBOLS and symbol not in "|/":
             raise UnsupportedError(
                 f"layers of the kind {symbol!r} cannot be resharded (argument {name} is {text!r})",
-                hint=f"kinds that can: {' '.join(SYMBOLS)}",
+                hint=f"kinds that can be resharded: {' '.join(SYMBOLS)}",
             )
     chunks = main.split("|")
     layers = "".join(chunks)
@@ -94,15 +94,15 @@ def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
 
     # A pattern without cuts leaves the distribution of layers to other arguments.
     cuts = tuple(map(len, chunks)) if len(chunks) > 1 else ()
-    own = fields.get("mtp_hybrid_override_pattern")
-    prediction = own if isinstance(own, str) else "".join(predictions[:1])
+    override = fields.get("mtp_hybrid_override_pattern")
+    prediction = override if isinstance(override, str) else "".join(predictions[:1])
     return LayerPattern(layers, cuts, len(predictions), prediction)
 
 
 def recut(text: str, counts: Sequence[int]) -> str:
     """Return a pattern for model chunks of ``counts`` layers.
 
-    It has cuts if it had them before, or if the chunks are uneven.
+    The result has cuts if ``text`` has them, or if the chunks are uneven.
     """
     main, *predictions = text.split("/")
     symbols = iter(main.replace("|", ""))

@@ -1,11 +1,11 @@
 """The training arguments of rank files with new sizes.
 
-Changed are the sizes and what follows from them (``tensor_model_parallel_size``, ``world_size``,
-``padded_vocab_size`` …); every other argument stays as it was, and none is added but those without
-which the new layout would not be known.
+The sizes change, and arguments that follow from them (``tensor_model_parallel_size``,
+``world_size``, ``padded_vocab_size`` …). All other arguments are kept, and arguments are added only
+if the new layout would be unknown without them.
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpoints in
-    tests/golden.
+tests/golden.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def update_args(
 ) -> object:
     """Return a copy of the arguments for rank files with new sizes.
 
-    The module's docstring says which arguments change.
+    The module's docstring describes the arguments that change.
 
     Args:
         args: training arguments of the source.
         topology: sizes to write.
-        pipeline: how they distribute the layers.
-        counts: layers of every model chunk, virtual stages outermost.
-        padded_vocab_size: rows of the embedding, or None to leave that argument.
-        is_grouped: whether experts are written as grouped ones, or None to leave that argument.
-        unset: arguments that become False where they are set.
+        pipeline: distribution of the layers.
+        counts: number of layers in every model chunk, virtual stages outermost.
+        padded_vocab_size: rows of the embedding, or None to keep that argument.
+        is_grouped: experts are written as grouped experts; None to keep that argument.
+        unset: arguments that become False if they are set.
     """
     fields = fields_of(args)
     own = topology_of(args)
 
-    # These change in any rank files.
+    # Arguments that change in all rank files.
     changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
     if padded_vocab_size is not None:
         changes["padded_vocab_size"] = padded_vocab_size
@@ -65,7 +65,8 @@ def update_args(
     has_sizes = _sizes(topology) != _sizes(own)
     if has_sizes or added:
         n_chunks = topology.vpp if topology.vpp > 1 else None
-        changes |= {  # Megatron takes the number of chunks from one of them: a layout has it already
+        # Megatron accepts the number of chunks from one source only, and a layout contains it.
+        changes |= {
             "virtual_pipeline_model_parallel_size": n_chunks,
             "num_virtual_stages_per_pipeline_rank": n_chunks if pipeline.layout is None else None,
             "num_layers_per_virtual_pipeline_stage": None,
@@ -75,7 +76,7 @@ def update_args(
     if has_sizes:
         n_stage, dp = _stage_and_dp(fields, own, topology)
         world_size = n_stage * topology.pp
-        added |= _not_known(fields, topology)
+        added |= _sizes_to_add(fields, topology)
         changes |= {
             "tensor_model_parallel_size": topology.tp,
             "tensor_parallel_num_weight_shards": topology.tp,
@@ -86,7 +87,9 @@ def update_args(
             "world_size": world_size,
             "inprocess_active_world_size": world_size,
         }
-        if (topology.vpp > 1) != (own.vpp > 1):  # Megatron's defaults with and without model chunks
+
+        # Megatron's defaults depend on whether there are model chunks.
+        if (topology.vpp > 1) != (own.vpp > 1):
             changes |= {
                 "overlap_p2p_comm": topology.vpp > 1,
                 "align_param_gather": topology.vpp > 1,
@@ -101,8 +104,8 @@ def update_args(
     return replaced(args, changes, added=added)
 
 
-def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
-    """Return the sizes that must be added because their absence would mean another size."""
+def _sizes_to_add(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
+    """Return the sizes that must be added because an absent argument means another size."""
     sizes = {
         "pipeline_model_parallel_size": (topology.pp, 1),
         "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
@@ -117,16 +120,16 @@ def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, ob
 
 
 def dp_at(args: object, topology: Topology) -> int | None:
-    """Return the data parallel size in the arguments of rank files of new sizes.
+    """Return the data parallel size in the arguments of rank files with new sizes.
 
-    None if the run did not state its own.
+    None if the source's arguments have none.
     """
     fields = fields_of(args)
     own = topology_of(args)
-    stated = fields.get("data_parallel_size")
-    if _sizes(topology) != _sizes(own) and stated is not None:
+    dp = fields.get("data_parallel_size")
+    if _sizes(topology) != _sizes(own) and dp is not None:
         return _stage_and_dp(fields, own, topology)[1]
-    return stated if isinstance(stated, int) else None
+    return dp if isinstance(dp, int) else None
 
 
 def _sizes(topology: Topology) -> tuple[int, ...]:
@@ -136,10 +139,10 @@ def _sizes(topology: Topology) -> tuple[int, ...]:
 def _stage_and_dp(
     fields: Mapping[str, object], own: Topology, topology: Topology
 ) -> tuple[int, int]:
-    """Return (ranks of a pipeline stage, data parallel size) with new sizes.
+    """Return (number of ranks in a pipeline stage, data parallel size) with new sizes.
 
-    There stay as many copies of the experts as there were (of the whole stage, in models without),
-    and more where TP and EP could not co-vary otherwise.
+    The number of copies of the experts (or of the complete stage, in models without experts) is
+    kept, or increased if TP and EP could not co-vary otherwise.
     """
     dp, cp = (value if isinstance(value := fields.get(name), int) else 1 for name in _COPIES)
     n_copies = max(1, own.tp * cp * dp // (own.expert_tp * own.ep))

@@ -1,14 +1,15 @@
-"""The consecutive parts of an axis that is cut: what a rule says they are, and how large they are
-in a model.
+"""The consecutive parts of an axis that is cut: their extents in a model, by a rule.
 
-A rule names its parts by sizes, ``parts = ["mamba_inner", "mamba_groups", "mamba_groups", 4]``:
-numbers, training arguments, sums and products of them (``"linear_num_key_heads *
-linear_key_head_dim"``), and sizes that ``[[size]]`` rows take from shapes. One size that nothing
-says follows from the extent of the axis. Of several lists the first whose
-sum is the extent holds::
+A rule lists the sizes of its parts, ``parts = ["mamba_inner", "mamba_groups", "mamba_groups", 4]``:
+numbers, training arguments, sums and products of these (``"linear_num_key_heads *
+linear_key_head_dim"``), and sizes that ``[[size]]`` rules read from shapes. One unknown size per
+list follows from the extent of the axis. Of several lists, the first one with a sum equal to the
+extent counts::
 
-    in_proj of Mamba-2    (2d + 2gN + h, H)   z, x, B, C, dt     d and h are known from out_proj and A_log: gN follows
-    in_proj of Mamba-1    (2d, H)             z, x               d and h are known: no gN fits, so the second list does
+    in_proj of Mamba-2    (2d + 2gN + h, H)   z, x, B, C, dt   d, h known from out_proj and A_log:
+                                                               gN follows
+    in_proj of Mamba-1    (2d, H)             z, x             d, h known: no gN fits, so the second
+                                                               list counts
 
 Source: Megatron-LM d98e8a64 ``core/resharding/planner.py`` (``partition_sizes``).
 """
@@ -31,7 +32,13 @@ from core.megatron.rules.sizes import PartSize
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """One list of parts against an extent: the extents where it fits, else why not."""
+    """The comparison of a list of parts with an extent.
+
+    Args:
+        extents: extents of the parts; None if the list does not fit.
+        unknown: names of sizes that are unknown.
+        total: sum of the known sizes.
+    """
 
     extents: list[int] | None
     unknown: tuple[str, ...] = ()
@@ -46,7 +53,7 @@ def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[in
 
     Raises:
         CorruptError: a gated extent is odd, or the parts do not add up to the extent.
-        UnsupportedError: more than one of the sizes is not known.
+        UnsupportedError: more than one of the sizes is unknown.
     """
     if rule.parts == "named":
         return _named_parts(rule, extent, facts.sizes, key=key)
@@ -58,17 +65,20 @@ def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[in
 
 
 def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str) -> list[int]:
-    """Return the extents of the parts that a rule names, from the first of its lists that fits."""
+    """Return the extents of a rule's named parts, from the first of its lists that fits."""
     fits = [_fit(parts, extent, sizes) for parts in rule.segments]
     for fit in fits:
         if fit.extents is not None:
             return fit.extents
+
+    # Explain why no list fits: too many unknown sizes, or another sum.
     unknown = sorted({name for fit in fits if len(fit.unknown) > 1 for name in fit.unknown})
     if unknown:
         raise UnsupportedError(
-            f"the arguments do not give the sizes {', '.join(unknown)}, so it is unknown how the {extent} rows are cut",
+            f"the arguments do not give the sizes {', '.join(unknown)}, so the parts of the "
+            f"{extent} rows are unknown",
             key=key,
-            hint="write a [[rule]] with the sizes as numbers, parts = [8, 8, 4], for --rules",
+            hint="add a [[rule]] with the sizes as numbers, parts = [8, 8, 4], using --rules",
         )
     text = "; ".join(
         f"{' + '.join(part.text for part in parts)} = {fit.total}{' + …' if fit.unknown else ''}"
@@ -84,25 +94,25 @@ def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _F
     unknown = tuple(
         dict.fromkeys(part.text for part, value in zip(parts, values, strict=True) if value is None)
     )
-    if not unknown:
-        return _Fit(
-            [value for value in values if value is not None] if total == extent else None, (), total
-        )
-    remainder, rest = divmod(extent - total, values.count(None))
-    if len(unknown) > 1 or remainder < 1 or rest:
+    if len(unknown) > 1 or (not unknown and total != extent):
         return _Fit(None, unknown, total)
-    return _Fit([remainder if value is None else value for value in values])
+
+    # The same unknown size may occur several times.
+    size, rest = divmod(extent - total, values.count(None)) if unknown else (0, 0)
+    if unknown and (size < 1 or rest):
+        return _Fit(None, unknown, total)
+    return _Fit([size if value is None else value for value in values])
 
 
 def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> None:
     """Raise unless every rank of the source has an equal share of every part.
 
     Args:
-        shape: global.
+        shape: global shape.
 
     Raises:
         CorruptError: the parts do not add up to the axis, or do not divide.
-        UnsupportedError: more than one of their sizes is not known.
+        UnsupportedError: more than one of the sizes is unknown.
     """
     axis, n = rule.cut_axis, facts.topology.size_of(rule.group)
     if rule.parts != "named" or axis is None or axis >= len(shape):
@@ -110,33 +120,35 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
     parts = parts_of(rule, shape[axis], facts, key=key)
     if any(part % n for part in parts):
         raise CorruptError(
-            f"its parts would be {', '.join(map(str, parts))}, of which {n} ranks cannot have equal shares",
+            f"the parts {', '.join(map(str, parts))} of the tensor do not divide over {n} ranks",
             key=key,
-            hint="are the sizes in the training arguments right? A [[rule]] for --rules can give them as numbers",
+            hint="check the sizes in the training arguments, or give them as numbers in a [[rule]] "
+            "for --rules",
         )
 
 
 def check_units(rule: Rule, n: int, facts: ModelFacts, *, key: str) -> None:
-    """Raise if a number of shards does not divide units, such as heads, that ranks hold undivided.
+    """Raise unless units that are not cut, such as heads, divide over a number of shards.
 
     Args:
-        n: the wanted number of shards.
+        n: requested number of shards.
 
     Raises:
-        UnsupportedError: a size does not divide; the error names the sizes that do.
+        UnsupportedError: a size does not divide; the error lists the sizes that do.
     """
     sizes = {name: facts.sizes[name] for name in rule.divides if name in facts.sizes}
     for name, size in sizes.items():
         if size % n:
+            group = rule.group.upper()
             raise UnsupportedError(
-                f"{size} {name} do not divide over {rule.group.upper()} {n}",
+                f"{size} {name} do not divide over {group} {n}",
                 key=key,
-                hint=f"{rule.group.upper()} sizes that do: {join_numbers(divisors(gcd(*sizes.values())))}",
+                hint=f"{group} sizes that do: {join_numbers(divisors(gcd(*sizes.values())))}",
             )
 
 
 def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> ModelFacts:
-    """Return the facts with the sizes that shapes tell, and whether MLPs are gated.
+    """Return the facts with sizes from shapes, and with ``is_gated`` if shapes show it.
 
     Args:
         shapes: global shapes by global name.
@@ -148,7 +160,7 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
     if not rules.sizes:
         return facts
 
-    # Collect the sizes that shapes tell, which must agree among themselves …
+    # Collect the sizes from shapes, which must agree with one another …
     any_size = re.compile("|".join(f"(?:{size.pattern.pattern})" for size in rules.sizes))
     from_shapes: dict[str, tuple[int, str]] = {}
     for name, shape in shapes.items():
@@ -163,7 +175,7 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
                     f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name
                 )
 
-    # … and compare them with those that the arguments tell.
+    # … and compare them with those from the arguments.
     sizes = dict(facts.sizes)
     for size in rules.sizes:
         from_args = None if size.args is None else size.args.value(sizes)

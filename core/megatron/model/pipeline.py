@@ -1,8 +1,8 @@
-"""How a model's layers are distributed over pipeline stages and model chunks.
+"""The distribution of a model's layers over pipeline stages and model chunks.
 
 Chunks are numbered with the virtual stages outermost: chunk ``v * PP + p`` is model chunk v of
-stage p, and its first
-layer is the one behind all layers of the chunks before it. So only the number of layers of each chunk has to be known::
+stage p, and its first layer follows the last layer of the previous chunk. So the number of layers
+in each chunk describes a distribution::
 
     8 layers, PP 2, VPP 2             chunk     0       1       2       3
     even                                        2       2       2       2
@@ -10,16 +10,16 @@ layer is the one behind all layers of the chunks before it. So only the number o
     embedding and loss count, PP 2, VPP 2: 6    1       2       2       1
     layout "Et|tt||tttL"  (6 layers)            1       2       0       3
 
-A layout string has one part for every chunk, ``|`` between them: ``E`` the embedding, ``t`` a
-layer, ``m`` a layer of multi-token prediction, ``L`` the loss; ``(…)*n`` and ``x*n`` repeat, commas
-mean nothing. Embedding and loss must be its first and last letters; Megatron builds them in the
-first and last chunk even where these are empty.
+A layout string has one part for every chunk, separated by ``|``: ``E`` is the embedding, ``t`` a
+layer, ``m`` a multi-token prediction layer, ``L`` the loss; ``(…)*n`` and ``x*n`` repeat, commas
+are ignored. Embedding and loss must be its first and last letters; Megatron builds them in the
+first and last chunk even if these are empty.
 
 Source: megatron-core 0.16.1 ``transformer/transformer_block.py`` ``get_num_layers_to_build``,
-``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (what is
-refused); for the stage of the embedding alone Megatron-LM ``megatron/legacy/model/transformer.py``.
-tests/megatron/model/test_stages.py compares with megatron-core. Layout strings: not in
-megatron-core 0.12, in 0.15 and later.
+``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (for
+refusals); for the stage with nothing but the embedding, Megatron-LM
+``megatron/legacy/model/transformer.py``. tests/megatron/model/test_stages.py compares with
+megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from itertools import groupby
 from core.errors import UnsupportedError, UsageError
 
 LETTERS = "ELtm"
-"""Embedding, loss, layer, layer of multi-token prediction."""
-OPTIONS = "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+"""Embedding, loss, layer, multi-token prediction layer."""
+OPTIONS = (
+    "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+    "--pipeline-model-parallel-layout"
+)
 _WORDS = {
     "embedding": "E",
     "loss": "L",
@@ -50,13 +53,13 @@ _MAX_LETTERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A run's distribution of its layers; the default is evenly.
+    """The settings that distribute a run's layers; by default, evenly.
 
     Args:
-        first, last: layers of the first and last stage, where they were set (uneven pipelines).
+        first, last: number of layers in the first and last stage, if set (uneven pipelines).
         counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first
             (last) chunk.
-        layout: the letters of every chunk, in the order of their numbers, or None.
+        layout: letters of every chunk, in the order of the chunks' numbers, or None.
         has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older
             Megatron).
 
@@ -83,7 +86,7 @@ class Pipeline:
         if len(options) > 1:
             raise UsageError(
                 f"{options[0]} and {options[1]} exclude each other",
-                hint="Megatron takes one of them",
+                hint="use one of them, as Megatron does",
             )
 
     def __str__(self) -> str:
@@ -100,15 +103,14 @@ class Pipeline:
 
     @property
     def is_even(self) -> bool:
-        """True for the default, which says nothing."""
+        """True for the default, without any setting."""
         return self == Pipeline()
 
     def at(self, *, has_pp: bool, has_vpp: bool) -> Pipeline:
-        """Return the part of the distribution that still means something at other sizes.
+        """Return the settings that still apply at other sizes.
 
         Args:
-            has_pp, has_vpp: whether the number of stages (of model chunks a stage) is still the
-                same.
+            has_pp, has_vpp: the number of stages (of model chunks per stage) is the same.
         """
         if has_pp and (has_vpp or self.layout is None):
             return self
@@ -120,7 +122,7 @@ class LayerSplit:
     """The number of layers in every model chunk.
 
     Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum
-    of all counts before it in (vp, pp) order.
+    of all previous counts in (vp, pp) order.
 
     Args:
         counts: ``counts[vp_rank][pp_rank]``, in layers.
@@ -130,7 +132,7 @@ class LayerSplit:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the entire model."""
+        """Number of layers in all chunks."""
         return sum(map(sum, self.counts))
 
     def offset(self, vp_rank: int, pp_rank: int) -> int:
@@ -167,104 +169,108 @@ def split_layers(
     """Distribute layers over pipeline stages and model chunks as Megatron does.
 
     Args:
-        n_layers: layers of the model.
-        n_mtp: layers of multi-token prediction, which only a layout string distributes.
-        pp, vpp: pipeline stages, and model chunks a stage.
-        pipeline: how; None for evenly.
+        n_layers: number of layers in the model.
+        n_mtp: number of multi-token prediction layers, which only a layout string distributes.
+        pp, vpp: number of pipeline stages, and of model chunks per stage.
+        pipeline: settings of the distribution; None for evenly.
 
     Raises:
-        UnsupportedError: the layers do not divide; says which pipeline sizes do.
-        UsageError: what ``pipeline`` says does not fit the layers or the stages.
+        UnsupportedError: the layers do not divide; the hint lists pipeline sizes that do.
+        UsageError: the settings do not fit the layers or the stages.
     """
-    how = pipeline or Pipeline()
-    if how.layout is not None:
-        split = _by_layout(n_layers, pp, vpp, how.layout, n_mtp=n_mtp)
-    elif how.first is not None or how.last is not None:
-        split = _by_stage(_uneven(n_layers, pp, how), vpp)
-    elif how.has_embedding_stage:
+    pipeline = pipeline or Pipeline()
+    if pipeline.layout is not None:
+        split = _split_by_layout(n_layers, pp, vpp, pipeline.layout, n_mtp=n_mtp)
+    elif pipeline.first is not None or pipeline.last is not None:
+        split = _split_by_stage(_uneven_stages(n_layers, pp, pipeline), vpp)
+    elif pipeline.has_embedding_stage:
         if pp == 1:
             raise UsageError("a pipeline stage for the embedding alone needs more than one stage")
-        split = _by_stage(
-            [0, *_even(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)], vpp
-        )
+        stages = _even_stages(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)
+        split = _split_by_stage([0, *stages], vpp)
     else:
-        n_others = how.counts_embedding + how.counts_loss
-        split = _without_ends(
-            _by_stage(_even(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp), vpp), how
-        )
+        # Embedding and loss take the place of a layer in the first and the last chunk.
+        n_others = pipeline.counts_embedding + pipeline.counts_loss
+        stages = _even_stages(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp)
+        counts = [list(row) for row in _split_by_stage(stages, vpp).counts]
+        counts[0][0] -= pipeline.counts_embedding
+        counts[-1][-1] -= pipeline.counts_loss
+        if counts[0][0] < 0 or counts[-1][-1] < 0:
+            raise UsageError("too few layers for embedding and loss to count as layers")
+        split = LayerSplit(tuple(map(tuple, counts)))
     if split.n_layers != n_layers:
         raise UsageError(
-            f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}"
+            f"the pipeline stages have {split.n_layers} layers, but the model has {n_layers}"
         )
     return split
 
 
-def _even(
+def _even_stages(
     n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0, n_mtp: int = 0
 ) -> list[int]:
-    """Return the layers, and units that count as layers, of each of several equal stages.
+    """Return the number of layers, and of units that count as layers, in each of equal stages.
 
     Args:
-        n_others: what counts as a layer and is none.
-        n_before: stages before these.
-        n_mtp: layers of multi-token prediction, for the example in the message.
+        n_others: number of units that count as a layer (embedding, loss).
+        n_before: number of stages before these.
+        n_mtp: number of multi-token prediction layers, for the example in the message.
     """
     n_units = n_layers + n_others
-    if n_units % (n_stages * vpp):
-        amount = f"{n_layers} layers" + (
-            f" (with embedding or loss: {n_units})" if n_others else ""
-        )
-        chunks = f" of {vpp} model chunks" if vpp > 1 else ""
-        sizes = [
-            size + n_before for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0
-        ]
-        works = (
-            f"PP sizes that do: {_numbers(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
-        )
-        example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
-        raise UnsupportedError(
-            f"{amount} do not divide over {n_stages} pipeline stages{chunks}",
-            hint=f"{works}; for this one use {OPTIONS}, such as '{example}'",
-        )
-    return [n_units // n_stages] * n_stages
+    if n_units % (n_stages * vpp) == 0:
+        return [n_units // n_stages] * n_stages
 
-
-def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
-    """Return the layers of each stage where the first or the last stage has a count of its own."""
-    first, last = how.first, how.last
-    n_middle_stages = pp - (first is not None) - (last is not None)
-    n_middle = n_layers - (first or 0) - (last or 0)
-    given = " and ".join(
-        f"{count} layers {place}"
-        for place, count in (("first", first), ("last", last))
-        if count is not None
+    # Name the sizes that work, and a layout that works for these sizes.
+    amount = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_others else "")
+    chunks = f" of {vpp} model chunks" if vpp > 1 else ""
+    sizes = [
+        str(size + n_before) for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0
+    ]
+    if len(sizes) > 12:
+        sizes = [*sizes[:9], f"… {sizes[-1]}"]
+    works = f"PP sizes that do: {', '.join(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
+    example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
+    raise UnsupportedError(
+        f"{amount} do not divide over {n_stages} pipeline stages{chunks}",
+        hint=f"{works}; for this one use {OPTIONS}, such as '{example}'",
     )
+
+
+def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
+    """Return the number of layers in each stage, with a set number in the first or last stage."""
+    ends = [("first", pipeline.first), ("last", pipeline.last)]
+    given = " and ".join(f"{count} layers {place}" for place, count in ends if count is not None)
+    first, last = ([] if count is None else [count] for _, count in ends)
+    n_middle_stages = pp - len(first) - len(last)
+    n_middle = n_layers - sum(first) - sum(last)
     if pp == 1:
         raise UsageError(
             f"{given} of {n_layers} layers: this needs more than one pipeline stage",
             hint="use --pp-new 2 or more",
         )
 
-    # The stages between must get layers, and equally many.
-    if min(first or 1, last or 1) < 1 or n_middle_stages < 0 or n_middle < 0:
+    # The other stages must have layers, and the same number of them.
+    if min([*first, *last]) < 0 or n_middle_stages < 0 or n_middle < 0:
         raise UsageError(f"cannot split {n_layers} layers over {pp} pipeline stages with {given}")
     if (n_middle == 0) != (n_middle_stages == 0):
         raise UsageError(
-            f"{given} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline stages",
-            hint="the layers of the first and last stage must leave some for every other one, and only for those",
+            f"{given} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline "
+            "stages",
+            hint="leave at least one layer for every other stage, and none if there is no other "
+            "stage",
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other than the first or last",
+            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other "
+            "than the first or last",
             hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
             "or --pipeline-model-parallel-layout",
         )
     middle = [n_middle // n_middle_stages] * n_middle_stages if n_middle_stages else []
-    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+    return [*first, *middle, *last]
 
 
-def _by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
-    """Cut each stage into model chunks of equally many layers."""
+def _split_by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
+    """Cut each stage into model chunks with the same number of layers."""
     for stage, count in enumerate(per_stage):
         if count % vpp:
             raise UnsupportedError(
@@ -274,28 +280,19 @@ def _by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
     return LayerSplit((tuple(count // vpp for count in per_stage),) * vpp)
 
 
-def _without_ends(split: LayerSplit, how: Pipeline) -> LayerSplit:
-    """Return the split without the units that count as a layer: embedding and loss."""
-    rows = [list(row) for row in split.counts]
-    rows[0][0] -= how.counts_embedding
-    rows[-1][-1] -= how.counts_loss
-    if rows[0][0] < 0 or rows[-1][-1] < 0:
-        raise UsageError("there are not enough layers for embedding and loss to count as layers")
-    return LayerSplit(tuple(map(tuple, rows)))
-
-
-def _by_layout(
+def _split_by_layout(
     n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int
 ) -> LayerSplit:
-    """Return the split that a layout string describes.
+    """Distribute layers as a layout string describes.
 
     Raises:
         UsageError: as for ``split_layers``.
     """
     if len(layout) != pp * vpp:
         raise UsageError(
-            f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} are {pp * vpp} model chunks",
-            hint="parts are what '|' separates: one for every model chunk",
+            f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} are {pp * vpp} "
+            "model chunks",
+            hint="give one part for every model chunk, separated by '|'",
         )
     problem = _problem_of_layout(n_layers, pp, vpp, layout, n_mtp=n_mtp)
     if problem is not None:
@@ -308,7 +305,7 @@ def _by_layout(
 def _problem_of_layout(
     n_layers: int, pp: int, vpp: int, layout: Sequence[str], *, n_mtp: int
 ) -> str | None:
-    """Return what is wrong with the letters of a layout, or None."""
+    """Return the problem with the letters of a layout, as the end of a message, or None."""
     text = "".join(layout)
     if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
         return "does not begin with its only E (embedding) and end with its only L (loss)"
@@ -318,12 +315,15 @@ def _problem_of_layout(
         return (
             f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
         )
+
+    # Megatron builds multi-token prediction in one chunk, after all layers.
     if "t" in text.partition("m")[2]:
         return "has layers (t) after those of multi-token prediction (m)"
     with_mtp = [number for number, part in enumerate(layout) if "m" in part]
     if len(with_mtp) > 1 or any(number < pp * (vpp - 1) for number in with_mtp):
         return (
-            "has multi-token prediction (m) in several model chunks, or not in its stage's last one"
+            "has multi-token prediction (m) in several model chunks, or not in the last one of its "
+            "stage"
         )
     return None
 
@@ -332,8 +332,9 @@ def parse_layout(text: str) -> tuple[str, ...]:
     """Return the letters of every chunk of a layout string.
 
     Raises:
-        UsageError: a character that means nothing, or too many of them.
+        UsageError: the string contains an unknown character, or more than 65,536 letters.
     """
+    # Count the letters before repeating any: 't*999999999' must not fill the memory.
     short = "".join(text.split()).replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         n_letters = len(short) + sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, short))
@@ -342,11 +343,11 @@ def parse_layout(text: str) -> tuple[str, ...]:
                 f"the pipeline layout has more than {_MAX_LETTERS} letters", hint=text[:80]
             )
         short = re.sub(pattern, lambda m: m[1] * int(m[2]), short)
-    wrong = sorted(set(short) - set(LETTERS) - {"|"})
-    if wrong:
+    unknown = sorted(set(short) - set(LETTERS) - {"|"})
+    if unknown:
         raise UsageError(
-            f"the pipeline layout {text[:80]!r} has {' '.join(wrong)!r}",
-            hint="it is made of E t m L, '|' between model chunks, and (…)*n and x*n: 'E|(t|)*3,m|L'",
+            f"the pipeline layout {text[:80]!r} contains {' '.join(unknown)!r}",
+            hint="use E t m L, '|' between model chunks, and (…)*n and x*n: 'E|(t|)*3,m|L'",
         )
     return tuple(short.split("|"))
 
@@ -357,15 +358,15 @@ def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
     The words are ``embedding``, ``decoder``, ``mtp`` and ``loss``.
 
     Raises:
-        UsageError: a word that means nothing.
+        UsageError: a word is unknown.
     """
     chunks = []
     for row in rows:
-        wrong = next((word for word in row if word.strip().lower() not in _WORDS), None)
-        if wrong is not None:
+        unknown = next((word for word in row if word.strip().lower() not in _WORDS), None)
+        if unknown is not None:
             raise UsageError(
-                f"the pipeline layout has {wrong!r}",
-                hint="it is made of embedding, decoder, mtp and loss",
+                f"the pipeline layout contains {unknown!r}",
+                hint="use embedding, decoder, mtp and loss",
             )
         chunks.append("".join(_WORDS[word.strip().lower()] for word in row))
     return tuple(chunks)
@@ -374,7 +375,7 @@ def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
 def layout_text(layout: Sequence[str]) -> str:
     """Return a layout as a string, abbreviating repetitions.
 
-    ``parse_layout`` and Megatron read the same layout from it.
+    ``parse_layout`` and Megatron read the same layout from the string.
     """
     runs = [(part, len(list(same))) for part, same in groupby(layout[:-1])]
     texts = (f"{_short(part)}|" if n == 1 else f"({_short(part)}|)*{n}" for part, n in runs)
@@ -389,16 +390,10 @@ def _short(part: str) -> str:
 
 
 def _spread(n_layers: int, n_chunks: int, n_mtp: int) -> list[str]:
-    """Return a layout whose chunks differ by at most one layer; the ends are the shorter ones."""
+    """Return a layout whose chunks differ by at most one layer; the first and last have fewer."""
     count, rest = divmod(n_layers, n_chunks)
     longer = range(1, rest + 1) if rest < n_chunks - 1 else range(rest)
     parts = ["t" * (count + (place in longer)) for place in range(n_chunks)]
     parts[0] = f"E{parts[0]}"
     parts[-1] += "m" * n_mtp + "L"
     return parts
-
-
-def _numbers(sizes: Sequence[int]) -> str:
-    if len(sizes) > 12:
-        return ", ".join(map(str, sizes[:9])) + f", … {sizes[-1]}"
-    return ", ".join(map(str, sizes))

@@ -1,20 +1,17 @@
-"""The distribution of layers over pipeline stages in the training arguments: reading and writing
-it.
+"""The training arguments that distribute layers over pipeline stages: reading and writing.
 
-=============================================
-=======================================================================
- argument                                       as
-=============================================
-=======================================================================
- ``decoder_first_pipeline_num_layers``          a number or None; of transformer configurations
-                                                ``num_layers_in_first_pipeline_stage``, and the same
-                                                for the last stage
- ``account_for_embedding_in_pipeline_split``    a bool, and the same for the loss
- ``pipeline_model_parallel_layout``             a string, lists of words, or a pickled ``PipelineParallelLayerLayout``,
-                                                which is read from its attributes and never called
- ``standalone_embedding_stage``                 a bool, of older Megatron
-=============================================
-=======================================================================
+============================================ ======================================================
+ argument                                    value
+============================================ ======================================================
+ ``decoder_first_pipeline_num_layers``       a number or None, called
+                                             ``num_layers_in_first_pipeline_stage`` in transformer
+                                             configurations; the same for the last stage
+ ``account_for_embedding_in_pipeline_split`` a bool; the same for the loss
+ ``pipeline_model_parallel_layout``          a string, lists of words, or a pickled
+                                             ``PipelineParallelLayerLayout``, of which only the
+                                             attributes are read
+ ``standalone_embedding_stage``              a bool, in older Megatron
+============================================ ======================================================
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
 ``transformer/pipeline_parallel_layer_layout.py``.
@@ -42,7 +39,7 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
     """Return the distribution of layers that the arguments of a run describe.
 
     Raises:
-        CorruptError: an argument makes no sense, or two of them exclude each other.
+        CorruptError: an argument is invalid, or two of them exclude each other.
     """
     try:
         return Pipeline(
@@ -62,24 +59,27 @@ def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pip
 def layout_of(value: object) -> tuple[str, ...] | None:
     """Return the letters of every chunk of a layout argument, or None if it is None or empty.
 
+    Args:
+        value: a string, lists of words, or a pickled ``PipelineParallelLayerLayout``.
+
     Raises:
         UsageError: the value is not a layout.
     """
     if value is None or value == "" or value == []:
         return None
     if isinstance(value, Inert) and value.fn != _LAYER_TYPE:
-        return _of_object(value)
+        return _layout_of_object(value)
     if isinstance(value, str):
         return parse_layout(value)
     if isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in value):
-        return layout_of_words([[_word(item) for item in row] for row in value])
+        return layout_of_words([[_word_of(item) for item in row] for row in value])
     raise UsageError(f"{LAYOUT} is a {type(value).__name__}, neither a string nor lists of layers")
 
 
-def _of_object(value: Inert) -> tuple[str, ...]:
+def _layout_of_object(value: Inert) -> tuple[str, ...]:
     """Return the layout of a pickled ``PipelineParallelLayerLayout``.
 
-    That is its constructor's argument, or the chunks of its stages.
+    The object keeps its constructor's argument, or lists of the chunks of each stage.
 
     Raises:
         UsageError: the object has neither.
@@ -94,17 +94,14 @@ def _of_object(value: Inert) -> tuple[str, ...]:
         or not all(isinstance(stage, list) and stage for stage in stages)
     ):
         raise UsageError(f"{LAYOUT} is a {value.class_name} without a layout")
-    return (
-        layout_of([stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)])
-        or ()
-    )
+
+    # Chunks are ordered with the virtual stages outermost.
+    chunks = [stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)]
+    return layout_of(chunks) or ()
 
 
-def _word(item: object) -> str:
-    """Return the word for a layer in a layout's list.
-
-    That is the item itself, or the name of a pickled ``LayerType``.
-    """
+def _word_of(item: object) -> str:
+    """Return the word in a layout's list, or the name of a pickled ``LayerType`` there."""
     if isinstance(item, Inert) and item.fn == _LAYER_TYPE and len(item.args) == 1:
         return _LAYER_TYPES.get(item.args[0], "") if isinstance(item.args[0], int) else ""
     return item if isinstance(item, str) else repr(item)[:40]
@@ -121,25 +118,27 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     """Return the arguments that must change, or be added, to describe ``pipeline``.
 
     Args:
-        fields: the arguments that were.
+        fields: arguments of the source.
     """
-    own = pipeline_of(fields)
-    wanted: dict[str, object] = {}
-    if pipeline.layout != own.layout:
-        wanted[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
+    source = pipeline_of(fields)
+    changes: dict[str, object] = {}
+    if pipeline.layout != source.layout:
+        changes[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
 
-    # Counts have two names; the ones that the arguments have are changed.
-    for names, was, now in ((FIRST, own.first, pipeline.first), (LAST, own.last, pipeline.last)):
-        if was != now:
-            existing = [name for name in names if name in fields] or (
-                [names[0]] if now is not None else []
-            )
-            wanted |= dict.fromkeys(existing, now)
-    for name, was, now in (
-        (COUNTS_EMBEDDING, own.counts_embedding, pipeline.counts_embedding),
-        (COUNTS_LOSS, own.counts_loss, pipeline.counts_loss),
-        (EMBEDDING_STAGE, own.has_embedding_stage, pipeline.has_embedding_stage),
+    # Numbers of layers have two names; those in the arguments change, or else the first is added.
+    for names, before, after in (
+        (FIRST, source.first, pipeline.first),
+        (LAST, source.last, pipeline.last),
     ):
-        if was != now:
-            wanted[name] = now
-    return {name: value for name, value in wanted.items() if name in fields or value}
+        if before != after:
+            changes |= dict.fromkeys([name for name in names if name in fields] or names[:1], after)
+    for name, had, has in (
+        (COUNTS_EMBEDDING, source.counts_embedding, pipeline.counts_embedding),
+        (COUNTS_LOSS, source.counts_loss, pipeline.counts_loss),
+        (EMBEDDING_STAGE, source.has_embedding_stage, pipeline.has_embedding_stage),
+    ):
+        if had != has:
+            changes[name] = has
+
+    # An absent argument means None or False already.
+    return {name: value for name, value in changes.items() if name in fields or value}

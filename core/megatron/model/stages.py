@@ -1,4 +1,4 @@
-"""Which pipeline stage and model chunk holds which part of a model."""
+"""The pipeline stage and model chunk of each part of a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Stages:
     """The pipeline stage and model chunk of each part of a model.
 
     Args:
-        pp, vpp: pipeline stages, and model chunks a stage.
-        splits: beginning of the names of layers (``decoder.layers.``) → their distribution, the
-            main stack first.
+        pp, vpp: number of pipeline stages, and of model chunks per stage.
+        splits: prefix of the layers' names (``decoder.layers.``) → their distribution, the main
+            stack first.
         mtp: (vp, pp) of the chunk of multi-token prediction; None for the last one.
     """
 
@@ -25,17 +25,17 @@ class Stages:
     mtp: tuple[int, int] | None = None
 
     def n_layers(self, stack: str) -> int:
-        """Return the layers of a stack; 0 for one that the model does not have."""
+        """Return the number of layers in a stack; 0 for a stack that the model does not have."""
         split = self.splits.get(stack)
         return 0 if split is None else split.n_layers
 
     def count(self, stack: str, vp: int, pp: int) -> int:
-        """Return the number of layers of a stack that a chunk holds."""
+        """Return the number of layers of a stack in a chunk."""
         split = self.splits.get(stack)
         return 0 if split is None else split.counts[vp][pp]
 
     def offset(self, stack: str, vp: int, pp: int) -> int:
-        """Return the global number of the first layer of a stack that a chunk holds."""
+        """Return the global number of the first layer of a stack in a chunk."""
         split = self.splits.get(stack)
         return 0 if split is None else split.offset(vp, pp)
 
@@ -54,8 +54,8 @@ class Stages:
         """Return (vp, pp) of the chunk at a named place of the model.
 
         Args:
-            place: ``first`` or ``last`` chunk, that of the ``last_layer`` of the main stack, or
-                that of multi-token prediction, ``mtp``.
+            place: ``first`` or ``last`` for that chunk, ``last_layer`` for the chunk of the main
+                stack's last layer, ``mtp`` for that of multi-token prediction.
         """
         if place == "first":
             return (0, 0)

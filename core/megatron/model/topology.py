@@ -4,17 +4,17 @@ Directory names (``core.formats.megatron.format``)::
 
     mp_rank_{tp:02d}                     neither PP > 1 nor EP > 1
     mp_rank_{tp:02d}_{pp:03d}            PP > 1
-    mp_rank_{tp:02d}_{ep:03d}            EP > 1 and PP == 1: the same shape as the line above
+    mp_rank_{tp:02d}_{ep:03d}            EP > 1 and PP == 1: looks like the previous line
     mp_rank_{tp:02d}_{pp:03d}_{ep:03d}   both
 
-A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair exists. So names are
-never parsed: the sizes come from the training arguments, the names follow from the sizes, and the
-two sets are compared.
+A name alone does not distinguish PP from EP, and with EP > 1 not every (TP, EP) pair exists. So
+names are never parsed: the sizes come from the training arguments, the names follow from the sizes,
+and the two sets are compared.
 
 Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``,
-``core/parallel_state.py`` ``RankGenerator``. With ``use_tp_pp_dp_mapping`` ranks are numbered
-otherwise, but the same ones write: Megatron then wants TP × CP = ETP × EP (or one pipeline stage),
-at which the pairs of the first stage's ranks are those of all.
+``core/parallel_state.py`` ``RankGenerator``. With ``use_tp_pp_dp_mapping``, ranks have other
+numbers, but the same files are written: Megatron then requires TP × CP = ETP × EP (or one pipeline
+stage), so that all stages have the (TP, EP) pairs of the first one.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Topology:
     Args:
         tp: tensor parallel size.
         pp: pipeline parallel size, in stages.
-        vpp: model chunks a stage (virtual pipeline).
+        vpp: number of model chunks per stage (virtual pipeline).
         ep: expert parallel size.
-        etp: tensor parallel size of experts; None means the same as ``tp``.
-        pipeline: how layers are distributed over the stages; None leaves that to the training
-            arguments (``core.megatron.model.facts.ModelFacts.pipeline_at``).
+        etp: tensor parallel size of experts; None for the same as ``tp``.
+        pipeline: distribution of layers over the stages; None for that of the training arguments
+            (``core.megatron.model.facts.ModelFacts.pipeline_at``).
 
     Raises:
         UsageError: a size is not a positive integer.
@@ -101,24 +101,24 @@ class Topology:
         return self.tp if group == "tp" else self.expert_tp
 
     def coords(self, rank: Rank) -> Coords:
-        """Return the coordinates of one rank, as stored arrays carry them."""
+        """Return the coordinates of a rank in the form that stored arrays have."""
         expert = (("ep", rank.ep),) if self.ep > 1 else ()
         return (("tp", rank.tp), ("pp", rank.pp), *expert)
 
     def rank_at(self, coords: Coords) -> Rank:
-        """Return the rank of a file, by the coordinates that its arrays carry."""
+        """Return the rank of a file, given the coordinates of its arrays."""
         ranks = dict(coords)
         return Rank(ranks["tp"], ranks["pp"], ranks.get("ep", 0), ranks["tp"] % self.expert_tp)
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage that differ in what they hold; more ranks repeat them."""
+        """Number of ranks in a pipeline stage with different shards; further ranks are copies."""
         return lcm(self.tp, self.expert_tp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
         """Yield every rank of one model replica, in the order of Megatron's global ranks.
 
-        TP and EP ranks co-vary: with TP4 EP8 ETP1, TP rank 1 meets EP ranks 1 and 5 only.
+        TP and EP ranks co-vary: with TP4 EP8 ETP1, TP rank 1 occurs with EP ranks 1 and 5 only.
         """
         for pp_rank in range(self.pp):
             for q in range(self.stage_size):
@@ -130,15 +130,15 @@ class Topology:
 
 
 def check_rank_files(topology: Topology) -> None:
-    """Raise for sizes at which two ranks with different experts have one file.
+    """Raise for sizes at which two ranks with different experts write one file.
 
     Raises:
         UnsupportedError: ETP does not divide TP.
     """
     if topology.tp % topology.expert_tp:
         raise UnsupportedError(
-            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several ranks of Megatron write one file, "
-            "and experts are lost when it saves",
+            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several ranks of Megatron "
+            "write one file, so experts are lost",
             hint="use torch_dist for these sizes, or an ETP that divides TP",
         )
 
@@ -158,16 +158,17 @@ def rank_dirs(
 ) -> list[dict[str, Coords]]:
     """Return the sets of directories that a training run may have written.
 
-    Each maps names of directories to the coordinates of their ranks.
-
     Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary,
-    and which ranks write changed over time: the newest rule comes first, and last what
-    ``core.megatron.reshard.to_ranks`` writes, the files that any run of these sizes asks for.
+    and the ranks that write depend on the version. The last set is that of
+    ``core.megatron.reshard.to_ranks``: the files that any run of these sizes needs.
 
     Args:
         topology: the run's sizes.
-        world_size: ranks of the run; needed only with EP > 1, None then means as few as possible.
+        world_size: number of ranks in the run, used only with EP > 1; None for the smallest number.
         cp: context parallel size.
+
+    Returns:
+        Sets of the newest version first; each maps directory names to coordinates of ranks.
 
     Raises:
         UnsupportedError: two ranks would write different experts to one file, or the sizes do not
@@ -177,56 +178,53 @@ def rank_dirs(
     full_set = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}
     if topology.ep == 1:
         return [full_set]
+
+    # Number of ranks in a pipeline stage, which must be multiples of both groups.
     n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
-    n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
+    n_stage = max(n_dense, n_expert)
+    if world_size is not None:
+        n_stage, rest = divmod(world_size, topology.pp)
+        if rest or n_stage == 0 or n_stage % n_dense or n_stage % n_expert:
+            raise UnsupportedError(f"{world_size} ranks (world_size) cannot be {topology}")
+
+    # Ranks that write: since core 0.19, and before.
     candidates = []
-    for n_writers in (max(n_dense, n_expert), n_expert):  # since core 0.19, and before
+    for n_writers in (max(n_dense, n_expert), n_expert):
         ranks = [
             topology.rank_of(q, p)
             for p in range(topology.pp)
             for q in range(min(n_writers, n_stage))
         ]
         candidates.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
-    return [
-        names
-        for n, names in enumerate((*candidates, full_set))
-        if names not in (*candidates, full_set)[:n]
-    ]
-
-
-def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
-    """Return the number of ranks of one pipeline stage."""
-    dense, expert = topology.tp * cp, topology.expert_tp * topology.ep
-    if world_size is None:
-        return max(dense, expert)
-    n_stage, rest = divmod(world_size, topology.pp)
-    if rest or n_stage == 0 or n_stage % dense or n_stage % expert:
-        raise UnsupportedError(f"a world of {world_size} ranks cannot be {topology}")
-    return n_stage
+    candidates.append(full_set)
+    return [names for n, names in enumerate(candidates) if names not in candidates[:n]]
 
 
 def matched_dirs(
     existing: Iterable[str], expected: list[dict[str, Coords]], *, topology: Topology
 ) -> dict[str, Coords]:
-    """Return the expected set that equals the directories that exist.
+    """Return the expected set that equals the existing directories.
 
     Args:
         existing: directory names.
-        expected: what ``rank_dirs`` gives.
-        topology: for the message.
+        expected: the result of ``rank_dirs``.
+        topology: the run's sizes, for messages.
 
     Raises:
-        MissingShardError: a directory is absent; names the missing and the unexpected ones.
+        MissingShardError: a directory is missing; the error names missing and unexpected ones.
         CorruptError: there are more directories than the sizes allow.
     """
-    # Compare with every set; the first one is the newest, which the message is about.
     names = set(existing)
     for candidate in expected:
         if names == set(candidate):
             return candidate
+
+    # Describe the difference from the newest version's set, which is the first.
     wanted = set(expected[0])
     missing, unexpected = sorted(wanted - names), sorted(names - wanted)
-    text = f"the training arguments say {topology}, which is {len(wanted)} rank directories, but "
+    text = (
+        f"the training arguments specify {topology}, which is {len(wanted)} rank directories, but "
+    )
     parts = []
     if missing:
         parts.append(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")

@@ -1,16 +1,18 @@
-"""The megatron-core that is to load rank files, and what its version decides.
+"""The version of megatron-core that is to load rank files, and what depends on it.
 
 ::
 
-    since    param groups that a rank lists                                            TP above the query groups
-             those of its own parameters, in the order in which these need them        no
-    0.14     after them those that only other ranks have parameters of, empty          no
-    0.16     all, in one order; each says whether its learning rate is the usual one   yes
+    since    param groups that a rank lists                              TP above the query groups
+             those of its own parameters, in the order of these          no
+    0.14     followed by empty ones, of which other ranks have           no
+             parameters
+    0.16     all, in one order; ``default_config`` marks those           yes
+             with the usual learning rate
 
-From 0.17 on there is no legacy GroupedMLP (``experts.weight1``).
+Since 0.17 there is no legacy GroupedMLP (``experts.weight1``).
 
-A loader takes the states of its first group out of a file's first group: in another order, or with
-a group more or less, it fails or trains with states of other parameters.
+Megatron loads the states of a file's first group into its own first group: with another order, or
+with a group too many or too few, it fails or trains with states of other parameters.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 ``_get_param_groups``, ``core/transformer/transformer_config.py``; that 0.14 was the first to list
@@ -33,7 +35,7 @@ _TEXT = re.compile(r"(\d{1,4})\.(\d{1,4})(\.\d+\w*)?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class MegatronVersion:
-    """A version of megatron-core; the third number of a version decides nothing here."""
+    """A version of megatron-core; the third number has no influence on checkpoints."""
 
     major: int
     minor: int
@@ -58,12 +60,12 @@ class MegatronVersion:
 
     @property
     def has_grouped_mlp(self) -> bool:
-        """True if experts may be the legacy GroupedMLP, all of a rank in one parameter."""
+        """True if experts may be the legacy GroupedMLP: all experts of a rank in one parameter."""
         return self < MegatronVersion(0, 17)
 
     @property
     def has_layout_strings(self) -> bool:
-        """True if a string may say how layers are distributed over pipeline stages."""
+        """True if a string may define the distribution of layers over pipeline stages."""
         return self > MegatronVersion(0, 12)
 
     def check_sizes(self, *, tp: int, n_groups: int, has_layout: bool) -> None:
@@ -71,22 +73,22 @@ class MegatronVersion:
 
         Args:
             tp: tensor parallel size of the destination.
-            n_groups: the model's query groups.
-            has_layout: layers are distributed as a string says.
+            n_groups: number of the model's query groups.
+            has_layout: a layout string distributes the layers.
 
         Raises:
             UnsupportedError: the sizes need a newer version.
         """
         if tp > n_groups and not self.shares_query_groups:
             raise UnsupportedError(
-                f"megatron-core {self} cannot load TP {tp}, above the model's {n_groups} query groups; 0.16 and later "
-                "can",
+                f"megatron-core {self} cannot load TP {tp}, because the model has only {n_groups} "
+                "query groups; 0.16 and later can",
                 hint=f"use --tp-new {n_groups} or less, or {OPTION} 0.16",
             )
         if has_layout and not self.has_layout_strings:
             raise UnsupportedError(
                 f"megatron-core {self} does not support pipeline_model_parallel_layout",
-                hint="distribute the layers in another way (--pp-new), or name a newer version",
+                hint="distribute the layers in another way (--pp-new), or request a newer version",
             )
 
 

@@ -1,9 +1,9 @@
 """The true size of the vocabulary, and the padding that Megatron adds to it.
 
-Stored rows are padded to a multiple of a number times TP, so that the padding depends on the
-layout. Where the true size is known, the global form has exactly the true rows, and the destination
-gets zero rows behind them, as Megatron's own loader makes them. Where the true size is not known,
-all rows stay as they are, and only the same TP size can be written.
+Rows are padded to a multiple of a constant times TP, so that the padding depends on the layout. If
+the true size is known, the global form has exactly the true rows, and the destination gets zero
+rows after them, like those of Megatron's own loader. If the true size is unknown, all rows are
+kept, and only the same TP size can be written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TrueRows:
     """The size of the true vocabulary.
 
     Args:
-        n_rows: its rows; None where it is not known.
-        notes: what the user should know about it.
+        n_rows: number of rows; None if unknown.
+        notes: notes for the user.
     """
 
     n_rows: int | None
@@ -39,17 +39,18 @@ def find_true_rows(
     """Find the number of rows of the true vocabulary.
 
     Args:
-        given: the number that the user gave, or None.
-        keep_padded: count the padding rows as true ones.
-        stored: padded rows of the tensors that have them.
+        given: the user's number, or None.
+        keep_padded: count padding rows as true rows.
+        stored: number of rows, with padding, in each tensor with vocabulary rows.
 
     Raises:
-        UsageError: the user's number is not positive or above the stored rows.
+        UsageError: the user's number is not positive, above the stored rows, or given together with
+            ``keep_padded``.
         CorruptError: the arguments' number is above the stored rows.
     """
     if keep_padded:
         if given is not None:
-            raise UsageError("a vocabulary size and keeping the padded one exclude each other")
+            raise UsageError("--vocab-size and --keep-padded-vocab exclude each other")
         return TrueRows(min(stored, default=None))
 
     # The user's number wins over the arguments'.
@@ -59,21 +60,27 @@ def find_true_rows(
     if n_rows < 1:
         raise UsageError(f"vocabulary size {n_rows} is not positive")
     if any(rows < n_rows for rows in stored):
-        problem = f"a vocabulary of {n_rows} does not fit the {min(stored)} rows that are stored"
+        problem = f"a vocabulary of {n_rows} does not fit the {min(stored)} stored rows"
         if given is None:
             raise CorruptError(
                 problem, hint="the training arguments and the tensors contradict each other"
             )
         raise UsageError(problem, hint="give the true vocabulary size, without padding")
+
+    # The arguments' number counts only if padding explains the stored rows.
     if given is None and not all(explains(facts, n_rows, rows) for rows in stored):
-        note = f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, so it is ignored"
+        note = (
+            f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, "
+            "so it is ignored"
+        )
         return TrueRows(None, (note,))
     return TrueRows(n_rows)
 
 
 def explains(facts: ModelFacts, n_rows: int, stored: int) -> bool:
-    """Return whether ``stored`` rows are a vocabulary of ``n_rows``, without padding or with that
-    of some TP size.
+    """Return whether a vocabulary of ``n_rows`` has ``stored`` rows without or with padding.
+
+    The padding may be that of any TP size: the run may have loaded a checkpoint of another size.
     """
     return stored in {
         n_rows,
@@ -86,8 +93,8 @@ class CutVocab:
     """Tensors of a vocabulary without their padding.
 
     Args:
-        shapes: name → shape.
-        notes: what the user should know about it.
+        shapes: name → shape without padding rows.
+        notes: notes for the user.
     """
 
     shapes: Mapping[str, Shape]
@@ -97,13 +104,13 @@ class CutVocab:
 def cut_vocab(
     shapes: Mapping[str, Shape], facts: ModelFacts, *, n_rows: int | None, target_tp: int | None
 ) -> CutVocab:
-    """Cut the padding rows of vocabulary tensors, where the true vocabulary is known.
+    """Remove the padding rows of vocabulary tensors, if the true vocabulary is known.
 
     Args:
         shapes: name → stored shape of the tensors that have a row for each token.
-        n_rows: rows of the true vocabulary, or None.
-        target_tp: TP size of the destination: padding stays where the destination has exactly as
-            much, so that its rows move unchanged. None cuts it everywhere.
+        n_rows: number of rows of the true vocabulary, or None.
+        target_tp: TP size of the destination: padding is kept if the destination has the same, so
+            that its rows are copied unchanged. None always removes it.
     """
     if n_rows is None:
         return CutVocab(shapes, ())
@@ -121,9 +128,7 @@ def cut_vocab(
 
 
 def rows_of(catalog: Catalog, given: int | None) -> int | None:
-    """Return the rows of the true vocabulary: the number that the caller gives, else the one that
-    ``unshard`` found.
-    """
+    """Return the number of true rows: the given one, or else that which ``unshard`` found."""
     model = catalog.facet(MegatronModel)
     return given if given is not None or model is None else model.vocab_size
 
@@ -132,7 +137,7 @@ def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | N
     """Return the rows of a vocabulary tensor in a destination of size ``tp``.
 
     Raises:
-        UnsupportedError: the true size is not known, and ``tp`` is not that of the source.
+        UnsupportedError: the true size is unknown, and ``tp`` is not that of the source.
         CorruptError: the tensor has neither the true rows nor the padded ones.
     """
     rows = meta.shape[0]
@@ -140,14 +145,17 @@ def padded_rows(meta: TensorMeta, facts: ModelFacts, *, tp: int, n_rows: int | N
         if tp == facts.topology.tp:
             return rows
         raise UnsupportedError(
-            f"how many of the {rows} rows are padding is not known, so neither is the padding for TP {tp}",
+            f"the number of padding rows among the {rows} rows is unknown, so the padding for TP "
+            f"{tp} is, too",
             key=meta.key,
-            hint="give the true vocabulary size with --vocab-size, or --keep-padded-vocab to keep every row",
+            hint="give the true vocabulary size with --vocab-size, or keep all rows with "
+            "--keep-padded-vocab",
         )
     padded = facts.padded_rows(n_rows, tp=tp)
     if rows not in (n_rows, padded):
         raise CorruptError(
-            f"{rows} rows are neither the {n_rows} true ones nor {padded} with padding",
+            f"the tensor has {rows} rows, neither the {n_rows} of the vocabulary nor {padded} with "
+            "padding",
             key=meta.key,
         )
     return padded

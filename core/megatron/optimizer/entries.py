@@ -1,26 +1,26 @@
-"""The description of an optimizer apart from its tensors: an entry of the common state, or an
-object.
+"""The entry ``optimizer``: an optimizer's settings and param groups, without its state tensors.
 
-megatron-core's common state (torch_dist, zarr), the tensors being elsewhere::
+In megatron-core's common state (torch_dist, zarr)::
 
-    optimizer                              FP32Optimizer: itself the next level
+    optimizer                      FP32Optimizer: the next level's entries are here
     ├── optimizer
-    │   ├── state: {common_step}           the steps of all parameters, a tensor of one element; not with distributed
+    │   ├── state: {common_step}   steps of all parameters, a tensor of one element;
+    │   │                          the distributed optimizer has none
     │   └── param_groups: [{lr, betas, wd_mult, is_expert_parallel, step …}, …]
-    ├── grad_scaler                        with fp16
-    └── param_state_sharding_type          the distributed optimizer: ``fully_reshardable`` …
+    ├── grad_scaler                fp16 only
+    └── param_state_sharding_type  distributed optimizer: ``fully_reshardable`` …
 
-    optimizer: {0: …, 1: …}                chained ones: of what all share, and of experts
+    optimizer: {0: …, 1: …}        chained optimizers: of dense parameters, and of experts
 
-The parameters of a group are not listed: Megatron matches a group with its own one of the same
-``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
+The parameters of a group are not listed: Megatron matches a stored group with the run's group that
+has the same ``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``.
 
-Formats without a layout (DCP, torch, safetensors …) get one of this project's::
+In formats without a Megatron layout (DCP, torch, safetensors …), this project writes::
 
     optimizer
-    ├── kind: "float16"                    ``core.catalog.optimizer_keys.KINDS``
+    ├── kind: "float16"            one of ``core.catalog.optimizer_keys.KINDS``
     ├── common_step
-    ├── omits_empty                        as in ``core.catalog.optimizer_keys.Optimizer``, where it is known
+    ├── omits_empty                as in ``core.catalog.optimizer_keys.Optimizer``, if known
     ├── param_groups: [{lr, …, params: [global names]}, …]
     └── grad_scaler …
 
@@ -51,10 +51,10 @@ class ReadEntries:
 
     Args:
         optimizer: kind, groups and other entries.
-        steps: keys of the tensors that are the number of steps; all are equal.
-        sharding: how the distributed optimizer's states are kept, or None where the entry does not
-            say.
-        dropped: parts that are left out, with the reason.
+        steps: keys of the tensors that hold the number of steps; all are equal.
+        sharding: the distributed optimizer's ``param_state_sharding_type``, or None if the entry
+            has none.
+        dropped: parts that are not read, with the reason.
     """
 
     optimizer: Optimizer
@@ -65,7 +65,7 @@ class ReadEntries:
 
 @dataclass(frozen=True, slots=True)
 class _ChainedOptimizer:
-    """One of chained optimizers, or the only one, with fields as ``Optimizer`` has them."""
+    """One of several chained optimizers, or the only one; fields as in ``Optimizer``."""
 
     kind: str
     groups: tuple[ParamGroup, ...]
@@ -79,54 +79,58 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
     """Read the optimizer that an entry describes.
 
     Args:
-        entry: inert, as in the module's docstring.
-        states: names of the states that there are tensors of, in order; masters are called
+        entry: inert tree, in one of the forms of the module's docstring.
+        states: names of the states that have tensors, in order; the master weights are
             ``fp32_param``.
 
     Raises:
-        UnsupportedError: the entry is of no known form.
-        CorruptError: chained optimizers are of different kinds.
+        UnsupportedError: the entry has an unknown form.
+        CorruptError: chained optimizers are of different kinds, or a param group is not a dict.
     """
     mapping = as_mapping(entry)
     names = tuple(states)
     moments = tuple(name for name in names if name != MASTER) or ("exp_avg", "exp_avg_sq")
     if mapping is not None and mapping.get("kind") in KINDS:
         return _read_own_form(mapping, moments)
-    chain = [_read_member(member, has_masters=MASTER in names) for member in _members(entry)]
+    chain = [_read_member(member, has_masters=MASTER in names) for member in _split_chain(entry)]
+    return _combine_chain(chain, moments)
+
+
+def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...]) -> ReadEntries:
+    """Combine chained optimizers into one.
+
+    Raises:
+        CorruptError: the optimizers are of different kinds.
+    """
     if len({(member.kind, member.sharding) for member in chain}) > 1:
         raise CorruptError("the chained optimizers are of different kinds", key="optimizer")
     first = chain[0]
 
-    # Entries of other members, such as a second loss scaler, have no place in the global form.
+    # The global form holds entries such as the loss scaler once.
     dropped = [
-        f"optimizer {number}'s {name} (the first one's is kept)"
+        f"{name} of optimizer {number} (only that of optimizer 0 is kept)"
         for number, member in enumerate(chain[1:], start=1)
         for name in member.entries
     ]
+
+    # The distributed optimizer loads the steps of its groups, and ignores tensors that hold them.
     groups = tuple(group for member in chain for group in member.groups)
-    step, steps = _step_of(chain, groups)
+    steps = tuple(dict.fromkeys(key for member in chain for key in member.steps))
+    if first.kind == "distributed" and all("step" in group.settings for group in groups):
+        steps = ()
+    plain_steps = (member.step for member in chain if member.step is not None)
+    step = TensorLeaf(STEP) if steps else next(plain_steps, None)
     optimizer = Optimizer(first.kind, groups, moments, step, first.entries)
     return ReadEntries(optimizer, steps, first.sharding, tuple(dropped))
 
 
-def _step_of(
-    chain: Sequence[_ChainedOptimizer], groups: Sequence[ParamGroup]
-) -> tuple[object, tuple[str, ...]]:
-    """Return (number of steps of all members, keys of the tensors that hold it)."""
-    keys = tuple(dict.fromkeys(key for member in chain for key in member.steps))
-    if chain[0].kind == "distributed" and all("step" in group.settings for group in groups):
-        keys = ()  # the distributed optimizer loads that of the groups
-    if keys:
-        return TensorLeaf(STEP), keys
-    return next((member.step for member in chain if member.step is not None), None), ()
-
-
-def _members(entry: object) -> list[Mapping[object, object]]:
-    """Return the chained optimizers of an entry, or the only one.
+def _split_chain(entry: object) -> list[Mapping[object, object]]:
+    """Return the entries of the chained optimizers, or of the only one.
 
     Raises:
         UnsupportedError: an optimizer is not a dict.
     """
+    # A chain is a dict by number (torch_dist) or a list (rank files).
     mapping = as_mapping(entry)
     items: list[object] = [entry]
     if mapping and all(isinstance(name, int) for name in mapping):
@@ -138,15 +142,16 @@ def _members(entry: object) -> list[Mapping[object, object]]:
     ]
     if len(members) != len(items):
         raise UnsupportedError(
-            "the form of the optimizer's entry is not known",
+            "the optimizer's entry has an unknown form",
             key="optimizer",
-            hint="leave it out with --no-optim",
+            hint="drop the optimizer with --no-optim",
         )
     return members
 
 
 def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _ChainedOptimizer:
-    """Return one member of the chain that an entry of megatron-core describes."""
+    """Read the entry that megatron-core writes for one optimizer of a chain."""
+    # Only the FP32 optimizer has no inner `optimizer`; only the distributed one is sharded.
     inner = as_mapping(entry.get("optimizer"))
     sharding = entry.get(SHARDING)
     if sharding is not None:
@@ -154,6 +159,8 @@ def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _Chain
     else:
         kind = "float16" if inner is not None or has_masters else "fp32"
     settings = entry if inner is None else inner
+
+    # The steps are one value or tensor of all parameters, or a tensor per parameter.
     state = as_mapping(settings.get("state")) or {}
     step = state.get("common_step", entry.get("common_step"))
     per_param = as_mapping(entry.get("param_state")) or {}
@@ -172,7 +179,7 @@ def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _Chain
 
 
 def _groups(value: object) -> Iterator[ParamGroup]:
-    """Yield the groups of a list of them; none for None.
+    """Yield the groups of an entry ``param_groups``; none for None.
 
     Raises:
         CorruptError: the value is not a list of dicts.
@@ -182,7 +189,9 @@ def _groups(value: object) -> Iterator[ParamGroup]:
     for item in value if isinstance(value, list) else [None]:
         group = as_mapping(item)
         if group is None:
-            raise CorruptError("a parameter group is not a dict", key="optimizer.param_groups")
+            raise CorruptError("a param group is not a dict", key="optimizer.param_groups")
+
+        # Megatron lists parameters by number, which is of no use without the rank's files.
         params = group.get("params")
         is_named = isinstance(params, list) and all(isinstance(name, str) for name in params)
         yield ParamGroup(
@@ -192,7 +201,7 @@ def _groups(value: object) -> Iterator[ParamGroup]:
 
 
 def _read_own_form(entry: Mapping[object, object], moments: tuple[str, ...]) -> ReadEntries:
-    """Read the entry that this project writes into formats without a layout."""
+    """Read the entry that this project writes into formats without a Megatron layout."""
     step, omits_empty = entry.get("common_step"), entry.get("omits_empty")
     optimizer = Optimizer(
         str(entry["kind"]),
@@ -209,8 +218,9 @@ def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
     """Return the entry of megatron-core's common state.
 
     Args:
-        sharding: how a distributed optimizer's states are kept.
+        sharding: ``param_state_sharding_type`` of a distributed optimizer.
     """
+    # Megatron chains the experts' optimizer after that of all other parameters.
     dense = [group for group in optimizer.groups if not group.is_expert]
     expert = [group for group in optimizer.groups if group.is_expert]
     if dense and expert:
@@ -224,7 +234,7 @@ def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
 def _member_entry(
     optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str
 ) -> dict[object, object]:
-    """Return the entry of one member, in megatron-core's form."""
+    """Return the entry of one optimizer of a chain, in megatron-core's form."""
     inner: dict[object, object] = {}
     if optimizer.step is not None and optimizer.kind != "distributed":
         inner["state"] = {"common_step": optimizer.step}
@@ -240,7 +250,7 @@ def _member_entry(
 
 
 def object_entry(optimizer: Optimizer) -> dict[object, object]:
-    """Return the entry of formats without a layout."""
+    """Return the entry for formats without a Megatron layout."""
     entry: dict[object, object] = {"kind": optimizer.kind}
     if optimizer.step is not None:
         entry["common_step"] = optimizer.step

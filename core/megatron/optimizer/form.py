@@ -1,22 +1,21 @@
-"""In which form a checkpoint keeps its optimizer's state, told from key names alone.
+"""The form in which a checkpoint stores its optimizer's state, recognised by key names alone.
 
-=================================
-=====================================================================================
- name                               what is stored
-=================================
-=====================================================================================
- ``megatron_float16``               rank files: fp32 masters and Adam state of each parameter, by number, per TP/PP rank
- ``megatron_distributed``           rank files: ``distrib_optim.pt``, flat buffers of all parameters of a TP/PP rank
- ``per_parameter``                  torch_dist: one global tensor a parameter and moment (not distributed)
- ``fully_reshardable``              torch_dist: the same, written by the distributed optimizer
- ``fully_sharded_model_space``      torch_dist: flattened ranges of each parameter
- ``dp_reshardable``                 torch_dist: flat buckets, tied to the TP and PP they were saved with
- ``dp_zero_gather_scatter``         torch_dist: one opaque object per TP/PP rank
- ``torch_by_name``                  DCP and others: moments under the parameter's name
- ``torch_by_number``                ``torch.optim`` state dict: moments under the parameter's number
- ``other``                          optimizer entries in none of these forms
-=================================
-=====================================================================================
+============================= ====================================================================
+ name                          what is stored
+============================= ====================================================================
+ ``megatron_float16``          rank files: fp32 master weights and Adam state of each parameter, by
+                               number, per TP/PP rank
+ ``megatron_distributed``      rank files: ``distrib_optim.pt``, flat buffers of all parameters of
+                               a TP/PP rank
+ ``per_parameter``             torch_dist: a global tensor per parameter and state (not distributed)
+ ``fully_reshardable``         torch_dist: the same, written by the distributed optimizer
+ ``fully_sharded_model_space`` torch_dist: flattened ranges of each parameter
+ ``dp_reshardable``            torch_dist: flat buckets, tied to the TP and PP they were saved with
+ ``dp_zero_gather_scatter``    torch_dist: one opaque object per TP/PP rank
+ ``torch_by_name``             DCP and others: moments under the parameter's name
+ ``torch_by_number``           ``torch.optim`` state dict: moments under the parameter's number
+ ``other``                     optimizer entries in none of these forms
+============================= ====================================================================
 
 Source: tests/golden (Megatron-LM d98e8a64, megatron-core 0.12.1 and 0.16.1, torch 2.13);
 docs/facts/reshard.md 7.
@@ -32,20 +31,29 @@ from core.catalog.optimizer_keys import MASTERS, MOMENTS
 from core.changes.select import is_optimizer_key
 
 TITLES = {
-    "megatron_float16": "fp32 masters and Adam moments, numbered, per TP/PP rank (Float16Optimizer)",
+    "megatron_float16": (
+        "fp32 master weights and Adam moments, numbered, per TP/PP rank (Float16Optimizer)"
+    ),
     "megatron_distributed": "distributed optimizer, flat buffers in distrib_optim.pt",
-    "per_parameter": "fp32 masters and Adam moments by parameter",
+    "per_parameter": "fp32 master weights and Adam moments by parameter",
     "fully_reshardable": "distributed optimizer, fully_reshardable",
-    "fully_sharded_model_space": "distributed optimizer, fully_sharded_model_space (flattened ranges)",
+    "fully_sharded_model_space": (
+        "distributed optimizer, fully_sharded_model_space (flattened ranges)"
+    ),
     "dp_reshardable": "distributed optimizer, dp_reshardable (flat buckets, tied to TP and PP)",
     "dp_zero_gather_scatter": "distributed optimizer, dp_zero_gather_scatter (opaque objects)",
     "torch_by_name": "torch.optim state by parameter name",
     "torch_by_number": "torch.optim state by parameter number",
     "other": "not recognised",
 }
-"""Format name → a few words for people."""
+"""Form → its description for people."""
 
-_BUCKETS = re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+")
+_OWN_NAMES = {
+    "megatron_distributed": re.compile(r"^distrib_optim"),
+    "megatron_float16": re.compile(r"fp32_from_fp16_params"),
+    "dp_reshardable": re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+"),
+}
+"""Form → names in keys that no other form has."""
 _BY_STATE = re.compile(
     rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)"
 )
@@ -55,13 +63,13 @@ _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 
 @lru_cache(maxsize=1 << 16)
 def role_of(key: str) -> str:
-    """Return the group that a tensor counts to: ``model``, ``moments``, ``masters`` or ``other``.
+    """Return the role of a tensor: ``model``, ``moments``, ``masters`` or ``other``.
 
     Args:
-        key: without the rank directory.
+        key: name of the tensor, without the rank directory.
     """
     parts = key.split(".")
-    if key.startswith("distrib_optim") or is_optimizer_key(key):
+    if _belongs_to_optimizer(key):
         if not MOMENTS.isdisjoint(parts):
             return "moments"
         return "masters" if not MASTERS.isdisjoint(parts) else "other"
@@ -71,29 +79,34 @@ def role_of(key: str) -> str:
 
 
 _NEITHER = frozenset({
-    "rng_state", "rng_states", "rng", "cuda_rng_state", "torch_rng_state", "rng_tracker_states", "random_rng_state",
-    "np_rng_state", "lr_scheduler", "scheduler", "opt_param_scheduler", "dataloader", "train_state",
-    "rerun_state_machine", "_extra_state", "step",
+    "rng_state", "rng_states", "rng", "cuda_rng_state", "torch_rng_state", "rng_tracker_states",
+    "random_rng_state", "np_rng_state", "lr_scheduler", "scheduler", "opt_param_scheduler",
+    "dataloader", "train_state", "rerun_state_machine", "_extra_state", "step",
 })  # fmt: skip
+"""Parts of a key that belong to neither the model nor an optimizer's state."""
+
+
+def _belongs_to_optimizer(key: str) -> bool:
+    return key.startswith("distrib_optim") or is_optimizer_key(key)
 
 
 def optim_format_of(
     tensor_keys: Iterable[str], object_keys: Iterable[str], *, has_flattened: bool = False
 ) -> str | None:
-    """Return the name of the optimizer's form in the module's table.
-
-    None if the checkpoint holds no optimizer state.
+    """Return the optimizer's form, a name of the module's table; None without optimizer state.
 
     Args:
-        tensor_keys, object_keys: without rank directories.
+        tensor_keys, object_keys: names without rank directories.
         has_flattened: the metadata lists reformulated shapes
             (``nd_reformulated_orig_global_shape``).
     """
-    keys = [key for key in tensor_keys if key.startswith("distrib_optim") or is_optimizer_key(key)]
+    keys = list(filter(_belongs_to_optimizer, tensor_keys))
     states = [key for key in keys if role_of(key) != "other"]
     if states:
         return _form_of_states(states, has_flattened=has_flattened)
-    objects = [key for key in object_keys if _OPTIMIZER_OBJECT.search(key)]
+
+    # dp_zero_gather_scatter stores no tensors: all states of a rank are in one ShardedObject.
+    objects = filter(_OPTIMIZER_OBJECT.search, object_keys)
     if any("distributed" in key and "/shard_" in key for key in objects):
         return "dp_zero_gather_scatter"
     return "other" if keys else None
@@ -101,13 +114,11 @@ def optim_format_of(
 
 def _form_of_states(keys: Sequence[str], *, has_flattened: bool) -> str:
     """Return the form of an optimizer whose states have these keys."""
-    # The names of rank files and buckets come first: nothing else has them.
-    if any(key.startswith("distrib_optim") for key in keys):
-        return "megatron_distributed"
-    if any("fp32_from_fp16_params" in key for key in keys):
-        return "megatron_float16"
-    if any(map(_BUCKETS.search, keys)):
-        return "dp_reshardable"
+    for form, pattern in _OWN_NAMES.items():
+        if any(map(pattern.search, keys)):
+            return form
+
+    # The other forms of Megatron share their keys; only fully_reshardable has a state `param`.
     matches = map(_BY_STATE.match, keys)
     of_parameters = {match["state"] for match in matches if match is not None}
     if "param" in of_parameters:

@@ -1,19 +1,19 @@
-"""Which parameters are in which group of a Megatron optimizer.
+"""The assignment of parameters to the param groups of a Megatron optimizer.
 
-No name is stored, neither in rank files nor in torch_dist. What is known:
+Neither rank files nor torch_dist store the names of a group's parameters. Known are:
 
-* Groups are made of the parameters that are trained, in the order of the state dict, chunk by
-  chunk; buffers, extra states and frozen parameters are in none. A tied copy of the embedding is a
-  parameter of its own.
-* A group's settings tell what it is made of (``wd_mult`` 0: biases and vectors;
-  ``is_expert_parallel``: experts that expert parallelism distributes; another learning rate:
-  embedding and output, or with MuP the matrices between). Which vectors are exempt from weight
-  decay is a ``Policy``, of which the training arguments name one.
-* How many parameters a group has, and their shapes.
+* Order: groups list the trained parameters in the order of the state dict, chunk by chunk, without
+  buffers, extra states and frozen parameters. A tied copy of the embedding is a parameter of its
+  own.
+* Settings: ``wd_mult`` 0 marks biases and vectors; ``is_expert_parallel`` experts that expert
+  parallelism distributes; another learning rate embedding and output layer, or with MuP the
+  matrices between them. A ``Policy`` decides which vectors are exempt from weight decay; the
+  training arguments name the policy of the run.
+* Sizes: the number of parameters in a group, and their shapes.
 
-``assign`` looks for the assignment that fits all of that, and compares masters with weights where
-it can. Groups stand in another order on every stage before megatron-core 0.16, so their place tells
-nothing.
+``assign`` searches for the assignment that fits all of these, and compares master weights with
+weights if it can. The position of a group in the list is no evidence: before megatron-core 0.16
+every pipeline stage may have another order.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 ``_get_param_groups``, ``get_standard_config_overrides``.
@@ -31,13 +31,17 @@ from core.arrays.box import Shape
 from core.errors import UnsupportedError
 
 HALF = ("float16", "bfloat16")
-"""Dtypes of the parameters that have masters."""
+"""Dtypes of the parameters that have master weights."""
 EXPERT = "is_expert_parallel"
 _IDENTITY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr", "max_lr", "min_lr", "eps")
 _ADAPTER = re.compile(r"(^|\.)(linear_in|linear_out|lora_[ab]|adapter)(\.|$)")
+_QK_NORM = re.compile(r"[qk]_layernorm\.")
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MAX_STATES = 1 << 12
-_HINT = "leave the optimizer out with --no-optim; the weights are exact, and training starts with a fresh one"
+_HINT = (
+    "drop the optimizer with --no-optim; the weights are exact, and training starts with a fresh "
+    "optimizer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Traits:
     Args:
         is_exempt: the parameter is exempt from weight decay.
         is_expert: the parameter belongs to an expert that expert parallelism distributes.
-        has_own_lr: the learning rate of the parameter is not the usual one.
+        has_own_lr: the learning rate of the parameter differs from that of most parameters.
     """
 
     is_exempt: bool
@@ -57,13 +61,13 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The way in which a run sorts parameters into groups.
+    """The rules by which a run sorts parameters into groups.
 
     Args:
-        exempt: what weight decay leaves alone: ``vectors`` and biases, those but not ``qk_norms``,
-            or those and ``embeddings``.
-        own_lr: what has a learning rate of its own: the ``ends`` of the model, or ``matrices``
-            (MuP).
+        exempt: parameters without weight decay: ``vectors`` (and biases), the same without
+            ``qk_norms``, or the same with ``embeddings``.
+        own_lr: parameters with a learning rate of their own: the ``ends`` of the model, or
+            ``matrices`` (MuP).
         trained: ``all`` parameters, or only ``adapters``.
     """
 
@@ -75,49 +79,48 @@ class Policy:
         """Return the traits of a parameter; None if it is frozen.
 
         Args:
-            name: local or global.
+            name: local or global name.
             n_axes: number of axes of the parameter.
         """
         if self.trained == "adapters" and _ADAPTER.search(name) is None:
             return None
-        is_vector = n_axes == 1 or name.endswith(".bias")
+        is_exempt = n_axes == 1 or name.endswith(".bias")
         if self.exempt == "qk_norms":
-            is_vector = is_vector and "q_layernorm." not in name and "k_layernorm." not in name
+            is_exempt = is_exempt and _QK_NORM.search(name) is None
         elif self.exempt == "embeddings":
-            is_vector = is_vector or "embedding" in name
-        has_own_lr = (
-            name.endswith(_ENDS)
-            if self.own_lr == "ends"
-            else n_axes > 1 and "embedding" not in name
-        )
-        return Traits(is_vector, is_expert, has_own_lr)
+            is_exempt = is_exempt or "embedding" in name
+        if self.own_lr == "ends":
+            has_own_lr = name.endswith(_ENDS)
+        else:
+            has_own_lr = n_axes > 1 and "embedding" not in name
+        return Traits(is_exempt, is_expert, has_own_lr)
 
 
 def policies_of(args: Mapping[str, object]) -> Iterator[Policy]:
-    """Yield all policies, that of the training arguments first."""
-    keeps_qk = (
+    """Yield all policies, starting with that of the training arguments."""
+    exempt = "vectors"
+    if (
         args.get("apply_wd_to_qk_layernorm")
         or args.get("no_weight_decay_cond_type") in _QK_CONDITIONS
-    )
-    exempt = (
-        "qk_norms"
-        if keeps_qk
-        else "embeddings"
-        if args.get("embedding_init_method_std")
-        else "vectors"
-    )
+    ):
+        exempt = "qk_norms"
+    elif args.get("embedding_init_method_std"):
+        exempt = "embeddings"
     own_lr = "matrices" if args.get("use_mup") and not args.get("decoupled_lr") else "ends"
-    kinds = sorted(("vectors", "qk_norms", "embeddings"), key=lambda kind: kind != exempt)
-    rates = sorted(("ends", "matrices"), key=lambda kind: kind != own_lr)
-    for trained, lr, kind in product(("all", "adapters"), rates, kinds):
-        yield Policy(kind, lr, trained)
+
+    # The arguments may not be those of the run that saved, so all other combinations follow.
+    exemptions = sorted(("vectors", "qk_norms", "embeddings"), key=lambda name: name != exempt)
+    rates = sorted(("ends", "matrices"), key=lambda name: name != own_lr)
+    for trained, rate, exemption in product(("all", "adapters"), rates, exemptions):
+        yield Policy(exemption, rate, trained)
 
 
 _QK_CONDITIONS = ("apply_wd_to_qk_layernorm", "qwen3_next")
 
 
 def traits_of(settings: Mapping[str, object]) -> Traits:
-    """Return the traits of a group's parameters, by its settings."""
+    """Return the traits of a group's parameters, judging by its settings."""
+    # megatron-core also accepts these settings under the names pre_wd_mult and pre_lr_mult.
     decay = settings.get("wd_mult", settings.get("pre_wd_mult", settings.get("weight_decay")))
     has_own_lr = bool(settings.get("is_decoupled_lr")) or settings.get("default_config") is False
     return Traits(decay == 0, bool(settings.get(EXPERT)), has_own_lr)
@@ -126,10 +129,10 @@ def traits_of(settings: Mapping[str, object]) -> Traits:
 def identity(
     settings: Mapping[str, object], *, is_expert: bool | None = None
 ) -> tuple[object, ...]:
-    """Return the values that tell a group from the others of an optimizer.
+    """Return the values that distinguish a group from the other groups of an optimizer.
 
     Args:
-        is_expert: in place of what the settings say.
+        is_expert: replaces ``is_expert_parallel`` of the settings, unless None.
     """
     has_mult = "wd_mult" in settings or "pre_wd_mult" in settings
     names = (*_IDENTITY, *(() if has_mult else ("weight_decay",)))
@@ -150,13 +153,13 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """A group of a rank, before it is known whose its entries are.
+    """A group of a rank, whose entries are not yet assigned to parameters.
 
     Args:
         settings: the stored settings.
-        shapes: shapes of the states of each entry; None where there are none.
-        masters: shapes of the masters, which only fp16 and bf16 parameters have; None where the
-            optimizer has none.
+        shapes: shape of the states of each entry; None for an entry without states.
+        masters: shapes of the master weights, which only fp16 and bf16 parameters have; None if
+            the optimizer has none.
     """
 
     settings: Mapping[str, object]
@@ -165,11 +168,9 @@ class Slots:
 
 
 Assignment = tuple[tuple[int, ...], ...]
-"""For every group, which parameters it has, in order."""
+"""For every group, the numbers of its parameters, in order."""
 Agrees = Callable[[int, int, int], bool]
-"""Tells whether a master belongs to a parameter: (parameter, group, number of the master in the
-group).
-"""
+"""Checks if master weights belong to a parameter: (parameter, group, their number in the group)."""
 
 
 def assign(
@@ -183,27 +184,28 @@ def assign(
     """Return the parameters of every group of a rank.
 
     Args:
-        params: without buffers and extra states, in the order of the file.
-        policies: to be tried in order.
-        agrees: compares masters with weights, or some of them; None leaves that out.
-        decides: compares every one, where no policy fits; None takes ``agrees``.
+        params: parameters in the order of the file, without buffers and extra states.
+        policies: the policies to try, in order.
+        agrees: compares master weights with weights, possibly of some parameters only; None
+            compares none.
+        decides: compares those of every parameter, if no policy fits; None uses ``agrees``.
 
     Raises:
         UnsupportedError: no assignment fits, or several do.
     """
-    # The first policy that fits numbers, shapes and masters decides …
+    # The first policy that fits the numbers, shapes and master weights decides.
     refused = None
     for policy in policies:
         assignment = by_policy(params, groups, policy)
         if assignment is None or not fits(assignment, params, groups):
             continue
-        wrong = None if agrees is None else _disagreeing(assignment, params, groups, agrees)
+        wrong = None if agrees is None else _find_disagreeing(assignment, params, groups, agrees)
         if wrong is None:
             return assignment
         refused = refused or wrong
 
-    # … else a search that ignores the settings, which must have one result.
-    assignments = _ways(params, groups, decides or agrees)
+    # Otherwise search without the settings; only an unambiguous result counts.
+    assignments = _search_assignments(params, groups, decides or agrees)
     if len(assignments) == 1:
         return assignments[0]
     sizes = ", ".join(str(len(group.shapes)) for group in groups)
@@ -214,7 +216,9 @@ def assign(
         )
     if refused is not None:
         raise UnsupportedError(
-            f"no master rounds to it in any assignment ({facts})", key=refused, hint=_HINT
+            f"no assignment has master weights that round to these weights ({facts})",
+            key=refused,
+            hint=_HINT,
         )
     raise UnsupportedError(
         f"names and shapes do not fit the optimizer's groups ({facts})", hint=_HINT
@@ -224,37 +228,34 @@ def assign(
 def by_policy(
     params: Sequence[Trained], groups: Sequence[Slots], policy: Policy
 ) -> Assignment | None:
-    """Return the assignment that a policy makes, whether it fits or not.
-
-    None if the policy cannot tell the groups apart.
-    """
-    wanted = [traits_of(group.settings) for group in groups]
-    if len(set(wanted)) < len(wanted):
+    """Return the assignment by a policy, even if it does not fit; None for ambiguous groups."""
+    group_traits = [traits_of(group.settings) for group in groups]
+    if len(set(group_traits)) < len(group_traits):
         return None
     members: list[list[int]] = [[] for _ in groups]
-    place = {traits: number for number, traits in enumerate(wanted)}
+    group_of = {traits: number for number, traits in enumerate(group_traits)}
     for number, param in enumerate(params):
         traits = policy.traits(param.name, len(param.shape), is_expert=param.is_expert)
         if traits is None:
             continue
-        group = place.get(without_unused_traits(traits, wanted))
+        group = group_of.get(without_unused_traits(traits, group_traits))
         if group is None:
             return None
         members[group].append(number)
     return tuple(map(tuple, members))
 
 
-def without_unused_traits(traits: Traits, wanted: Sequence[Traits]) -> Traits:
+def without_unused_traits(traits: Traits, group_traits: Sequence[Traits]) -> Traits:
     """Return the traits without those that no group has."""
     return Traits(
-        traits.is_exempt and any(of_group.is_exempt for of_group in wanted),
-        traits.is_expert and any(of_group.is_expert for of_group in wanted),
-        traits.has_own_lr and any(of_group.has_own_lr for of_group in wanted),
+        traits.is_exempt and any(group.is_exempt for group in group_traits),
+        traits.is_expert and any(group.is_expert for group in group_traits),
+        traits.has_own_lr and any(group.has_own_lr for group in group_traits),
     )
 
 
 def fits(assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slots]) -> bool:
-    """Return whether the numbers and shapes of an assignment are those of the groups."""
+    """Return whether an assignment has the numbers and shapes of the groups."""
     for members, group in zip(assignment, groups, strict=True):
         if len(members) != len(group.shapes):
             return False
@@ -270,14 +271,14 @@ def fits(assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slo
 
 
 def masters_of(members: Sequence[int], params: Sequence[Trained]) -> list[int]:
-    """Return the parameters of a group that have masters."""
+    """Return the parameters of a group that have master weights."""
     return [i for i in members if params[i].dtype in HALF]
 
 
-def _disagreeing(
+def _find_disagreeing(
     assignment: Assignment, params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees
 ) -> str | None:
-    """Return the first parameter whose master belongs to another one, or None."""
+    """Return the first parameter whose master weights do not round to its weights, or None."""
     for number, (members, group) in enumerate(zip(assignment, groups, strict=True)):
         if group.masters is not None:
             for place, i in enumerate(masters_of(members, params)):
@@ -286,43 +287,53 @@ def _disagreeing(
     return None
 
 
-def _ways(
+def _search_assignments(
     params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | None
 ) -> list[Assignment]:
-    """Return up to two assignments that fit, whatever the settings say; parameters may be frozen.
+    """Return up to two assignments that fit, regardless of settings; parameters may be frozen.
 
-    Goes through the parameters once. A state is how many entries and masters of each group are
-    taken; it keeps two of the ways that lead to it.
+    Dynamic programming, one pass over the parameters. A search state is the number of entries and
+    of master weights used in each group. Two paths per state are kept, which is enough to know
+    that an assignment is ambiguous.
+
+    Raises:
+        UnsupportedError: there are more search states than ``_MAX_STATES``.
     """
-    # Two ways are enough to know that the assignment is not certain.
-    frontier: dict[_State, list[_Way]] = {tuple((0, 0) for _ in groups): [None]}
+    frontier: dict[_State, list[_Path]] = {tuple((0, 0) for _ in groups): [None]}
     for i, param in enumerate(params):
-        grown: dict[_State, list[_Way]] = {}
-        for taken, ways in frontier.items():
-            _extend(grown, taken, ways, None)
+        grown: dict[_State, list[_Path]] = {}
+        for state, paths in frontier.items():
+            # The parameter is frozen …
+            _add_paths(grown, state, paths)
+
+            # … or the next entry of one of the groups.
             for number, group in enumerate(groups):
-                after = _after(taken[number], param, group)
-                is_master = after is not None and after[1] > taken[number][1]
-                if after is None or (
-                    is_master and agrees is not None and not agrees(i, number, after[1] - 1)
-                ):
+                used = _take_entry(state[number], param, group)
+                if used is None:
                     continue
-                _extend(grown, (*taken[:number], after, *taken[number + 1 :]), ways, (i, number))
+                has_master = used[1] > state[number][1]
+                if has_master and agrees is not None and not agrees(i, number, used[1] - 1):
+                    continue
+                extended = [(path, (i, number)) for path in paths]
+                _add_paths(grown, (*state[:number], used, *state[number + 1 :]), extended)
         frontier = grown
         if len(frontier) > _MAX_STATES:
             raise UnsupportedError(
                 "too many assignments of parameters to the optimizer's groups fit by their shapes",
                 hint=_HINT,
             )
+
+    # Assignments use every entry and all master weights.
     full = tuple((len(group.shapes), len(group.masters or ())) for group in groups)
-    return [_unrolled(way, len(groups)) for way in frontier.get(full, [])]
+    return [_unroll(path, len(groups)) for path in frontier.get(full, [])]
 
 
-def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, int] | None:
-    """Return how much of a group is taken with one more parameter; None if its shape does not
-    fit.
+def _take_entry(used: tuple[int, int], param: Trained, group: Slots) -> tuple[int, int] | None:
+    """Return the used entries and master weights of a group after one more parameter.
+
+    None if the next entry has another shape.
     """
-    entry, master = taken
+    entry, master = used
     if entry == len(group.shapes) or group.shapes[entry] not in (None, param.shape):
         return None
     if group.masters is None or param.dtype not in HALF:
@@ -332,26 +343,21 @@ def _after(taken: tuple[int, int], param: Trained, group: Slots) -> tuple[int, i
     return entry + 1, master + 1
 
 
-def _extend(
-    grown: dict[_State, list[_Way]],
-    taken: _State,
-    ways: Sequence[_Way],
-    choice: tuple[int, int] | None,
-) -> None:
-    """Extend the ways that lead to a state; without a choice, the parameter is frozen."""
-    have = grown.setdefault(taken, [])
-    have += [way if choice is None else (way, choice) for way in ways[: 2 - len(have)]]
+def _add_paths(grown: dict[_State, list[_Path]], state: _State, paths: Sequence[_Path]) -> None:
+    """Add paths to a search state, up to two in all."""
+    known_paths = grown.setdefault(state, [])
+    known_paths += paths[: 2 - len(known_paths)]
 
 
-def _unrolled(way: _Way, n_groups: int) -> Assignment:
-    """Return the assignment that a way of choices makes."""
+def _unroll(path: _Path, n_groups: int) -> Assignment:
+    """Return the assignment that a path's steps make."""
     members: list[list[int]] = [[] for _ in range(n_groups)]
-    while way is not None:
-        way, (param, group) = way
+    while path is not None:
+        path, (param, group) = path
         members[group].append(param)
-    return tuple(tuple(reversed(members)) for members in members)
+    return tuple(tuple(reversed(params)) for params in members)
 
 
 _State = tuple[tuple[int, int], ...]
-_Way = tuple[Any, tuple[int, int]] | None
-"""The way before, and (parameter, group) of the latest choice."""
+_Path = tuple[Any, tuple[int, int]] | None
+"""The path before, and (parameter, group) of its last step; None at the beginning."""

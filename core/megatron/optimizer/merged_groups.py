@@ -17,8 +17,8 @@ class _Group:
     """A group under construction.
 
     Args:
-        rank: the directory whose settings these are.
-        is_empty: that rank has no parameter in it; such a group may miss the steps of the others.
+        rank: name of the rank directory that the settings come from.
+        is_empty: that rank has no parameter of the group, so its steps may be missing or behind.
     """
 
     settings: Mapping[str, object]
@@ -28,20 +28,26 @@ class _Group:
 
 
 class MergedGroups:
-    """The groups of an optimizer, put together from those of its ranks.
+    """The groups of an optimizer, combined from those of its ranks.
 
     Args:
-        note: takes (new key, old key) of every tensor among the settings.
+        note: called with (new key, old key) for every tensor among the settings.
     """
 
     def __init__(self, note: Callable[[str, str], None]) -> None:
         self._note = note
         self._groups: dict[tuple[object, ...], _Group] = {}
-        self._home: dict[str, tuple[tuple[object, ...], str]] = {}
-        self._of_rank: list[dict[tuple[object, ...], bool]] = []
+        self._first_group: dict[
+            str, tuple[tuple[object, ...], str]
+        ] = {}  # and the rank that has it
+        self._of_rank: list[dict[tuple[object, ...], bool]] = []  # values: is the group empty
 
     def add(self, rank: str, groups: Iterable[tuple[Mapping[str, object], Iterable[str]]]) -> None:
-        """Add a rank's groups: settings, and global names of parameters.
+        """Add the groups of a rank.
+
+        Args:
+            rank: name of the rank directory.
+            groups: (settings, global names of the parameters).
 
         Raises:
             CorruptError: the rank contradicts another one.
@@ -49,6 +55,7 @@ class MergedGroups:
         """
         own_groups: dict[tuple[object, ...], bool] = {}
         for stored, params in groups:
+            # Tensors among the settings get keys by the number of the merged group.
             group_id = identity(stored)
             number = (
                 list(self._groups).index(group_id)
@@ -62,25 +69,25 @@ class MergedGroups:
             names = dict.fromkeys(params)
             if group_id in own_groups:
                 raise UnsupportedError(
-                    "two of the optimizer's param groups cannot be told apart by their settings",
+                    "two of the optimizer's param groups cannot be distinguished by their settings",
                     rank=rank,
-                    hint="leave the optimizer out with --no-optim",
+                    hint="drop the optimizer with --no-optim",
                 )
             own_groups[group_id] = not names
 
             # Ranks must agree on the settings, and on the group of each parameter.
             self._settle(group_id, settings, rank, is_empty=not names)
             for name in names:
-                home = self._home.setdefault(name, (group_id, rank))
-                if home[0] != group_id:
-                    other = self._groups[home[0]]
+                first_id, first_rank = self._first_group.setdefault(name, (group_id, rank))
+                if first_id != group_id:
+                    other = self._groups[first_id]
                     differing = (
                         key for key, value in settings.items() if value != other.settings.get(key)
                     )
                     setting = next(differing, "")
                     raise CorruptError(
-                        f"its param group has {setting} {settings.get(setting)!r} here, "
-                        f"{other.settings.get(setting)!r} in {home[1]}",
+                        f"{setting} of its param group is {settings.get(setting)!r} here, but "
+                        f"{other.settings.get(setting)!r} in {first_rank}",
                         key=name,
                         rank=rank,
                     )
@@ -106,29 +113,31 @@ class MergedGroups:
         *,
         is_empty: bool,
     ) -> None:
-        """Compare the settings of a group with those of other ranks, or take them as the first."""
+        """Check the settings of a group against other ranks'; the first rank's are stored."""
         group = self._groups.get(group_id)
         if group is None:
             self._groups[group_id] = _Group(settings, rank, is_empty)
             return
 
-        # A rank without parameters in the group did not count its steps.
+        # A rank without parameters in the group does not count its steps.
         free = {"step"} if is_empty or group.is_empty else set()
         for name in dict.fromkeys([*group.settings, *settings]):
             own, other = (source.get(name, _ABSENT) for source in (settings, group.settings))
             if name not in free and not same(own, other):
                 number = list(self._groups).index(group_id)
                 raise CorruptError(
-                    f"setting {name} of the optimizer's param group {number} is {_text(own)} here, {_text(other)} in "
-                    f"{group.rank}",
+                    f"{name} of the optimizer's param group {number} is {_text(own)} here, but "
+                    f"{_text(other)} in {group.rank}",
                     rank=rank,
-                    hint="the ranks' files are not of one checkpoint, or one is damaged",
+                    hint="check that all rank directories are from one checkpoint and intact",
                 )
+
+        # Settings of a rank with parameters replace those of an empty group: they have steps.
         if group.is_empty and not is_empty:
             group.settings, group.rank, group.is_empty = settings, rank, False
 
     def groups(self) -> tuple[ParamGroup, ...]:
-        """Return the groups in order, dense ones first."""
+        """Return the groups in order of appearance, dense ones first."""
         groups = [
             ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()
         ]
@@ -136,27 +145,17 @@ class MergedGroups:
 
     @property
     def omits_empty(self) -> bool | None:
-        """True if ranks leave out groups of which they have no parameter.
-
-        None where no rank shows it.
-        """
+        """True if ranks omit groups without a parameter of theirs; None if no rank shows it."""
         if any(len(of_rank) < len(self._groups) for of_rank in self._of_rank):
             return True
-        return (
-            False
-            if any(is_empty for of_rank in self._of_rank for is_empty in of_rank.values())
-            else None
-        )
+        lists_empty = any(is_empty for of_rank in self._of_rank for is_empty in of_rank.values())
+        return False if lists_empty else None
 
 
 _ABSENT = "absent"
 
 
 def _text(value: object) -> str:
-    return (
-        "a tensor"
-        if isinstance(value, TensorLeaf)
-        else repr(value)
-        if value != _ABSENT
-        else _ABSENT
-    )
+    if isinstance(value, TensorLeaf):
+        return "a tensor"
+    return repr(value) if value != _ABSENT else _ABSENT

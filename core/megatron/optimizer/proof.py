@@ -1,9 +1,8 @@
-"""Whether a master belongs to a weight: rounded to the weight's dtype, it is the weight.
+"""The proof that an optimizer's master weights belong to a parameter: they round to its weights.
 
-Megatron makes the weights anew from their fp32 masters at every step, so a checkpoint's masters
-round to its weights, bit for bit (to nearest even). A few elements tell: what is compared is a
-sample from the beginning, the middle and the end of both. Where the weights are fp32 themselves,
-sample and weight are equal.
+Megatron rounds the fp32 master weights to the model's dtype at every step, so a checkpoint's master
+weights round to its weights, bit for bit (to nearest even). A sample of a few elements from the
+beginning, the middle and the end of both is compared. fp32 weights equal their master weights.
 
 Source: Megatron-LM d98e8a64 ``core/optimizer/optimizer.py`` ``_copy_main_params_to_model_params``.
 """
@@ -24,7 +23,7 @@ from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
 
 RUN = 16
-"""Elements of one of the three runs of a sample."""
+"""Number of elements in each of the three runs of a sample."""
 
 
 def is_master(
@@ -34,16 +33,17 @@ def is_master(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
-    """Return whether the samples of a master and a weight agree.
+    """Return whether the sample of the master weights rounds to that of the weights.
 
     Args:
-        store: where both lie.
+        store: store that holds both arrays.
         master: an array of a float dtype at least as wide as the weight's.
-        weight: with as many elements; its shape may be another.
+        weight: an array with as many elements; the shapes may differ.
         bind: ``bind`` of the catalog, for late-bound arrays.
 
     Raises:
-        UnsupportedError: the weight's dtype is not one that masters are rounded to.
+        UnsupportedError: master weights are not rounded to the weight's dtype.
+        MissingShardError: a file is missing or too short.
     """
     if prod(master.shape) != prod(weight.shape):
         return False
@@ -61,7 +61,10 @@ def are_masters(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bool:
-    """Return whether ``is_master`` holds for every (master, weight), reading each file in one go.
+    """Return whether ``is_master`` holds for all pairs, reading each file in one go.
+
+    Args:
+        pairs: (master weights, weights).
 
     Raises:
         UnsupportedError, MissingShardError: as for ``is_master``.
@@ -70,6 +73,8 @@ def are_masters(
         return False
     masters = _samples(store, [master for master, _ in pairs], bind=bind)
     weights = _samples(store, [weight for _, weight in pairs], bind=bind)
+
+    # Round all samples of a pair of dtypes at once.
     alike: dict[tuple[str, str], list[int]] = {}
     for number, (master, weight) in enumerate(pairs):
         alike.setdefault((master.dtype, weight.dtype), []).append(number)
@@ -91,6 +96,7 @@ def _samples(
     bind: Callable[[ReadStore, StoredArray], StoredArray],
 ) -> list[bytes]:
     """Return ``sample`` of every array."""
+    # Collect the byte ranges of plain arrays by file; read the other arrays one by one.
     samples = [b""] * len(arrays)
     spans: dict[str, list[tuple[int, int]]] = {}
     places: dict[str, list[int]] = {}
@@ -117,7 +123,14 @@ def sample(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bytes:
-    """Read some elements of an array, dense: the same ones for arrays of one size."""
+    """Read a sample of an array's elements, as dense bytes.
+
+    The element numbers depend on the array's size only, so samples of two arrays can be compared.
+
+    Raises:
+        MissingShardError: a file is missing or too short.
+    """
+    # Find the elements: late-bound arrays need their extent, encoded ones are decoded.
     if array.extent.is_late:
         array = bind(store, array)
     decoded = DecodedStore(store) if array.extent.encoding is not None else None
@@ -125,6 +138,8 @@ def sample(
         array, store = decoded.placed(array), decoded
     extent, size = array.extent, itemsize(array.dtype)
     runs = _runs(prod(array.shape))
+
+    # Dense arrays are read in runs, strided ones element by element.
     if extent.strides is None:
         return b"".join(
             store.read(extent.file, extent.offset + start * size, n * size) for start, n in runs
@@ -138,25 +153,25 @@ def sample(
 
 
 def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str) -> bool:
-    """Return whether elements, rounded to another dtype, are the given ones; NaNs equal each other.
+    """Return whether master weights round to the given weights; all NaNs are equal.
 
     Raises:
-        UnsupportedError: the cast is not made.
+        UnsupportedError: master weights are not rounded to the weight's dtype.
     """
+    # A few elements are rounded here, because importing numpy would take longer.
     if master_dtype != weight_dtype:
-        few = (
-            rounding_of(master_dtype, weight_dtype)
-            if len(master) <= MOST * itemsize(master_dtype)
-            else None
-        )
-        if few is not None:
-            master = few(master)
+        is_few = len(master) <= MOST_PLAIN * itemsize(master_dtype)
+        round_few = rounding_of(master_dtype, weight_dtype) if is_few else None
+        if round_few is not None:
+            master = round_few(master)
         else:
             rounded = bytearray(len(weight))
             cast_of(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
             master = bytes(rounded)
     if master == weight:
         return True
+
+    # Different bytes may still be NaNs, whose bits differ between implementations.
     size = itemsize(weight_dtype)
     if len(master) != len(weight) or dtype_of(weight_dtype).kind != "float":
         return False
@@ -166,19 +181,23 @@ def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str
 
 @lru_cache(maxsize=1 << 12)
 def _runs(n: int) -> tuple[tuple[int, int], ...]:
-    """Return (first element, elements) of the runs of a sample."""
+    """Return (first element, number of elements) of each run of a sample."""
     if n <= 3 * RUN:
         return ((0, n),) if n else ()
     return ((0, RUN), (n // 2, RUN), (n - RUN, RUN))
 
 
 def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the elements in storage before one, given its number in C order."""
-    place = 0
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        index, at = divmod(index, extent)
-        place += at * stride
-    return place
+    """Return the offset of an element in a strided array, in elements.
+
+    Args:
+        index: number of the element in C order.
+    """
+    offset = 0
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        index, coordinate = divmod(index, size)
+        offset += coordinate * stride
+    return offset
 
 
 def _is_nan(data: bytes, dtype: str) -> bool:
@@ -191,23 +210,21 @@ def _is_nan(data: bytes, dtype: str) -> bool:
     return value != value
 
 
-MOST = 4096
-"""Elements beyond which numpy is faster, its import included."""
+MOST_PLAIN = 4096
+"""Number of elements above which numpy is faster, its import included."""
 
 
 _INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000}
-"""Bits of infinity; greater ones, without the sign, are NaNs."""
+"""Bits of positive infinity; without the sign, greater values are NaNs."""
 
 
 _CODES = {"float16": "H", "bfloat16": "H", "float32": "I"}
 
 
 def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
-    """Return the function that rounds dense little-endian elements to nearest even.
+    """Return a function that rounds dense little-endian elements to nearest even, without numpy.
 
-    None where only numpy does.
-
-    NaNs stay NaNs, with bits of their own.
+    None for other dtypes. NaNs stay NaNs, with bits that may differ from numpy's.
     """
     return {("float32", "bfloat16"): _to_bfloat16, ("float32", "float16"): _to_float16}.get(
         (source, target)
@@ -215,7 +232,7 @@ def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
 
 
 def is_nan(data: bytes, dtype: str) -> bool | None:
-    """Return whether one element is not a number; None if the dtype is not known here."""
+    """Return whether an element is NaN; None for dtypes other than the three of the table."""
     if dtype not in _INFINITIES:
         return None
     (bits,) = struct.unpack(f"<{_CODES[dtype]}", data)
@@ -244,22 +261,25 @@ def _float16(value: float) -> bytes:
         return struct.pack("<e", float("inf") if value > 0 else float("-inf"))
 
 
-MOST = 64
-"""Parameters that are looked at, evenly spread."""
+MOST_COMPARED = 64
+"""Number of parameters to compare, evenly spread."""
 
 
 def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
-    """Return the parameters, among a sample, whose masters do not round to their weights.
+    """Return the parameters, among a sample, whose master weights do not round to their weights.
 
-    Names say what belongs to what, so that this is no proof of a mapping; but weights that were
-    edited, or taken from another step than the optimizer, show themselves.
+    The states are stored by name, so this does not prove a mapping. It finds weights that were
+    edited, or that come from another step than the optimizer.
 
     Args:
         catalog: the global per-layer form, of a checkpoint that stores states by name.
+
+    Raises:
+        UnsupportedError, MissingShardError: as for ``is_master``.
     """
     named = [key for key in catalog.tensors if state_key(MASTER, key) in catalog.tensors]
     strange = []
-    for key in named[:: max(1, len(named) // MOST)]:
+    for key in named[:: max(1, len(named) // MOST_COMPARED)]:
         pair = _same_part(catalog, key, state_key(MASTER, key))
         if pair is not None and not is_master(store, pair[1], pair[0], bind=catalog.bind):
             strange.append(key)
@@ -267,10 +287,7 @@ def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
 
 
 def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, StoredArray]]:
-    """Yield (parameter, array of weights, array of masters).
-
-    The two arrays hold the same part of their tensors.
-    """
+    """Yield (parameter, weights, master weights); the two arrays hold the same box."""
     for key in catalog.tensors:
         if state_key(MASTER, key) in catalog.tensors:
             pair = _same_part(catalog, key, state_key(MASTER, key))
@@ -279,21 +296,18 @@ def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, Store
 
 
 def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, StoredArray] | None:
-    """Return a weight's array and a master's that hold the same box, and nothing else.
+    """Return two arrays, weights and master weights, that hold exactly the same box; None if none.
 
-    None if there are none.
+    Args:
+        key, master: keys of the parameter and of its master weights.
     """
-    boxes = {
-        piece.box: piece.array
-        for piece in catalog.fragments(key)
-        if piece.array is not None and prod(piece.array.shape) == piece.box.n_elements
-    }
-    for piece in catalog.fragments(master):
-        weight = boxes.get(piece.box)
-        if (
-            weight is not None
-            and piece.array is not None
-            and prod(piece.array.shape) == piece.box.n_elements
-        ):
-            return weight, piece.array
-    return None
+    weights, masters = (
+        [
+            (fragment.box, fragment.array)
+            for fragment in catalog.fragments(name)
+            if fragment.array is not None and prod(fragment.array.shape) == fragment.box.n_elements
+        ]
+        for name in (key, master)
+    )
+    weight_of = dict(weights)
+    return next(((weight_of[box], array) for box, array in masters if box in weight_of), None)

@@ -1,6 +1,4 @@
-"""The optimizer of rank files as values: the tensors of a rank, and which stored array is which
-state of them.
-"""
+"""Values that describe the optimizer of rank files: parameters, their states, the ranks' files."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ class Param:
     """A tensor in a rank's state dict.
 
     Args:
-        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` tells what it is called in
-            the whole model, and takes its optimizer's states as well, whose shape is the same.
-        name: in the chunk, without ``model.``; local numbers.
-        array: weights of the tensor.
+        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` finds the global names of
+            the weights, and of optimizer states, which have the same shape.
+        name: name in the chunk, without ``model.``, with local layer numbers.
+        array: the weights.
     """
 
     chunk: ModelChunk
@@ -38,9 +36,9 @@ class RankFile:
     """The content of a rank's model_optim_rng.pt.
 
     Args:
-        folder: the rank's directory.
-        root: the file's content.
-        params: the tensors of all its chunks, in their order; buffers are among them.
+        folder: name of the rank's directory.
+        root: content of the file.
+        params: tensors of all chunks, in the order of the file, buffers included.
     """
 
     rank: Rank
@@ -63,9 +61,9 @@ class RankStates:
     """The optimizer of all ranks.
 
     Args:
-        optimizer: what is not a tensor; its groups name global parameters.
-        states: in the order of ranks and files.
-        steps: arrays of one element that all hold the number of steps; () where it is no tensor.
+        optimizer: settings and groups; the groups list global parameters.
+        states: states of all parameters, in the order of ranks and files.
+        steps: arrays of one element that all hold the number of steps; () if that is not a tensor.
         beside: key of another hidden tensor, in ``optimizer.entries`` → its equal copies.
         notes, dropped: for the catalog's fields of these names.
     """
@@ -80,7 +78,7 @@ class RankStates:
 
 @value(frozen=True, slots=True)
 class HeldParam:
-    """A tensor of a rank's state dict.
+    """A tensor of a rank's state dict that is to be written.
 
     Args:
         key: global name of the tensor.
@@ -94,14 +92,14 @@ class HeldParam:
 
 
 class OptimizerFiles(Protocol):
-    """The optimizer in the files of all ranks, which is added rank by rank.
+    """The optimizer in the files of all ranks, to which ranks are added one by one.
 
     Attributes:
         files: coordinates → distrib_optim.pt (``core.megatron.optimizer.flat.content.OptimFile``),
-            where there is such a file.
-        arrays: by name, those of parameters' states in model_optim_rng.pt.
-        beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it
-            goes to.
+            if the rank has such a file.
+        arrays: name → array of a parameter's state in model_optim_rng.pt.
+        beside: key of a hidden tensor of the source (for example the number of steps) → the arrays
+            that it is copied to.
         notes, dropped: for the catalog's fields of these names.
     """
 
@@ -115,4 +113,4 @@ class OptimizerFiles(Protocol):
         """Add the tensors of a rank's file, in order, and return the rank's entry ``optimizer``."""
 
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the target's fragments of one state, once all ranks have been added."""
+        """Return the target's fragments of one state; all ranks must have been added."""

@@ -1,4 +1,4 @@
-"""The destination of an optimizer that is resharded: what decides its files, groups and keys."""
+"""The destination of an optimizer to reshard: the facts that decide its files, groups and keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from core.megatron.rules.rules import Rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardTarget:
-    """An optimizer in the global per-layer form, and the layout that it is to have.
+    """An optimizer in the global per-layer form, and its layout at the destination.
 
     Args:
         catalog: the model in the global per-layer form, with the optimizer's states among its
             tensors.
-        optimizer: the catalog's, without its tensors.
+        optimizer: settings and groups of the catalog's optimizer.
         topology: sizes of the destination.
         facts: facts about the source.
-        rules: the layout's table.
-        cuts: how the destination cuts every tensor, states included.
+        rules: the rule table of the destination.
+        cuts: key of every tensor, states included → its cut at the destination.
         version: the megatron-core that is to load the result; None for the one that wrote the
             source.
     """

@@ -1,10 +1,10 @@
-"""The param groups of an optimizer at another layout.
+"""The param groups of an optimizer after resharding.
 
-Groups are those of the source. Only experts may come to other ones: with expert parallelism they
-have groups, and a chained optimizer, of their own (``is_expert_parallel``); without, they are in
-the groups of dense parameters. Which of them a rank lists, and in which order, depends on
-megatron-core's version (``core.megatron.model.version``): on the one that is to load the result,
-or, where nobody says, on the one that wrote the source.
+The destination has the groups of the source. Only experts may change their group: with expert
+parallelism they have groups, and a chained optimizer, of their own (``is_expert_parallel``);
+without it, they are in the groups of dense parameters. The version of megatron-core
+(``core.megatron.model.version``) decides which groups a rank lists, and in which order: the version
+that is to load the result, if requested, otherwise that which wrote the source.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 ``_get_param_groups``, ``get_megatron_optimizer``.
@@ -35,10 +35,10 @@ class TargetGroups:
     """The groups at a destination.
 
     Args:
-        settings: settings of each group, in order: dense ones first.
+        settings: settings of each group, dense ones first.
         group_of: global parameter → number of its group.
-        is_sorted: ranks have them in that order; otherwise as their parameters need them.
-        omits_empty: ranks leave out those of which they have no parameter.
+        is_sorted: ranks list groups in that order; otherwise in the order of their parameters.
+        omits_empty: ranks do not list groups of which they have no parameter.
     """
 
     settings: Sequence[Mapping[str, object]]
@@ -47,22 +47,15 @@ class TargetGroups:
     omits_empty: bool
 
     def order(self, params: Iterable[str]) -> list[int]:
-        """Return the groups that a rank lists.
+        """Return the numbers of the groups that a rank lists.
 
         Args:
             params: parameters that the rank holds, in order.
         """
-        own = list(dict.fromkeys(self.group_of[name] for name in params))
-        if self.is_sorted:
-            own.sort()
+        numbers = dict.fromkeys(self.group_of[name] for name in params)
         if not self.omits_empty:
-            all_groups = range(len(self.settings))
-            own = (
-                list(all_groups)
-                if self.is_sorted
-                else [*own, *(number for number in all_groups if number not in own)]
-            )
-        return own
+            numbers |= dict.fromkeys(range(len(self.settings)))  # empty groups come last …
+        return sorted(numbers) if self.is_sorted else list(numbers)  # … unless all are sorted
 
     def is_expert(self, number: int) -> bool:
         """Return whether a group belongs to the optimizer of experts."""
@@ -74,72 +67,104 @@ def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGro
 
     Args:
         target: the destination.
-        params: global name of every parameter that is trained → number of its axes.
+        params: global name of every trained parameter → number of its axes.
 
     Raises:
-        UnsupportedError: no policy tells which parameters the source's groups have, two groups that
-            become one have different settings, or the target's version would describe them in
+        UnsupportedError: no policy matches parameters to the source's groups, two groups with
+            different settings would become one, or the target's version describes groups in
             another way.
         CorruptError: a parameter is in no group.
     """
-    optimizer, rules, version = target.optimizer, target.rules, target.version
-    sources = _source_groups(target, params)
-    splits = _splits(target)
-    wanted: dict[tuple[object, ...], Mapping[str, object]] = {}
-    place: dict[tuple[int, bool], tuple[object, ...]] = {}
+    source_groups, version = target.optimizer.groups, target.version
+    source_of = _source_groups(target, params)
+    splits = _splits_experts(target)
 
-    def settle(number: int, is_expert: bool) -> tuple[object, ...]:
-        if (number, is_expert) in place:
-            return place[number, is_expert]
-        group = optimizer.groups[number]
-        group_id = identity(group.settings, is_expert=is_expert)
-        settings = (
-            group.settings
-            if EXPERT not in group.settings
-            else {**group.settings, EXPERT: is_expert}
-        )
-        _check_same(wanted.setdefault(group_id, settings), settings)
-        return place.setdefault((number, is_expert), group_id)
-
-    # Every parameter goes to its source's group; experts may have groups of their own or lose them.
-    of_name = {}
+    # A parameter stays in its source's group, but experts may get groups of their own or lose them.
+    placed: dict[str, tuple[int, bool]] = {}
     for name in params:
-        number = sources[name]
-        is_expert = (
-            optimizer.groups[number].is_expert
-            if splits is None
-            else splits and rules.expert_of(name) is not None
-        )
-        of_name[name] = settle(number, is_expert)
-    for number, group in enumerate(optimizer.groups):
-        if not any(source == number for source in sources.values()):
-            settle(number, group.is_expert if splits in (None, True) else False)
+        number = source_of[name]
+        if splits is None:
+            is_expert = source_groups[number].is_expert
+        else:
+            is_expert = splits and target.rules.expert_of(name) is not None
+        placed[name] = (number, is_expert)
+    used = set(source_of.values())
+    empty = [
+        (number, group.is_expert and splits is not False)
+        for number, group in enumerate(source_groups)
+        if number not in used
+    ]
+
+    # Merge the groups that have one identity at the destination.
+    groups: dict[tuple[object, ...], Mapping[str, object]] = {}
+    ids: dict[tuple[int, bool], tuple[object, ...]] = {}
+    for number, is_expert in dict.fromkeys([*placed.values(), *empty]):
+        settings = source_groups[number].settings
+        group_id = ids[number, is_expert] = identity(settings, is_expert=is_expert)
+        if EXPERT in settings:
+            settings = {**settings, EXPERT: is_expert}
+        _check_same(groups.setdefault(group_id, settings), settings)
 
     # Dense groups come first, each kind in the order of the source.
-    base = [identity(group.settings, is_expert=False) for group in optimizer.groups]
-    order = sorted(
-        wanted,
-        key=lambda group_id: (bool(group_id[2]), base.index((*group_id[:2], False, *group_id[3:]))),
+    base = [identity(group.settings, is_expert=False) for group in source_groups]
+    groups = dict(
+        sorted(
+            groups.items(),
+            key=lambda item: (bool(item[0][2]), base.index((*item[0][:2], False, *item[0][3:]))),
+        )
     )
-    is_sorted = all(_USUAL_RATE in group.settings for group in optimizer.groups)
-    omits_empty = bool(optimizer.omits_empty)
+    is_sorted = all(_USUAL_RATE in group.settings for group in source_groups)
+    omits_empty = bool(target.optimizer.omits_empty)
 
-    # A given megatron-core wants its own settings and order.
+    # A requested megatron-core has its own settings and order.
     if version is not None:
-        wanted = {group_id: _described(settings, version) for group_id, settings in wanted.items()}
-        if version.sorts_groups and not is_sorted:
-            order = _in_order(wanted)
+        groups = _groups_of_version(groups, version, is_sorted=is_sorted)
         is_sorted, omits_empty = version.sorts_groups, not version.lists_empty_groups
+    order = list(groups)
     return TargetGroups(
-        settings=[wanted[group_id] for group_id in order],
-        group_of={name: order.index(group_id) for name, group_id in of_name.items()},
+        settings=list(groups.values()),
+        group_of={name: order.index(ids[place]) for name, place in placed.items()},
         is_sorted=is_sorted,
         omits_empty=omits_empty,
     )
 
 
-def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
-    """Return a group's settings as a version has them.
+def _groups_of_version(
+    groups: Mapping[tuple[object, ...], Mapping[str, object]],
+    version: MegatronVersion,
+    *,
+    is_sorted: bool,
+) -> dict[tuple[object, ...], Mapping[str, object]]:
+    """Return groups with the settings, and in the order, of a version of megatron-core.
+
+    0.16 lists groups with the usual learning rate as: with weight decay, without; dense ones first.
+
+    Args:
+        groups: identity → settings, dense groups first.
+        is_sorted: the groups are in the order of 0.16 already.
+
+    Raises:
+        UnsupportedError: as for ``_describe``, or two groups have the same weight decay and both
+            are, or are not, of experts.
+    """
+    described = {group_id: _describe(settings, version) for group_id, settings in groups.items()}
+    if is_sorted or not version.sorts_groups:
+        return described
+    place = {
+        group_id: (bool(group_id[2]), traits_of(settings).is_exempt)
+        for group_id, settings in described.items()
+    }
+    if len(set(place.values())) < len(place):
+        raise UnsupportedError(
+            "the source's param groups differ in more than weight decay and experts, so their "
+            "order in megatron-core 0.16 is unknown",
+            hint="drop the optimizer with --no-optim",
+        )
+    return {group_id: described[group_id] for group_id in sorted(place, key=lambda key: place[key])}
+
+
+def _describe(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
+    """Return a group's settings in the form that a version of megatron-core expects.
 
     Raises:
         UnsupportedError: the version needs a setting that the group lacks, or describes its
@@ -148,56 +173,36 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
     missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
     if missing:
         raise UnsupportedError(
-            f"the source's param groups have no {' and no '.join(missing)}, by which megatron-core tells them apart",
-            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+            f"the source's param groups lack {' and '.join(missing)}, by which megatron-core "
+            "identifies them",
+            hint=f"omit {OPTION}, or drop the optimizer with --no-optim",
         )
+
+    # Versions that sort groups have `default_config`; that of a usual learning rate can be added.
     if version.sorts_groups == (_USUAL_RATE in settings):
         return settings
     if traits_of(settings).has_own_lr or settings.get("lr_mult", settings.get("pre_lr_mult")) != 1:
         raise UnsupportedError(
-            f"megatron-core {version} describes param groups with a learning rate of their own in another way than the "
-            "source",
-            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+            f"megatron-core {version} and the source describe param groups with a learning rate of "
+            "their own in different ways",
+            hint=f"omit {OPTION}, or drop the optimizer with --no-optim",
         )
     if version.sorts_groups:
         return {**settings, _USUAL_RATE: True}
     return {name: value for name, value in settings.items() if name != _USUAL_RATE}
 
 
-def _in_order(
-    groups: Mapping[tuple[object, ...], Mapping[str, object]],
-) -> list[tuple[object, ...]]:
-    """Return groups with the usual learning rate in the order of 0.16: with weight decay, without;
-    dense ones first.
-
-    Raises:
-        UnsupportedError: two groups are alike in weight decay and experts.
-    """
-    place = {
-        group_id: (bool(group_id[2]), traits_of(settings).is_exempt)
-        for group_id, settings in groups.items()
-    }
-    if len(set(place.values())) < len(place):
-        raise UnsupportedError(
-            "the source's param groups differ in more than weight decay and experts, so that their order in "
-            "megatron-core 0.16 is not known",
-            hint="leave the optimizer out with --no-optim",
-        )
-    return sorted(place, key=lambda group_id: place[group_id])
-
-
 _USUAL_RATE = "default_config"
-"""Setting of a group's, since megatron-core 0.16: whether its learning rate is the usual one."""
+"""Setting of a group since megatron-core 0.16: True if its learning rate is the usual one."""
 _FOUND_BY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr")
 """The settings by which megatron-core 0.15 and later find a group."""
 
 
-def _splits(target: ReshardTarget) -> bool | None:
-    """Return whether experts have groups of their own at the destination; None means those that
-    they have.
+def _splits_experts(target: ReshardTarget) -> bool | None:
+    """Return whether the destination has groups of experts only; None to keep the source's groups.
 
-    Without expert parallelism, some versions give them groups of their own where their TP size is
-    another; then what the source does decides, if it shows it.
+    Without expert parallelism, some versions create such groups if the experts' TP size differs
+    from TP. If that is so for both source and destination, the source shows what its version does.
     """
     if not any(EXPERT in group.settings for group in target.optimizer.groups):
         return None
@@ -210,7 +215,7 @@ def _splits(target: ReshardTarget) -> bool | None:
 
 
 def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, object]) -> None:
-    """Raise unless two groups that become one agree."""
+    """Raise unless two groups that become one have the same settings."""
     for name in dict.fromkeys([*settings, *other_settings]):
         if (
             name not in settings
@@ -218,9 +223,9 @@ def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, obj
             or not same(settings[name], other_settings[name])
         ):
             raise UnsupportedError(
-                f"experts and other parameters come to one param group, but their {name} is {settings.get(name)!r} and "
-                f"{other_settings.get(name)!r}",
-                hint="keep an expert parallel size above 1, or leave the optimizer out with --no-optim",
+                f"experts and other parameters would share a param group, but their {name} is "
+                f"{settings.get(name)!r} and {other_settings.get(name)!r}",
+                hint="keep an expert parallel size above 1, or drop the optimizer with --no-optim",
             )
 
 
@@ -229,8 +234,9 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
 
     Raises:
         CorruptError: a parameter is in no group.
-        UnsupportedError: the groups list no parameters, and no policy tells them.
+        UnsupportedError: the groups list no parameters, and no policy fits.
     """
+    # The groups of rank files and of this project's own form list their parameters.
     groups = target.optimizer.groups
     if all(group.params is not None for group in groups):
         numbers = {
@@ -239,32 +245,32 @@ def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[
         missing = next((name for name in params if name not in numbers), None)
         if missing is not None:
             raise CorruptError(
-                "the optimizer has states of it, but no param group has it", key=missing
+                "the optimizer has states of this parameter, but no param group has it", key=missing
             )
         return numbers
+
+    # Otherwise the first policy counts that assigns all parameters and fills all groups.
     for policy in policies_of(fields_of(target.args)):
         numbers = _groups_by_policy(policy, target, params)
         if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
             return numbers
     raise UnsupportedError(
-        f"the parameters of the optimizer's {len(groups)} groups are not stored, and the groups' settings do not tell "
-        "them",
-        hint="leave the optimizer out with --no-optim, or keep the format",
+        f"the checkpoint does not record the parameters of the optimizer's {len(groups)} groups, "
+        "and they do not follow from the groups' settings",
+        hint="drop the optimizer with --no-optim, or keep the format",
     )
 
 
 def _groups_by_policy(
     policy: Policy, target: ReshardTarget, params: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of the group that a policy gives each parameter; {} if it cannot tell the
-    groups apart.
-    """
-    wanted = [traits_of(group.settings) for group in target.optimizer.groups]
-    if len(set(wanted)) < len(wanted):
+    """Return the number of each parameter's group by a policy; {} if groups are ambiguous."""
+    group_traits = [traits_of(group.settings) for group in target.optimizer.groups]
+    if len(set(group_traits)) < len(group_traits):
         return {}
     numbers: dict[str, int] = {}
     for name, n_axes in params.items():
         traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
-        if traits is not None and without_unused_traits(traits, wanted) in wanted:
-            numbers[name] = wanted.index(without_unused_traits(traits, wanted))
+        if traits is not None and without_unused_traits(traits, group_traits) in group_traits:
+            numbers[name] = group_traits.index(without_unused_traits(traits, group_traits))
     return numbers

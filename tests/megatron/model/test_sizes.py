@@ -97,7 +97,7 @@ def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: in
     )
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
-    assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 say")
+    assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 show")
     check(model, store, source, Topology(tp=6, pp=2))
     stacked = stack(source, Topology(tp=2), rules=RULES)
     key = f"decoder.layers.{'0.' if experts else ''}mlp.linear_fc1.weight"
@@ -161,7 +161,7 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
     _, catalog = model.catalog(Topology(tp=2))
     source = unshard(catalog, rules=RULES)
     with pytest.raises(
-        UnsupportedError, match="how many of the 40 rows are padding is not known"
+        UnsupportedError, match="number of padding rows among the 40 rows is unknown"
     ) as caught:
         shard(source, Topology(tp=3), rules=RULES)
     assert "--vocab-size" in (caught.value.hint or "")
@@ -171,5 +171,5 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
 
 def test_a_vocabulary_above_the_stored_rows_is_refused() -> None:
     _, catalog = Model(layers=1).catalog(Topology(tp=2))
-    with pytest.raises(UsageError, match="a vocabulary of 41 does not fit the 40 rows"):
+    with pytest.raises(UsageError, match="a vocabulary of 41 does not fit the 40 stored rows"):
         unshard(catalog, rules=RULES, vocab_size=41)

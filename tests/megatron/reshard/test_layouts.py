@@ -286,7 +286,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
         ({"hybrid_layer_pattern": "[M-]*-E"}, "kind '\\['"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "heterogeneous layers"),
         ({"expert_model_parallel_size": 2}, "EP 2"),
-        ({"num_layers": None}, "do not say num_layers"),
+        ({"num_layers": None}, "have no num_layers"),
     ],
 )
 def test_arguments_of_other_models_are_refused(changes: dict[str, object], what: str) -> None:

@@ -411,10 +411,7 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     odd: dict[str, tuple[Shape, Place]] = {**MAMBA_2, "mixer.in_proj.weight": ((54, 8), (0, ()))}
     error = refusal(model([odd] * 2, norm="final_norm"), Topology(tp=2), Topology())
     assert isinstance(error, CorruptError)
-    assert (
-        error.message
-        == "its parts would be 16, 16, 9, 9, 4, of which 2 ranks cannot have equal shares"
-    )
+    assert error.message == "the parts 16, 16, 9, 9, 4 of the tensor do not divide over 2 ranks"
 
 
 # --- hybrid patterns ---
@@ -454,7 +451,7 @@ def test_a_pattern_without_cuts_is_kept() -> None:
     [
         (
             "M-*M",
-            "the pattern M-*M says that layer 1 is of the kind -, but it has no mlp.linear_fc1.*",
+            "layer 1 should be of the kind - by the pattern M-*M, but it has no mlp.linear_fc1.*",
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
         ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),

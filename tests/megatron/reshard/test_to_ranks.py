@@ -272,7 +272,7 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
         (Topology(pp=2, vpp=4), r"4 layers do not divide over 2 pipeline stages of 4 model chunks"),
         (
             Topology(vpp=2),
-            r"several model chunks a stage \(VPP 2\) need more than one pipeline stage",
+            r"several model chunks per stage \(VPP 2\) need more than one pipeline stage",
         ),
         (Topology(ep=2), r"no experts .* expert parallel"),
         (Topology(tp=2, etp=1), r"no experts .*TP2 PP1 ETP1.*--etp-new"),

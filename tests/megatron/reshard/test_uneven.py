@@ -343,7 +343,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
             ["--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL"],
             "does not match PP 2 and VPP 2",
         ),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "has '?'"),
+        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "contains '?'"),
         (
             [
                 "--pp-new",

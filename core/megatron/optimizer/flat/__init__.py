@@ -1,7 +1,7 @@
 """The distributed optimizer of rank files: flat buffers in distrib_optim.pt.
 
-Start at ``content``, what the file holds, and ``buffers``, where each parameter lies in a buffer.
-``layout`` finds and proves that for a stored file; ``read`` and ``write`` do the rest.
+Start at ``content``, the structure of the file, and ``buffers``, the offsets of parameters in a
+buffer. ``layout`` finds and proves the offsets in a stored file; ``read`` and ``write`` use them.
 Imports: arrays, catalog, errors, files, megatron.extras, megatron.model, megatron.optimizer,
     megatron.rules, pickle.
 """

@@ -1,16 +1,15 @@
 """Boxes of a global tensor that a run of a flattened shard holds.
 
-The distributed optimizer cuts flat buffers wherever it likes, so what one stored array has of a
-parameter is a run of
-the elements of the rank's shard, in C order. A run is at most a few boxes::
+The distributed optimizer cuts its flat buffers at arbitrary elements, so one stored array holds a
+run of the elements of a rank's shard, in C order. A run is at most a few boxes::
 
-    shard of shape (4, 5), elements 3–17        . . . 3 4      head of a row
-                                                5 6 7 8 9      whole rows
+    shard of shape (4, 5), elements 3–17        . . . 3 4      end of a row
+                                                5 6 7 8 9      complete rows
                                                 10 11 12 13 14
-                                                15 16 . . .    tail of a row
+                                                15 16 . . .    beginning of a row
 
-each of which is consecutive in the array too, and so a ``core.catalog.stored.part_of`` it with the
-box's shape.
+The elements of each box are consecutive in the array too, so ``core.catalog.stored.part_of`` gives
+the part of the array that has the box's shape.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class FlatRun:
     """Consecutive elements of a flattened shard, and where they are stored.
 
     Args:
-        start: elements of the shard before the run.
-        n: elements of the run.
-        array: what holds it.
-        at: elements of the array before the run.
+        start: number of elements of the shard before the run.
+        n: number of elements in the run.
+        array: the array that holds the run.
+        at: number of elements of the array before the run.
     """
 
     start: int
@@ -49,25 +48,29 @@ def fragments_of_run(
     """Yield the fragments of a global tensor that a run of one of its shards holds.
 
     Args:
-        key: the tensor.
+        key: key of the tensor.
         run: a run of the shard.
-        pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``);
-            what they leave out (vocabulary padding) is in no fragment.
+        pieces: regions of the tensor in the shard, with their position (``core.arrays.sharding``);
+            elements outside of them (vocabulary padding) are in no fragment.
         shape: shape of the shard, in elements.
 
     Yields:
-        In C order of the shard, boxes disjoint; every array is a part of ``run.array``.
+        Fragments with disjoint boxes, in C order of the shard; every array is a part of
+        ``run.array``.
 
     Raises:
-        ValueError: the run does not lie in the shard.
+        ValueError: the run is not inside the shard.
         CorruptError, UnsupportedError: as for ``core.catalog.stored.part_of``.
     """
     strides = c_strides(shape)
     for local in boxes_of_flat_range(shape, run.start, run.start + run.n):
+        # Elements of the run before this box.
         before = (
             sum(offset * stride for offset, stride in zip(local.offset, strides, strict=True))
             - run.start
         )
+
+        # Intersect the box with the shard's regions, which have positions of their own globally.
         part: StoredArray | None = None
         for piece in pieces:
             common = local.intersect(Box(piece.at, piece.box.shape))
@@ -89,10 +92,10 @@ def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> It
 
     Args:
         stored: (first element, array of one axis), in increasing order, without gaps.
-        start, n: elements of the flat tensor.
+        start, n: first element and number of elements of the run.
 
     Yields:
-        Runs whose ``start`` counts from the beginning of the wanted one, in order.
+        Runs in order; their ``start`` counts from the beginning of the requested run.
     """
     place = max(bisect_right(stored, start, key=itemgetter(0)) - 1, 0)
     while place < len(stored) and stored[place][0] < start + n:

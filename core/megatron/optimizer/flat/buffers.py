@@ -1,25 +1,24 @@
-"""The distributed optimizer's flat buffers: where each parameter lies in them.
+"""The offsets of parameters in the distributed optimizer's flat buffers.
 
 Parameters of one model chunk, one dtype and one kind (experts that expert parallelism distributes,
-or the others) share a buffer, the last one first. A parameter starts at a multiple of 64 elements;
-a bucket ends as soon as it holds ``bucket_size`` elements, and around an embedding that pipeline
-stages share. Buckets are padded at their end in
-memory; files leave that padding out, but not what stands before a parameter inside a bucket::
+or the others) share a buffer, in reverse order. A parameter starts at a multiple of 64 elements. A
+bucket ends after the parameter that fills it to ``bucket_size`` elements, and before and after an
+embedding that pipeline stages share. In memory, buckets are padded at their end; files omit that
+padding, but keep the padding before a parameter inside a bucket::
 
     memory       | output_layer . . | norm . . . | fc2    pad || fc1 . . | qkv      pad ||
     file         | output_layer . . | norm . . . | fc2        || fc1 . . | qkv          ||
                  ^ multiple of 64 in its bucket
 
-So in a file a parameter starts at the next multiple of 64 after the one before, counted from its
-bucket's beginning, or exactly where that one ends, if a bucket ends there. Neither depends on how
-many ranks share the buffer.
+So in a file, a parameter starts at the next multiple of 64 after the previous one, counted from the
+beginning of its bucket, or exactly at the end of the previous one, if a bucket ends there. Neither
+depends on the number of ranks that share the buffer.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1, ``core/distributed/{param_and_grad_buffer,
 distributed_data_parallel}.py`` (checked in tests against 0.16.1's own class); for the arguments
 ``get_model`` of Megatron-LM's ``training/training.py``.
 
-Not supported: the layer-wise optimizer's buffers, those of Megatron-FSDP, and of parameters that
-are FP8 themselves.
+Not supported: buffers of the layer-wise optimizer, of Megatron-FSDP and of FP8 parameters.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from core.errors import UnsupportedError
 from core.megatron.model.args import size_in
 
 ALIGNMENT = 64
-"""Elements; a parameter starts at a multiple of it in its bucket."""
+"""A parameter's offset in its bucket is a multiple of this number of elements."""
 
 MIN_BUCKET = 40_000_000
-"""Elements of a bucket where the arguments do not say."""
+"""Smallest size of a bucket, in elements, unless the arguments specify one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class Slot:
     """The place of a parameter in a buffer.
 
     Args:
-        bucket: number of its bucket.
-        start: elements of the file's buffer before it.
+        bucket: number of the bucket.
+        start: number of elements of the file's buffer before the parameter.
     """
 
     bucket: int
@@ -53,11 +52,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """A buffer as files have it.
+    """The layout of a buffer in a file.
 
     Args:
         slots: places of the parameters, in the model's order.
-        buckets: elements of each bucket, without the padding at its end.
+        buckets: number of elements of each bucket, without the padding at its end.
     """
 
     slots: tuple[Slot, ...]
@@ -65,7 +64,7 @@ class BufferLayout:
 
     @property
     def n_elements(self) -> int:
-        """Elements of the buffer in a file (Megatron's ``numel_unpadded``)."""
+        """Number of elements of the buffer in a file (Megatron's ``numel_unpadded``)."""
         return sum(self.buckets)
 
 
@@ -77,22 +76,25 @@ def aligned(offset: int) -> int:
 def lay_out_buffer(
     sizes: Sequence[int], *, bucket_size: int | None, shared: frozenset[int] = frozenset()
 ) -> BufferLayout:
-    """Return the places that Megatron gives parameters in a buffer.
+    """Lay parameters out in a buffer as Megatron does.
 
     Args:
-        sizes: elements of the parameters, in the model's order.
-        bucket_size: elements after which a bucket ends; None makes one bucket of all.
-        shared: places in ``sizes`` of embeddings that pipeline stages share.
+        sizes: number of elements of each parameter, in the model's order.
+        bucket_size: number of elements after which a bucket ends; None for a single bucket.
+        shared: indices into ``sizes`` of embeddings that pipeline stages share.
     """
     slots: list[Slot] = []
     buckets: list[int] = []
     before = end = 0  # elements of the finished buckets, and of this one
     for place in reversed(range(len(sizes))):
+        # A shared embedding begins a bucket; the one before it keeps its padding in the file.
         offset = aligned(end)
         if place in shared and end:
             buckets.append(offset)
             before, offset = before + offset, 0
         slots.append(Slot(len(buckets), before + offset))
+
+        # A shared embedding, or a full bucket, ends the bucket without padding.
         end = offset + sizes[place]
         if place in shared or (bucket_size is not None and end >= bucket_size):
             buckets.append(end)
@@ -105,16 +107,17 @@ def lay_out_buffer(
 def fit_buckets(
     sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALIGNMENT
 ) -> BufferLayout | None:
-    """Return the places of parameters in buckets of known sizes; None if they do not fit.
+    """Lay parameters out in buckets of known sizes; return None if they do not fit.
 
     Args:
-        sizes: elements of the parameters, in the model's order.
-        buckets: elements of each bucket, without the padding at its end.
-        step: what a parameter's offset is a multiple of; 1 for megatron-core of before 2024-02.
+        sizes: number of elements of each parameter, in the model's order.
+        buckets: number of elements of each bucket, without the padding at its end.
+        step: alignment of a parameter in its bucket; 1 for megatron-core before 2024-02.
     """
     slots: list[Slot] = []
     number = before = end = 0
     for size in reversed(sizes):
+        # A parameter that would begin at or after the bucket's end begins the next one.
         offset = -(-end // step) * step
         if end and number < len(buckets) and offset >= buckets[number]:
             before, number, offset = before + buckets[number], number + 1, 0
@@ -122,22 +125,26 @@ def fit_buckets(
             return None
         slots.append(Slot(number, before + offset))
         end = offset + size
+
+    # The parameters must fill the last bucket exactly.
     is_full = number == len(buckets) - 1 and end == buckets[-1] if sizes else not buckets
     return BufferLayout(tuple(reversed(slots)), tuple(buckets)) if is_full else None
 
 
 Fits = Callable[[int, int], bool]
-"""Tells whether a parameter (its place in the model's order) may start at an element of the
-buffer.
-"""
+"""Checks if a parameter (its index in the model's order) may start at an element of the buffer."""
 
 _MAX_BRANCHES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _PartialLayout:
-    """The beginning of a layout: number of its last start, end of that parameter, start of its
-    bucket.
+    """The beginning of a layout.
+
+    Args:
+        last: number of its last start in the table of ``discover``; -1 before the first.
+        end: end of that parameter.
+        bucket: beginning of that parameter's bucket.
     """
 
     last: int
@@ -148,28 +155,31 @@ class _PartialLayout:
 def discover(
     sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Find the starts of the parameters in a file's buffer whose buckets are not stated anywhere.
+    """Search for the starts of parameters in a buffer whose buckets are not recorded.
 
-    Each starts where the one before ends (a new bucket), or at the next multiple of 64 of its
-    bucket; megatron-core 0.12 may pad to another multiple before an embedding that stages share.
+    Each parameter starts at the end of the previous one (a new bucket), or at the next multiple of
+    64 in its bucket; megatron-core 0.12 may pad to another multiple before an embedding that stages
+    share.
 
     Args:
-        sizes: elements of the parameters, in the model's order.
-        n_elements: elements of the buffer.
-        fits: asked for every possible start.
-        divisors: the other multiples that the beginning of a bucket may have been padded to.
+        sizes: number of elements of each parameter, in the model's order.
+        n_elements: number of elements of the buffer.
+        fits: called for every possible start.
+        divisors: other multiples that the beginning of a bucket may have been padded to.
 
     Returns:
-        Every possibility, each in the model's order; [] if none fits, or if more than 64 do.
+        The starts in every possible layout, in the model's order; [] if no layout fits, or if more
+        than 64 do.
     """
-    # Grow all layouts at once, from the last parameter, and forget those that do not fit.
-    numbers: dict[tuple[int, int], int] = {}  # (number before, start), in order of their numbers
+    # Grow all layouts at once, from the last parameter, and drop those that do not fit. Layouts
+    # whose further growth is equal are one branch: the same starts so far, modulo the alignment.
+    numbers: dict[tuple[int, int], int] = {}  # (number before, start) → number
     branches = [_PartialLayout(-1, 0, 0)]
     for place in reversed(range(len(sizes))):
         fits_at: dict[int, bool] = {}
         next_branches: dict[tuple[int, int], _PartialLayout] = {}
         for branch in branches:
-            for start, bucket in _candidates(branch, divisors):
+            for start, bucket in _candidate_starts(branch, divisors):
                 end = start + sizes[place]
                 if start not in fits_at:
                     fits_at[start] = end <= n_elements and fits(place, start)
@@ -180,24 +190,22 @@ def discover(
         branches = list(next_branches.values())
         if len(branches) > _MAX_BRANCHES:
             return []
-    before = list(numbers)
-    return [
-        _starts(before, last)
-        for last in {branch.last: None for branch in branches if branch.end == n_elements}
-    ]
+
+    # Follow the layouts that fill the buffer back to their beginning, which is the last parameter.
+    previous = list(numbers)
+    layouts = []
+    for last in dict.fromkeys(branch.last for branch in branches if branch.end == n_elements):
+        starts = []
+        number = last
+        while number >= 0:
+            number, start = previous[number]
+            starts.append(start)
+        layouts.append(starts)
+    return layouts
 
 
-def _starts(before: Sequence[tuple[int, int]], last: int) -> list[int]:
-    """Return the starts of a branch, its last one first."""
-    starts = []
-    while last >= 0:
-        last, start = before[last]
-        starts.append(start)
-    return starts
-
-
-def _candidates(branch: _PartialLayout, divisors: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, beginning of its bucket) of each place where the next parameter may begin."""
+def _candidate_starts(branch: _PartialLayout, divisors: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, beginning of its bucket) for each possible start of the next parameter."""
     used = branch.end - branch.bucket
     candidates = [(branch.end, branch.end), (branch.bucket + aligned(used), branch.bucket)]
     for divisor in (ALIGNMENT, *divisors):
@@ -211,13 +219,12 @@ class Bucketing:
     """The settings of buckets in the training arguments.
 
     Args:
-        has_buckets: whether buffers are cut into buckets (``overlap_grad_reduce``); None where
-            nothing says.
-        size: elements after which a bucket ends (``ddp_bucket_size``).
-        n_parts: a bucket ends after the rank's parameters divided by this (``ddp_num_buckets``), or
-            None.
+        has_buckets: buffers are cut into buckets (``overlap_grad_reduce``); None if unknown.
+        size: number of elements after which a bucket ends (``ddp_bucket_size``).
+        n_parts: number of buckets that a rank's parameters are divided into (``ddp_num_buckets``),
+            which then decides their size, or None.
         is_chunk_alone: no chunk is cut (``overlap_param_gather_with_optimizer_step``).
-        n_ranks: ranks that share a buffer.
+        n_ranks: number of ranks that share a buffer.
     """
 
     has_buckets: bool | None
@@ -227,13 +234,13 @@ class Bucketing:
     n_ranks: int
 
     def bucket_size(self, *, pp_rank: int, vp_rank: int, n_params: int) -> int | None:
-        """Return the elements after which a bucket ends; None where there is only one.
+        """Return the number of elements after which a bucket ends; None for a single bucket.
 
-        Only the first stage's first chunk has several: the others' communication does not delay
-        anybody.
+        Only the first stage's first chunk has several: communication of the other chunks is not on
+        the critical path.
 
         Args:
-            n_params: elements of all the rank's parameters.
+            n_params: number of elements of all the rank's parameters.
         """
         if not self.has_buckets or pp_rank > 0 or vp_rank > 0 or self.is_chunk_alone:
             return None
@@ -247,12 +254,17 @@ def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
         fields: training arguments of the run.
 
     Raises:
-        UnsupportedError: its buffers are of a kind that is not handled.
-        CorruptError: a size is no positive integer.
+        UnsupportedError: another optimizer or FSDP lays out the buffers.
+        CorruptError: a size is not a positive integer.
     """
     for name, owner in _OTHERS.items():
         if fields.get(name):
-            raise UnsupportedError(f"the optimizer's buffers are those of {owner} ({name} is set)")
+            raise UnsupportedError(
+                f"buffers of {owner} are not supported ({name} is set)",
+                hint="drop the optimizer with --no-optim",
+            )
+
+    # Megatron's defaults where the arguments have no sizes.
     overlaps = fields.get("overlap_grad_reduce")
     n_ranks = (size_in(fields, "data_parallel_size") or 1) * (
         size_in(fields, "context_parallel_size") or 1
@@ -272,3 +284,4 @@ _OTHERS = {
     "use_torch_fsdp2": "FSDP2",
     "use_layer_wise_distributed_optimizer": "the layer-wise optimizer",
 }
+"""Argument → owner of buffers with another layout."""

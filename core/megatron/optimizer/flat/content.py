@@ -1,15 +1,18 @@
-"""What distrib_optim.pt holds: the distributed optimizer's flat buffers.
+"""The content of distrib_optim.pt: the distributed optimizer's flat buffers.
 
 ::
 
     {'buckets_coalesced': True,
-     0: {(torch.bfloat16, torch.float32): {'param': fp32[n], 'exp_avg': fp32[n], 'exp_avg_sq':
-                                           fp32[n], 'numel_unpadded': n}},
-     1: …}                                 one entry a buffer: (dtype of the parameters, dtype of their gradients)
-    [that of dense parameters | None, that of experts | None]      of chained optimizers; None where another rank has it
-    {0: {torch.float32: {'param': [fp32[m], …], …}}}               before 2024-02-13: a list of buckets
+     0: {(torch.bfloat16, torch.float32):  buffer 0: dtypes of parameters and of their gradients
+           {'param': fp32[n],              master weights
+            'exp_avg': fp32[n], 'exp_avg_sq': fp32[n], 'numel_unpadded': n}},
+     1: …}
 
-torch_dist's ``dp_zero_gather_scatter`` keeps the same in an object.
+    [{…} | None, {…} | None]               chained optimizers: of dense parameters, of experts;
+                                           None if another rank has the optimizer
+    {0: {torch.float32: {'param': [fp32[m], …], …}}}   before 2024-02-13: a list of buckets
+
+torch_dist's ``dp_zero_gather_scatter`` stores the same tree in an object.
 
 Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
 (``get_parameter_state_dp_zero``, ``load_parameter_state_from_dp_zero_legacy``), tests/golden.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.file_image import JoinedArray
@@ -30,20 +34,20 @@ from core.pickle.inert import Global, TensorLeaf, as_mapping
 COALESCED = "buckets_coalesced"
 N_ELEMENTS = "numel_unpadded"
 PARAM = "param"
-"""Name of the masters in files."""
+"""Name of the master weights in files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer as a file has it.
+    """A buffer of a file.
 
     Args:
         number: number of the buffer in the file.
-        dtype: dtype of the parameters; None where the file does not say (before 2024-02).
-        states: state → consecutive arrays of one axis; the masters are
+        dtype: dtype of the parameters; None if the file does not record it (before 2024-02).
+        states: state → consecutive arrays of one axis; the master weights are
             ``core.catalog.optimizer_keys.MASTER``.
-        n_elements: elements of each state.
-        buckets: elements of every bucket, where the file says.
+        n_elements: number of elements of each state.
+        buckets: number of elements of every bucket; None if the file does not record it.
     """
 
     number: int
@@ -53,7 +57,11 @@ class Buffer:
     buckets: tuple[int, ...] | None
 
     def place_of(self, state: str, start: int) -> tuple[StoredArray, int]:
-        """Return the array that holds an element of a state, and the element's number in it."""
+        """Return the array that holds an element of a state, and the element's index in it.
+
+        Raises:
+            ValueError: the buffer has fewer elements.
+        """
         arrays = self.states[state]
         for array in arrays:
             if start < array.shape[0]:
@@ -68,7 +76,7 @@ class OptimFile:
 
     Args:
         content: tree of the file.
-        joined: key of each leaf → the flat array.
+        joined: key of each leaf → flat array of all its parameters.
     """
 
     content: object
@@ -81,7 +89,7 @@ def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | 
     None stands for an optimizer that another rank has.
 
     Raises:
-        CorruptError: the content is neither.
+        CorruptError: an optimizer is not a dict.
     """
     items = content if isinstance(content, list) else [content]
     members: list[Mapping[object, object] | None] = []
@@ -101,34 +109,39 @@ def buffers_of(
     """Return the buffers of one optimizer, in order.
 
     Raises:
-        CorruptError: an entry is not what Megatron writes, or lengths differ.
-        UnsupportedError: parameters of FP8.
+        CorruptError: an entry differs from what Megatron writes, or lengths differ.
+        UnsupportedError: the parameters are FP8.
     """
     entries = {
-        number: as_mapping(value) for number, value in member.items() if isinstance(number, int)
+        number: as_mapping(value)
+        for number, value in member.items()
+        if isinstance(number, int) and not isinstance(number, bool)
     }
-    entries = {number: value for number, value in entries.items() if not isinstance(number, bool)}
     unknown = [key for key in member if key not in entries and key not in (COALESCED, *_PER_BUCKET)]
     if unknown or sorted(entries) != list(range(len(entries))):
         raise CorruptError(
             f"the optimizer's buffers are {[*entries, *unknown]}, not numbered from 0", rank=rank
         )
-    return [_buffer(number, entries[number], array_of, rank=rank) for number in range(len(entries))]
+    return [
+        _read_buffer(number, entries[number], array_of, rank=rank) for number in range(len(entries))
+    ]
 
 
 _PER_BUCKET = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
-def _buffer(
+def _read_buffer(
     number: int,
     entry: Mapping[object, object] | None,
     array_of: Callable[[TensorLeaf], StoredArray],
     *,
     rank: str,
 ) -> Buffer:
-    """Return one buffer of an optimizer."""
+    """Read one buffer of an optimizer."""
+    # The only entry's key contains the dtypes.
     if entry is None or len(entry) != 1:
-        raise CorruptError(f"buffer {number} should have one entry, by its dtypes", rank=rank)
+        n_entries = "is not a dict" if entry is None else f"has {len(entry)} entries"
+        raise CorruptError(f"buffer {number} {n_entries}, not one by its dtypes", rank=rank)
     ((key, value),) = entry.items()
     tensors = as_mapping(value) or {}
     dtype = dtype_of_key(key, where=f"buffer {number}", rank=rank)
@@ -141,54 +154,46 @@ def _buffer(
         if arrays and len(arrays) == len(leaves):
             states[MASTER if name == PARAM else str(name)] = arrays
     if MASTER not in states:
-        raise CorruptError(f"buffer {number} has no masters ({PARAM!r})", rank=rank)
-    lengths = _checked_lengths(number, states, tensors, rank=rank)
+        raise CorruptError(f"buffer {number} has no master weights ({PARAM!r})", rank=rank)
+
+    # All states have the same lengths, which add up to the recorded number of elements.
+    lengths = _lengths_of_states(number, states, rank=rank)
+    n_recorded = tensors.get(N_ELEMENTS, sum(lengths))
+    if n_recorded != sum(lengths):
+        raise CorruptError(
+            f"buffer {number} should have {n_recorded} elements, but has {sum(lengths)}", rank=rank
+        )
     is_listed = isinstance(tensors.get(PARAM), list)
     return Buffer(number, dtype, states, sum(lengths), lengths if is_listed else None)
 
 
-def _checked_lengths(
-    number: int,
-    states: Mapping[str, Sequence[StoredArray]],
-    tensors: Mapping[object, object],
-    *,
-    rank: str,
+def _lengths_of_states(
+    number: int, states: Mapping[str, Sequence[StoredArray]], *, rank: str
 ) -> tuple[int, ...]:
-    """Return the elements of each array of a state.
-
-    All states must have the same, and they must add up to the number that the file states.
-    """
-    lengths = {
-        state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()
-    }
-    expected = lengths[MASTER]
-    for state, length in lengths.items():
-        if length != expected:
+    """Return the lengths of a state's arrays, which must be flat, and equal for all states."""
+    for array in chain.from_iterable(states.values()):
+        if len(array.shape) != 1:
             raise CorruptError(
-                f"state {state} of buffer {number} has {length} elements, not {expected}", rank=rank
+                f"a flat buffer has the shape {array.shape}", key=array.name, rank=rank
             )
-    stated = tensors.get(N_ELEMENTS, sum(expected))
-    if stated != sum(expected):
-        raise CorruptError(
-            f"buffer {number} should have {stated} elements, but has {sum(expected)}", rank=rank
-        )
+    lengths = {state: tuple(array.shape[0] for array in arrays) for state, arrays in states.items()}
+    expected = lengths[MASTER]
+    for state, state_lengths in lengths.items():
+        if state_lengths != expected:
+            raise CorruptError(
+                f"state {state} of buffer {number} has {state_lengths} elements, its master "
+                f"weights have {expected}",
+                rank=rank,
+            )
     return expected
 
 
-def _length(array: StoredArray, rank: str) -> int:
-    if len(array.shape) != 1:
-        raise CorruptError(f"a flat buffer has the shape {array.shape}", key=array.name, rank=rank)
-    return array.shape[0]
-
-
 def dtype_of_key(key: object, *, where: str, rank: str) -> str | None:
-    """Return the parameters' dtype that a buffer's key states.
-
-    None for a key that only states the gradients' dtype.
+    """Return the parameters' dtype from a buffer's key; None if it has the gradients' dtype only.
 
     Raises:
-        CorruptError: the key states no dtype.
-        UnsupportedError: the dtype is that of FP8 parameters.
+        CorruptError: the key does not consist of dtypes.
+        UnsupportedError: the parameters are FP8.
     """
     if isinstance(key, Global):
         return None
@@ -196,25 +201,29 @@ def dtype_of_key(key: object, *, where: str, rank: str) -> str | None:
     if len(names) != 2 or not all(
         isinstance(name, Global) and name.module == "torch" for name in names
     ):
-        raise CorruptError(f"{where} is called {key!r}, which is not a pair of dtypes", rank=rank)
+        raise CorruptError(f"{where} has the key {key!r}, not a pair of dtypes", rank=rank)
     name = names[0].name if isinstance(names[0], Global) else ""
     return checked_dtype(name, where=where, rank=rank)
 
 
 def checked_dtype(name: str, *, where: str, rank: str) -> str:
-    """Return a dtype of parameters by torch's name.
+    """Check the dtype of a buffer's parameters, given torch's name of it.
+
+    Args:
+        where: the buffer, for messages.
 
     Raises:
-        CorruptError: the dtype is not known.
+        CorruptError: the dtype is unknown.
         UnsupportedError: the parameters are FP8.
     """
-    if name == "uint8":
+    if name == "uint8":  # FP8 parameters are stored as bytes
         raise UnsupportedError(
-            f"{where} is that of FP8 parameters (--fp8-param-gather); which parameters are in it is not stored",
+            f"{where} holds FP8 parameters (--fp8-param-gather); the checkpoint does not record "
+            "which ones",
             rank=rank,
-            hint="load and save the checkpoint once without --fp8-param-gather, or leave the optimizer out with "
-            "--no-optim",
+            hint="load and save the checkpoint once without --fp8-param-gather, or drop the "
+            "optimizer with --no-optim",
         )
     if name not in DTYPES:
-        raise CorruptError(f"{where} is of the dtype {name!r}, which is not known", rank=rank)
+        raise CorruptError(f"{where} has the unknown dtype {name!r}", rank=rank)
     return name

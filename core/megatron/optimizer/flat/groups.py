@@ -1,7 +1,7 @@
-"""The parameter groups of a distributed optimizer, which ranks list without their parameters.
+"""The param groups of a distributed optimizer, which ranks list without their parameters.
 
 Source: megatron-core 0.12.1 and 0.16.1
-    ``core/optimizer/{__init__,distrib_optimizer,optimizer}.py``.
+``core/optimizer/{__init__,distrib_optimizer,optimizer}.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SharedGroups:
     """The groups and entries that all ranks have in common.
 
     Args:
-        groups: without their parameters.
-        entries: others than groups (``grad_scaler``).
+        groups: groups without their parameters.
+        entries: entries other than groups (``grad_scaler``).
         omits_empty: as in ``core.catalog.optimizer_keys.Optimizer``.
     """
 
@@ -34,7 +34,7 @@ class SharedGroups:
     omits_empty: bool | None
 
     def optimizer(self, states: Iterable[str]) -> Optimizer:
-        """Return the distributed optimizer with these states, and with masters."""
+        """Return the distributed optimizer with these states in addition to its master weights."""
         return Optimizer(
             "distributed", self.groups, tuple(states), None, self.entries, self.omits_empty
         )
@@ -48,19 +48,18 @@ def shared_groups(
 ) -> SharedGroups:
     """Combine the groups and other entries of an optimizer that all ranks describe.
 
-    Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only
-    those that it had parameters of. Where a data parallel rank's part of the buffers has no
-    parameter of a group, Apex and Transformer Engine count no steps there: ``step`` is that of the
-    others.
+    Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only the
+    groups of its own parameters. Apex and Transformer Engine count no steps in a group without a
+    parameter in a data parallel rank's part of the buffers: ``step`` then comes from other ranks.
 
     Args:
-        entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained
+        entries: (rank directory, entry ``optimizer`` of its file, or of one of its chained
             optimizers).
-        note: takes (new key, old key) of every tensor among them.
-        report: takes the problems of single ranks; raises them, if none is given.
+        note: called with (new key, old key) for every tensor among the entries.
+        report: receives the problems of single ranks; by default, raises them.
 
     Raises:
-        CorruptError: an entry is not an optimizer's, or ranks have trained differently.
+        CorruptError: an entry does not describe an optimizer, or settings differ between ranks.
     """
     table = _GroupTable(note)
     common: dict[str, object] = {}
@@ -78,7 +77,7 @@ def shared_groups(
                 # Other entries must be equal on all ranks.
                 value = _renamed(stored_entry, f"optimizer.{name}", note)
                 if not same(common.setdefault(str(name), value), value):
-                    problem = f"entry {name} of the optimizer differs between ranks"
+                    problem = f"the optimizer's entry {name} differs between ranks"
                     report(CorruptError(problem, rank=rank, rule="optim.entries"))
     return SharedGroups(
         tuple(group for _, group in table.groups.values()), common, table.omits_empty()
@@ -90,9 +89,9 @@ class _GroupTable:
     """The groups of all ranks that were added.
 
     Args:
-        note: takes (new key, old key) of every tensor among the settings.
-        groups: identity and number among groups of that identity → (rank that has it first, group).
-        listed: the groups of each rank.
+        note: called with (new key, old key) for every tensor among the settings.
+        groups: identity and number among groups of that identity → (first rank with it, group).
+        listed: identities of each rank's groups.
     """
 
     note: Callable[[str, str], None]
@@ -105,11 +104,12 @@ class _GroupTable:
         Raises:
             CorruptError: the rank has no groups, or settings differ from those of another rank.
         """
-        own: set[tuple[object, ...]] = set()
-        self.listed.append(own)
+        rank_ids: set[tuple[object, ...]] = set()
+        self.listed.append(rank_ids)
         for stored in _groups_of(state, rank=rank):
-            shared_identity = identity(stored)
-            group_id = (*shared_identity, sum(other[:-1] == shared_identity for other in own))
+            # Groups of one rank that have the same identity are matched by their order.
+            base_id = identity(stored)
+            group_id = (*base_id, sum(other[:-1] == base_id for other in rank_ids))
             number = (
                 list(self.groups).index(group_id) if group_id in self.groups else len(self.groups)
             )
@@ -118,22 +118,27 @@ class _GroupTable:
                 name: _renamed(value, f"{prefix}.{name}", self.note)
                 for name, value in stored.items()
             }
-            own.add(group_id)
+            rank_ids.add(group_id)
             first_rank, group = self.groups.setdefault(group_id, (rank, ParamGroup(settings)))
 
             # A rank that counts no steps in this group takes those of the others.
-            counting = next(
-                (source for source in (group.settings, settings) if _STEP in source), {}
-            )
-            steps = {name: value for name, value in counting.items() if name == _STEP}
-            _check_same(
-                {**steps, **group.settings}, {**steps, **settings}, rank=rank, other=first_rank
-            )
+            counting = group.settings if _STEP in group.settings else settings
+            steps = {_STEP: counting[_STEP]} if _STEP in counting else {}
+            first_settings, settings = {**steps, **group.settings}, {**steps, **settings}
+            for name in dict.fromkeys([*first_settings, *settings]):
+                own, other = settings.get(name), first_settings.get(name)
+                if not same(other, own):
+                    raise CorruptError(
+                        f"{name} of a param group is {own!r} here, but {other!r} in {first_rank}",
+                        rank=rank,
+                        hint="check that all rank directories are from one step",
+                    )
             self.groups[group_id] = (first_rank, ParamGroup({**group.settings, **steps}))
 
     def omits_empty(self) -> bool | None:
-        """Return True if an optimizer of dense parameters, or of experts, lacks groups of its kind;
-        else None.
+        """Return True if a rank lists some groups of dense parameters, or of experts, but not all.
+
+        Otherwise None: ranks that list all groups may have parameters of all.
         """
         for is_expert in (False, True):
             kind = {
@@ -141,13 +146,22 @@ class _GroupTable:
                 for group_id, (_, group) in self.groups.items()
                 if group.is_expert == is_expert
             }
-            if any(own & kind and not kind <= own for own in self.listed):
+            if any(rank_ids & kind and not kind <= rank_ids for rank_ids in self.listed):
                 return True
         return None
 
 
+def _groups_of(state: Mapping[object, object], *, rank: str) -> list[dict[str, object]]:
+    """Return the settings of the groups in a rank's entry."""
+    listed = (as_mapping(state.get("optimizer")) or {}).get(GROUPS)
+    groups = [as_mapping(group) for group in listed] if isinstance(listed, list) else [None]
+    if None in groups:
+        raise CorruptError(f"the optimizer has no {GROUPS}", rank=rank)
+    return [{str(name): value for name, value in (group or {}).items()} for group in groups]
+
+
 def _renamed(value: object, key: str, note: Callable[[str, str], None]) -> object:
-    """Return a value whose tensors, if any, have keys of the combined optimizer."""
+    """Copy a value, giving its tensors, if any, keys of the combined optimizer."""
 
     def new_key(path: str, old: str) -> str:
         new = f"{key}.{path}" if path else key
@@ -155,29 +169,3 @@ def _renamed(value: object, key: str, note: Callable[[str, str], None]) -> objec
         return new
 
     return renamed_leaves(value, new_key)
-
-
-def _groups_of(state: Mapping[object, object], *, rank: str) -> list[Mapping[str, object]]:
-    """Return the groups of a rank's entry."""
-    listed = (as_mapping(state.get("optimizer")) or {}).get(GROUPS)
-    groups = [as_mapping(group) for group in listed] if isinstance(listed, list) else [None]
-    named: list[Mapping[str, object]] = [
-        {str(name): value for name, value in group.items()} for group in groups if group is not None
-    ]
-    if len(named) != len(groups):
-        raise CorruptError(f"the optimizer has no {GROUPS}", rank=rank)
-    return named
-
-
-def _check_same(
-    settings: Mapping[str, object], other_settings: Mapping[str, object], *, rank: str, other: str
-) -> None:
-    """Raise unless two ranks have the same settings of a group."""
-    for name in dict.fromkeys([*settings, *other_settings]):
-        if not same(settings.get(name), other_settings.get(name)):
-            raise CorruptError(
-                f"{name} of a parameter group is {other_settings.get(name)!r} here and {settings.get(name)!r} in "
-                f"{other}",
-                rank=rank,
-                hint="the rank directories are not of one step",
-            )

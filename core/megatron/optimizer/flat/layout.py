@@ -1,5 +1,6 @@
-"""Which parameter is where in a stored buffer: computed from the arguments, else found by the
-values; always proven.
+"""The offsets of parameters in a stored buffer, computed from the arguments or found by values.
+
+Either way, the values prove them: at its offset, the master weights round to a parameter's weights.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from core.errors import UnsupportedError
 from core.megatron.optimizer.flat.buffers import Bucketing, discover, fit_buckets, lay_out_buffer
 
 HINT = (
-    "leave the optimizer out with --no-optim (the weights are exact), or save once as torch_dist with "
+    "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "
     "--dist-ckpt-optim-fully-reshardable"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """A parameter of a rank, as its buffer sees it.
+    """The facts about a parameter that decide its place in a buffer.
 
     Args:
-        name: for messages.
-        n: elements of the parameter.
-        is_shared: an embedding that pipeline stages share.
+        name: name for messages.
+        n: number of elements.
+        is_shared: the parameter is an embedding that pipeline stages share.
     """
 
     name: str
@@ -34,17 +35,17 @@ class FlatParam:
 
 @dataclass(frozen=True, slots=True)
 class FlatSpace:
-    """A buffer of a rank, before it is known what is where.
+    """A buffer of a rank, whose parameters' offsets are still unknown.
 
     Args:
-        params: in the model's order.
-        n_elements: elements of the buffer.
-        buckets: elements of every bucket, where they are stored.
-        bucketing: what the arguments say.
+        params: parameters in the model's order.
+        n_elements: number of elements in the buffer.
+        buckets: number of elements of every bucket; None if the file does not record it.
+        bucketing: settings of buckets in the arguments.
         chunk: (virtual stage, pipeline stage).
-        n_rank: elements of all the rank's parameters.
-        n_copies: ranks that share the buffer, as far as the arguments say.
-        label, rank: for messages.
+        n_rank: number of elements of all the rank's parameters.
+        n_copies: number of ranks that share the buffer, according to the arguments.
+        label, rank: names of the buffer and of the rank directory, for messages.
     """
 
     params: Sequence[FlatParam]
@@ -59,7 +60,7 @@ class FlatSpace:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of the parameters."""
+        """Number of elements of each parameter."""
         return [param.n for param in self.params]
 
 
@@ -68,8 +69,8 @@ class ParamStarts:
     """The elements at which the parameters of a buffer begin.
 
     Args:
-        starts: elements of the buffer before each parameter, in the model's order.
-        notes: what the user should know about it.
+        starts: number of elements of the buffer before each parameter, in the model's order.
+        notes: notes for the user.
     """
 
     starts: list[int]
@@ -85,97 +86,97 @@ def find_starts(
     """Find where every parameter begins in a buffer.
 
     Args:
-        fits: whether the masters of a parameter (its place) may begin at an element, by their
-            values; None where there are no values to look at.
-        all_fit: whether all parameters fit where they are said to begin: what ``fits`` says of
-            each, asked at once.
+        fits: checks by values if the master weights of a parameter (its index) may begin at an
+            element; None if there are no values to compare.
+        all_fit: checks if all parameters fit at their starts, like ``fits`` for each, but faster.
 
     Raises:
-        UnsupportedError: no layout that Megatron makes has this length, the values contradict it,
-            or several fit.
+        UnsupportedError: no layout of Megatron's has this length, the values contradict it, or
+            several layouts fit.
     """
-    tried: list[list[int]] = []
-    for starts in _computed(space):
-        if starts in tried:
-            continue
-        tried.append(starts)
+    # Without values, the layout that the arguments give has to do.
+    candidates = _compute_layouts(space)
+    for starts in candidates:
         if fits is None:
-            return ParamStarts(starts)
+            return ParamStarts(list(starts))
         if all_fit(starts) if all_fit is not None else all(map(fits, range(len(starts)), starts)):
-            return ParamStarts(starts)
+            return ParamStarts(list(starts))
 
     # The arguments may not describe the run that saved: search for starts at which all values fit.
     possible: list[list[int]] = []
     if fits is not None and space.buckets is None:
-        divisors = (
-            [lcm(space.n_copies, 128)] if any(param.is_shared for param in space.params) else []
-        )
+        # megatron-core 0.12 pads to this multiple before a shared embedding.
+        has_shared = any(param.is_shared for param in space.params)
+        divisors = [lcm(space.n_copies, 128)] if has_shared else []
         possible = discover(space.sizes, space.n_elements, fits, divisors=divisors)
     if len(possible) == 1:
         note = (
-            f"{space.rank}: where parameters lie in {space.label} of the optimizer was found by comparing masters with "
-            "weights; the training arguments say otherwise"
+            f"{space.rank}: the offsets of parameters in {space.label} of the optimizer were found "
+            "by comparing master weights with weights; the training arguments give other offsets"
         )
         return ParamStarts(possible[0], (note,))
+
+    # Name the parameters that start at different elements in the possible layouts.
     if possible:
-        places = [
-            place
-            for place, starts in enumerate(zip(*possible, strict=True))
+        names = [
+            param.name
+            for param, starts in zip(space.params, zip(*possible, strict=True), strict=True)
             if len(set(starts)) > 1
         ]
+        more = f" … ({len(names)} in all)" if len(names) > 4 else ""
         raise UnsupportedError(
-            f"where parameters lie in {space.label} of the optimizer is not certain: "
-            f"{_listed([space.params[place].name for place in places])} may begin at several places",
+            f"the offsets of parameters in {space.label} of the optimizer are ambiguous: "
+            f"{', '.join(names[:4])}{more} may begin at several elements",
             rank=space.rank,
             hint=HINT,
         )
-    raise UnsupportedError(_contradiction(space, tried, fits), rank=space.rank, hint=HINT)
+    raise UnsupportedError(
+        _describe_contradiction(space, candidates, fits), rank=space.rank, hint=HINT
+    )
 
 
-def _computed(space: FlatSpace) -> list[list[int]]:
-    """Return the layouts that the arguments, or the buckets' sizes, allow; the likeliest first."""
+def _compute_layouts(space: FlatSpace) -> list[tuple[int, ...]]:
+    """Return starts of all parameters, in each layout that fits; the most likely layout first.
+
+    The sizes of the buckets decide, or else the training arguments and the buffer's size.
+    """
+    # Files that record buckets (before 2024-02) are aligned, or from before the alignment.
     sizes = space.sizes
     if space.buckets is not None:
-        fitted = [fit_buckets(sizes, space.buckets), fit_buckets(sizes, space.buckets, step=1)]
-        return [[slot.start for slot in layout.slots] for layout in fitted if layout is not None]
-    shared = frozenset(place for place, param in enumerate(space.params) if param.is_shared)
-    vp_rank, pp_rank = space.chunk
-    stated = space.bucketing.has_buckets
-    wanted = [
-        replace(space.bucketing, has_buckets=has).bucket_size(
-            pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank
-        )
-        for has in ((False, True) if stated is None else (stated,))
-    ]
-    layouts = [lay_out_buffer(sizes, bucket_size=size, shared=shared) for size in wanted]
-    return [
-        [slot.start for slot in layout.slots]
-        for layout in layouts
-        if layout.n_elements == space.n_elements
-    ]
+        layouts = [fit_buckets(sizes, space.buckets), fit_buckets(sizes, space.buckets, step=1)]
+    else:
+        shared = frozenset(place for place, param in enumerate(space.params) if param.is_shared)
+        vp_rank, pp_rank = space.chunk
+        has_buckets = space.bucketing.has_buckets
+        layouts = []
+        for choice in (False, True) if has_buckets is None else (has_buckets,):
+            bucketing = replace(space.bucketing, has_buckets=choice)
+            size = bucketing.bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
+            layout = lay_out_buffer(sizes, bucket_size=size, shared=shared)
+            layouts.append(layout if layout.n_elements == space.n_elements else None)
+    starts = (tuple(slot.start for slot in layout.slots) for layout in layouts if layout)
+    return list(dict.fromkeys(starts))
 
 
-def _contradiction(
-    space: FlatSpace, tried: list[list[int]], fits: Callable[[int, int], bool] | None
+def _describe_contradiction(
+    space: FlatSpace,
+    candidates: Sequence[Sequence[int]],
+    fits: Callable[[int, int], bool] | None,
 ) -> str:
-    """Return the reason why no layout is right, in words."""
-    buffer = f"{space.label} of the optimizer has {space.n_elements} elements"
-    if not tried or fits is None:
-        n_params = sum(space.sizes)
+    """Return the message that no layout is right, with the first parameter that contradicts it."""
+    if not candidates or fits is None:
         return (
-            f"{buffer}, the {len(space.params)} parameters it should hold {n_params}: "
-            "no layout of Megatron's has both"
+            f"{space.label} of the optimizer has {space.n_elements} elements, its "
+            f"{len(space.params)} parameters have {sum(space.sizes)}: no layout of Megatron's "
+            "has both"
         )
-    for starts in tried:
+    for starts in candidates:
         for place in reversed(range(len(starts))):
             if not fits(place, starts[place]):
                 param, start = space.params[place], starts[place]
                 return (
-                    f"the masters of {param.name} should be elements {start}–{start + param.n} of {space.label}, but "
-                    "what is there does not round to its weights"
+                    f"the master weights of {param.name} should be elements {start}–"
+                    f"{start + param.n} of {space.label}, but the values there do not round to its "
+                    "weights"
                 )
-    raise AssertionError("one of them fits")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" … ({len(names)} in all)" if len(names) > 4 else "")
+    raise AssertionError("a candidate that fits was returned before")

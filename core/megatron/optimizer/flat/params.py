@@ -1,9 +1,8 @@
-"""How the parameters of a rank go into the distributed optimizer's buffers: by optimizer and by
-model chunk.
+"""The distribution of a rank's parameters over optimizers and model chunks, which have own buffers.
 
 Experts that expert parallelism distributes have an optimizer of their own, chained after that of
-all others; with ``overlap_param_gather_with_optimizer_step`` the first model chunk's dense
-parameters have one, too.
+all other parameters. With ``overlap_param_gather_with_optimizer_step``, the dense parameters of the
+first model chunk have an optimizer of their own, too.
 
 Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/__init__.py`` (``get_megatron_optimizer``),
 ``core/models/common/language_module/language_module.py`` (``setup_embeddings_and_output_layer``).
@@ -25,8 +24,8 @@ class Member:
     """One of a rank's chained optimizers.
 
     Args:
-        chunks: the model chunks that it has parameters of.
-        is_expert: it is for distributed experts, not for all other parameters.
+        chunks: numbers of the model chunks that the parameters belong to.
+        is_expert: the optimizer is for distributed experts, not for all other parameters.
     """
 
     chunks: tuple[int, ...]
@@ -37,7 +36,7 @@ def members_at(topology: Topology, bucketing: Bucketing, *, has_experts: bool) -
     """Return the optimizers of a rank.
 
     Args:
-        has_experts: whether one is of distributed experts.
+        has_experts: the rank has an optimizer for distributed experts.
     """
     chunks = tuple(range(topology.vpp))
     parts = [chunks[:1], chunks[1:]] if bucketing.is_chunk_alone else [chunks]
@@ -50,17 +49,21 @@ def members_at(topology: Topology, bucketing: Bucketing, *, has_experts: bool) -
 def members_of_file(
     topology: Topology, bucketing: Bucketing, *, n_members: int, rank: str
 ) -> list[Member]:
-    """Return the optimizers of a rank whose file holds that many.
+    """Return the optimizers of a rank, given the number of optimizers in its file.
+
+    Args:
+        rank: name of the rank directory, for messages.
 
     Raises:
-        CorruptError: Megatron makes no such number.
+        CorruptError: Megatron never creates that number of optimizers.
     """
+    # A model without experts has no optimizer for them, even if the arguments contain EP.
     usual = members_at(topology, bucketing, has_experts=topology.ep > 1)
     for members in (usual, members_at(topology, bucketing, has_experts=False)):
         if len(members) == n_members:
             return members
     raise CorruptError(
-        f"the file holds {n_members} optimizers; with {topology} it should be {len(usual)}",
+        f"the file contains {n_members} optimizers, but {topology} needs {len(usual)}",
         rank=rank,
     )
 
@@ -71,10 +74,10 @@ def is_distributed_expert(name: str, topology: Topology, rules: Rules) -> bool:
 
 
 def is_shared_embedding(name: str, topology: Topology, facts: ModelFacts, rules: Rules) -> bool:
-    """Return whether a parameter is an embedding that pipeline stages share, with a copy in each.
+    """Return whether a parameter is an embedding of which several pipeline stages have a copy.
 
-    The last stage has one as its output layer, if the two are tied, that of multi-token prediction
-    another.
+    If embedding and output layer are tied, the last stage has a copy as its output layer; the stage
+    of multi-token prediction has one, too.
     """
     if topology.pp == 1 or not (facts.is_tied or facts.n_predictions):
         return False

@@ -1,13 +1,12 @@
-"""The distributed optimizer of rank files: its flat buffers in distrib_optim.pt, and the rest in
-model_optim_rng.pt.
+"""Reading the distributed optimizer of rank files: distrib_optim.pt, groups in model_optim_rng.pt.
 
-The file of one rank has all that the data parallel ranks hold together, so it does not depend on
-their number; a buffer lists no names. Which parameter is where follows from the order of the state
-dict (``core.megatron.optimizer.flat.buffers``) and is proven by the values
+The file of a rank contains the states of all data parallel ranks, so it does not depend on their
+number. A buffer lists no names: the offsets of parameters follow from the order of the state dict
+(``core.megatron.optimizer.flat.buffers``) and are proven by the values
 (``core.megatron.optimizer.proof``).
 
-Read are files of megatron-core since its first with ``distrib_optim.pt`` (2023-05), before and
-after buckets were coalesced (2024-02). Not read: buffers of FP8 parameters.
+Supported are files of megatron-core since the first ``distrib_optim.pt`` (2023-05), before and
+after buckets were coalesced (2024-02). Not supported: buffers of FP8 parameters.
 """
 
 from __future__ import annotations
@@ -54,12 +53,13 @@ def read_flat(
     ``core.megatron.reshard.rank_optimizer.read_states`` explains the arguments.
 
     Raises:
-        MissingShardError: no rank has the optimizer of some parameter.
-        UnsupportedError: nothing says, or proves, where a parameter lies in its buffer.
+        MissingShardError: no rank has the optimizer state of some parameter.
+        UnsupportedError: the offset of a parameter in its buffer is unknown or cannot be proven.
         CorruptError: a file's content contradicts the model or other ranks.
     """
+    # Read the buffers of every rank that has a distrib_optim.pt.
     ranks = catalog.facet(RankFacts)
-    assert ranks is not None, "a rank catalog lists what its files hold"
+    assert ranks is not None, "a rank catalog lists the content of its files"
     reader = _BufferReader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.args)))
     states: list[ParamState] = []
     unread: set[str] = set()
@@ -75,7 +75,7 @@ def read_flat(
         [file for file in files if file.folder not in unread], states, facts, rules, report
     )
 
-    # Tensors among the settings of groups, and other entries, have a copy in the file of each rank.
+    # Tensors among groups' settings and other entries have a copy in the file of each rank.
     copies: dict[str, list[StoredArray]] = {}
 
     def note(key: str, old: str) -> None:
@@ -89,9 +89,7 @@ def read_flat(
 
 @dataclass(frozen=True, slots=True)
 class _BufferReader:
-    """Reads the buffers of single ranks, and keeps what the user should know about them in
-    ``notes``.
-    """
+    """A reader of the buffers of single ranks, which collects notes for the user."""
 
     catalog: Catalog
     facts: ModelFacts
@@ -101,7 +99,7 @@ class _BufferReader:
     notes: list[str] = field(default_factory=list)
 
     def read_states(self, file: RankFile, content: object) -> Iterator[ParamState]:
-        """Yield the states that a rank's distrib_optim.pt holds."""
+        """Yield the states in a rank's distrib_optim.pt."""
         members = members_of(content, rank=file.folder)
         parts = members_of_file(
             self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder
@@ -110,6 +108,8 @@ class _BufferReader:
         for member, part in zip(members, parts, strict=True):
             if member is None:
                 continue
+
+            # Buffers follow one another chunk by chunk; the parameters must use them up.
             buffers = iter(buffers_of(member, self.array_of, rank=file.folder))
             for vp_rank in part.chunks:
                 params = [
@@ -124,7 +124,8 @@ class _BufferReader:
             extra = next(buffers, None)
             if extra is not None:
                 raise CorruptError(
-                    f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder
+                    f"buffer {extra.number} is left over: no parameter belongs to it",
+                    rank=file.folder,
                 )
 
     def array_of(self, leaf: TensorLeaf) -> StoredArray:
@@ -136,8 +137,9 @@ class _BufferReader:
     def _read_chunk(
         self, file: RankFile, params: Sequence[Param], buffers: Iterator[Buffer], n_rank: int
     ) -> Iterator[ParamState]:
-        """Yield the states of one model chunk: it has a buffer for each dtype, in the order in
-        which dtypes appear.
+        """Yield the states of one model chunk.
+
+        A chunk has a buffer for each dtype, in the order in which its parameters have them.
         """
         unread = list(params)
         while unread:
@@ -147,10 +149,12 @@ class _BufferReader:
             dtype = unread[0].array.dtype
             if buffer.dtype not in (None, dtype):
                 raise CorruptError(
-                    f"buffer {buffer.number} is of {buffer.dtype} parameters, but should be of {dtype} ones, such as "
-                    f"{unread[0].name}",
+                    f"buffer {buffer.number} is for {buffer.dtype} parameters, but should be for "
+                    f"{dtype} ones, such as {unread[0].name}",
                     rank=file.folder,
                 )
+
+            # Old files have one buffer, of no recorded dtype, for all parameters.
             of_buffer = [
                 param for param in unread if buffer.dtype is None or param.array.dtype == dtype
             ]
@@ -162,11 +166,18 @@ class _BufferReader:
     def _read_buffer(
         self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int
     ) -> Iterator[ParamState]:
-        """Yield the states in one buffer; where masters can be read, they prove where each
-        parameter is.
-        """
+        """Yield the states in one buffer; if a store is given, values prove the offsets."""
         space = FlatSpace(
-            params=[self._flat_param(param) for param in params],
+            params=[
+                FlatParam(
+                    param.name,
+                    prod(param.array.shape),
+                    is_shared_embedding(
+                        _global_name(param), self.facts.topology, self.facts, self.rules
+                    ),
+                )
+                for param in params
+            ],
             n_elements=buffer.n_elements,
             buckets=buffer.buckets,
             bucketing=self.bucketing,
@@ -177,7 +188,7 @@ class _BufferReader:
             rank=file.folder,
         )
 
-        # The layout that the arguments give is believed only if masters round to weights in it.
+        # A layout counts only if master weights round to weights in it.
         store = self.store
 
         def fits(place: int, start: int) -> bool:
@@ -196,28 +207,23 @@ class _BufferReader:
                 pairs.append((master, param.array))
             return are_masters(store, pairs, bind=self.catalog.bind)
 
+        # Cut the parameters' shards out of the buffer's states.
         result = find_starts(space, None if store is None else fits, all_fit=all_fit)
         self.notes.extend(result.notes)
         for param, start in zip(params, result.starts, strict=True):
             for state in buffer.states:
                 part = _part(buffer, state, start, param.array)
-                assert part is not None, "a layout puts parameters into buckets"
+                assert part is not None, "no layout has a parameter in two buckets"
                 yield ParamState(param, state, part)
-
-    def _flat_param(self, param: Param) -> FlatParam:
-        is_shared = is_shared_embedding(
-            _global_name(param), self.facts.topology, self.facts, self.rules
-        )
-        return FlatParam(param.name, prod(param.array.shape), is_shared)
 
 
 def _global_name(param: Param) -> str:
-    """Return a global name of the parameter: that of the first expert, where it holds several."""
+    """Return the parameter's global name; the first expert's if it holds several experts."""
     return param.chunk.global_names(param.name)[0][1]
 
 
 def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> StoredArray | None:
-    """Return a parameter's part of a state, or None if no single array holds it."""
+    """Return a parameter's part of a state, or None if it spans several arrays."""
     array, at = buffer.place_of(state, start)
     if at + prod(weight.shape) > array.shape[0]:
         return None
@@ -231,16 +237,17 @@ def _check_covered(
     rules: Rules,
     report: Report,
 ) -> None:
-    """Report the ranks with parameters of which no file has the optimizer's states."""
+    """Report the ranks with parameters whose optimizer states are in no file."""
     etp = facts.topology.expert_tp
 
+    # Data parallel ranks hold the same shard; only one of them has its states.
     def shard(param: Param) -> tuple[object, ...]:
         rank = param.chunk.rank
         if is_distributed_expert(param.name, facts.topology, rules):
             return (param.chunk.where, param.name, rank.tp % etp, rank.ep)
         return (param.chunk.where, param.name, rank.tp)
 
-    # Every shard has a master, whatever its other states.
+    # Every shard has master weights, whatever its other states.
     covered = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
         lost = [
@@ -249,12 +256,13 @@ def _check_covered(
             if shard(param) not in covered and rules.is_param(_global_name(param))
         ]
         if lost:
-            more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
+            more = f", nor of {len(lost) - 1} more" if len(lost) > 1 else ""
             error = MissingShardError(
-                f"no distrib_optim.pt holds its optimizer state{more}",
+                f"no distrib_optim.pt contains the optimizer state of this parameter{more}",
                 key=lost[0].name,
                 rank=file.folder,
-                hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
+                hint="copy the checkpoint again, with all of its files, or drop the optimizer with "
+                "--no-optim",
                 rule="optim.missing",
             )
             report(error)

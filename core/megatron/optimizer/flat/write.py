@@ -1,14 +1,14 @@
-"""The distributed optimizer of rank files: writing distrib_optim.pt.
+"""Writing the distributed optimizer of rank files: the flat buffers of distrib_optim.pt.
 
-Megatron loads the file only if its buffers are as long as its own, so they are laid out as a run
-with the target's arguments lays them out. Which ranks have which buffers is as Megatron does it:
-those of data parallel rank 0, so that with expert parallelism the dense parameters are in the files
-of the first TP ranks of a stage only.
+Megatron loads the file only if its buffers are as long as those of the run, so they are laid out as
+by a run with the target's arguments. As in Megatron, ranks of data parallel rank 0 write the
+buffers: with expert parallelism, only the files of a stage's first TP ranks contain dense
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm, prod
 
@@ -18,7 +18,6 @@ from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
-from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.args import fields_of
 from core.megatron.model.new_args import dp_at
 from core.megatron.model.topology import Rank
@@ -34,10 +33,11 @@ from core.megatron.optimizer.flat.params import (
 )
 from core.megatron.optimizer.rank_state import HeldParam
 from core.megatron.optimizer.reshard_target import ReshardTarget
+from core.megatron.optimizer.target_arrays import TargetArrays
 from core.megatron.optimizer.target_groups import target_groups
 from core.pickle.inert import Global, TensorLeaf
 
-_HINT = "write torch_dist, which any layout loads, or leave the optimizer out with --no-optim"
+_HINT = "write torch_dist, which any layout loads, or drop the optimizer with --no-optim"
 _FP32 = "float32"
 
 
@@ -45,8 +45,8 @@ class FlatFiles:
     """The distributed optimizer at a destination of rank files.
 
     Raises:
-        UnsupportedError: the arguments do not say how the target's buffers look, or a state has no
-            place there.
+        UnsupportedError: the arguments do not decide the layout of the target's buffers, or the
+            buffers cannot store a state; as for ``target_groups``.
         MissingShardError: a parameter lacks states.
         CorruptError: as for ``target_groups``.
     """
@@ -54,10 +54,11 @@ class FlatFiles:
     def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, PlannedArray | JoinedArray] = {}
-        self.beside: dict[str, list[PlannedArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._target = target
+        self._planned = TargetArrays(target)
+        self.beside = self._planned.beside
         self._args = {
             **fields_of(target.args),
             "data_parallel_size": dp_at(target.args, target.topology),
@@ -67,14 +68,14 @@ class FlatFiles:
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(
-                "with overlap_param_gather_with_optimizer_step the distributed optimizer is not written",
+                "writing the distributed optimizer of a run with "
+                "overlap_param_gather_with_optimizer_step is not supported",
                 hint=_HINT,
             )
         self._trained = trained(target.catalog.tensors)
         self._states = (MASTER, *(state for state in target.optimizer.states if state != MASTER))
         self._check_states()
         self._groups = target_groups(target, self._trained)
-        self._held: dict[str, list[tuple[Rank, PlannedArray]]] = {}
 
     def _check_states(self) -> None:
         """Raise unless every parameter has every state, in fp32."""
@@ -82,7 +83,7 @@ class FlatFiles:
             state_and_param = state_of(key)
             if state_and_param is not None and state_and_param[0] not in self._states:
                 raise UnsupportedError(
-                    "distrib_optim.pt has no place for this state", key=key, hint=_HINT
+                    "distrib_optim.pt cannot store this state", key=key, hint=_HINT
                 )
         for name in self._trained:
             for state in self._states:
@@ -93,20 +94,25 @@ class FlatFiles:
                     )
                 if meta.dtype != _FP32:
                     raise UnsupportedError(
-                        f"the state is {meta.dtype}, distrib_optim.pt has {_FP32}",
+                        f"the state is {meta.dtype}, but distrib_optim.pt stores {_FP32}",
                         key=meta.key,
                         hint=_HINT,
                     )
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
+        """Add the tensors of a rank's file, and return the rank's entry ``optimizer``.
+
+        Raises:
+            UnsupportedError: the arguments, or the target's version, do not allow the buffers.
+        """
+        # A rank without experts has their optimizer, too, if empty groups are listed.
         place = f"{folder}:distrib_optim"
         listed = self._groups.order(
-            list(dict.fromkeys(param.key for param in params if param.key in self._trained))
+            dict.fromkeys(param.key for param in params if param.key in self._trained)
         )
-        has_experts = any(
-            map(self._groups.is_expert, listed)
-        )  # without any, only where empty groups are listed
+        has_experts = any(map(self._groups.is_expert, listed))
+
+        # Write the buffers of the optimizers for which this rank is data parallel rank 0.
         members = members_at(self._target.topology, self._bucketing, has_experts=has_experts)
         joined: dict[str, JoinedArray] = {}
         contents: list[object] = []
@@ -121,7 +127,7 @@ class FlatFiles:
         return self._entry(f"{folder}:optimizer", coords, listed, has_experts=has_experts)
 
     def _is_writer(self, rank: Rank, *, is_expert: bool) -> bool:
-        """Return whether a rank is the first of those that share its buffers."""
+        """Return whether a rank is the first of the ranks that share its buffers."""
         topology = self._target.topology
         n = topology.expert_tp * topology.ep if is_expert else topology.tp
         return any(topology.rank_of(q, rank.pp) == rank for q in range(n))
@@ -135,12 +141,12 @@ class FlatFiles:
         params: Sequence[HeldParam],
         joined: dict[str, JoinedArray],
     ) -> dict[object, object]:
-        """Return the buffers of one optimizer of a rank; their arrays go to ``joined``."""
+        """Return the buffers of one optimizer of a rank; their arrays are added to ``joined``."""
         content: dict[object, object] = {COALESCED: True}
         n_rank = sum(
-            prod(self._target.cuts[p.key].shard_shape)
-            for p in params
-            if self._target.rules.is_param(p.key)
+            prod(self._target.cuts[param.key].shard_shape)
+            for param in params
+            if self._target.rules.is_param(param.key)
         )
         for vp_rank in member.chunks:
             for dtype, of_buffer in self._buffers(params, vp_rank, is_expert=member.is_expert):
@@ -164,7 +170,7 @@ class FlatFiles:
     def _buffers(
         self, params: Sequence[HeldParam], vp_rank: int, *, is_expert: bool
     ) -> Iterator[tuple[str, list[HeldParam]]]:
-        """Yield (dtype, parameters) of a chunk's buffers, in the order in which dtypes appear."""
+        """Yield (dtype, parameters) of a chunk's buffers, in the order of their first use."""
         chunk = "model" if self._target.topology.vpp == 1 else f"model{vp_rank}"
         by_dtype: dict[str, list[HeldParam]] = {}
         for param in params:
@@ -182,8 +188,13 @@ class FlatFiles:
     ) -> BufferLayout:
         """Return the layout of a buffer's parameters.
 
+        Args:
+            chunk: (virtual stage, pipeline stage).
+            n_rank: number of elements of all the rank's parameters.
+
         Raises:
-            UnsupportedError: the arguments do not say.
+            UnsupportedError: the arguments do not decide the layout, or the target's version has
+                another one.
         """
         sizes = [prod(self._target.cuts[param.key].shard_shape) for param in of_buffer]
         shared = frozenset(
@@ -194,31 +205,31 @@ class FlatFiles:
             )
         )
 
-        # Where the arguments do not say whether there are buckets, both layouts must be the same.
-        stated = self._bucketing.has_buckets
+        # If the arguments do not decide whether there are buckets, both layouts must be the same.
+        decided = self._bucketing.has_buckets
         layouts = []
-        for has_buckets in (True, False) if stated is None else (stated,):
+        for has_buckets in (True, False) if decided is None else (decided,):
             bucketing = replace(self._bucketing, has_buckets=has_buckets)
             size = bucketing.bucket_size(pp_rank=chunk[1], vp_rank=chunk[0], n_params=n_rank)
             layouts.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
         for layout in layouts:
-            self._check_old(layout, shared, of_buffer)
+            self._check_old_version(layout, shared, of_buffer)
         if len({layout.slots for layout in layouts}) > 1:
             raise UnsupportedError(
-                "the training arguments do not say whether the optimizer's buffers are cut into buckets "
-                "(overlap_grad_reduce), so Megatron could not load them",
+                "the training arguments do not specify whether the optimizer's buffers are cut "
+                "into buckets (overlap_grad_reduce), so Megatron may fail to load them",
                 key=of_buffer[0].key,
                 hint=_HINT,
             )
         return layouts[0]
 
-    def _check_old(
+    def _check_old_version(
         self, layout: BufferLayout, shared: frozenset[int], of_buffer: Sequence[HeldParam]
     ) -> None:
-        """Raise if a version before 0.15 lays a buffer out otherwise.
+        """Raise if the target's version is before 0.15 and has another layout of a buffer.
 
-        Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends
-        without its padding.
+        Seen in megatron-core 0.12.1, not in 0.15.0: a shared embedding starts at the end of the
+        previous bucket's elements, which does not include padding.
         """
         if self._target.version is None or self._target.version >= MegatronVersion(0, 15):
             return
@@ -227,21 +238,22 @@ class FlatFiles:
             number = layout.slots[place].bucket
             if number and layout.buckets[number - 1] % unit:
                 raise UnsupportedError(
-                    f"the bucket before this shared embedding has {layout.buckets[number - 1]} elements, which is not "
-                    f"a multiple of {unit}: megatron-core {self._target.version} lays out its buffers otherwise",
+                    f"the bucket before this shared embedding has {layout.buckets[number - 1]} "
+                    f"elements, not a multiple of {unit}: megatron-core {self._target.version} "
+                    "has another layout of its buffers",
                     key=of_buffer[place].key,
                     hint=_HINT,
                 )
 
     def _grad_dtype(self, dtype: str) -> str:
-        """Return torch's name of the dtype of gradients."""
+        """Return torch's name of the gradients' dtype for parameters of a dtype."""
         if dtype == _FP32:
             return _FP32
         in_fp32 = self._args.get("accumulate_allreduce_grads_in_fp32")
         if in_fp32 is None:
             raise UnsupportedError(
-                "the training arguments do not say in which dtype gradients are reduced "
-                "(accumulate_allreduce_grads_in_fp32), which distrib_optim.pt states",
+                "the training arguments do not specify the dtype in which gradients are reduced "
+                "(accumulate_allreduce_grads_in_fp32), which distrib_optim.pt records",
                 hint=_HINT,
             )
         return _FP32 if in_fp32 else DTYPES[dtype].name
@@ -255,14 +267,14 @@ class FlatFiles:
         rank: Rank,
         coords: Coords,
     ) -> JoinedArray:
-        """Return one state of a buffer: the last parameter comes first."""
+        """Return one state of a buffer as the shards of its parameters, the last one first."""
         parts = []
         for param, slot in zip(reversed(of_buffer), reversed(layout.slots), strict=True):
             key = state_key(state, param.key)
             array = PlannedArray(
                 f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords
             )
-            self._held.setdefault(key, []).append((rank, array))
+            self._planned.add_shard(key, rank, array)
             parts.append((slot.start, array))
         return JoinedArray(name, _FP32, layout.n_elements, tuple(parts))
 
@@ -277,30 +289,15 @@ class FlatFiles:
         for i, numbers in enumerate(members):
             start = place if len(members) == 1 else f"{place}.{i}"
             groups = [
-                self._copied(
-                    dict(self._groups.settings[number]), f"{start}.optimizer.{GROUPS}.{at}", coords
+                self._planned.copy_entries(
+                    self._groups.settings[number], f"{start}.optimizer.{GROUPS}.{at}", coords
                 )
                 for at, number in enumerate(numbers)
             ]
-            entries = self._copied(dict(self._target.optimizer.entries), start, coords)
+            entries = self._planned.copy_entries(self._target.optimizer.entries, start, coords)
             optimizers.append({"optimizer": {GROUPS: groups}, **entries})
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
-    def _copied(
-        self, entries: Mapping[str, object], place: str, coords: Coords
-    ) -> dict[object, object]:
-        """Return entries whose tensors, if any, are arrays of this rank."""
-        entry = plan_entry(self._target.catalog, dict(entries), place, coords)
-        for key, array in entry.arrays:
-            self.beside.setdefault(key, []).append(array)
-        assert isinstance(entry.value, dict)
-        return entry.value
-
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the fragments of one state, once all ranks have been added."""
-        cut = self._target.cuts[key]
-        return tuple(
-            piece
-            for rank, array in self._held.get(key, ())
-            for piece in cut.fragments(key, rank, array)
-        )
+        """Return the target's fragments of one state; all ranks must have been added."""
+        return self._planned.fragments(key)

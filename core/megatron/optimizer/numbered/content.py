@@ -1,24 +1,26 @@
-"""The entry ``optimizer`` of a rank file whose states are numbered: FP32 and Float16 optimizers,
-alone or chained.
+"""The entry ``optimizer`` of a rank file whose states are numbered.
 
 ::
 
-    FP32Optimizer     {"state": {id: {["step",] "exp_avg", "exp_avg_sq"}}, "param_groups": [{…, "params": [id …]}]}
-    Float16Optimizer  {"optimizer": the above, ["grad_scaler": …,] "fp32_from_fp16_params": [[master …] of each group]}
-    ChainedOptimizer  its only member's, or a list: [dense, experts]
+    FP32Optimizer     {"state": {id: {["step",] "exp_avg", "exp_avg_sq"}},
+                       "param_groups": [{…, "params": [id …]}]}
+    Float16Optimizer  {"optimizer": {as FP32Optimizer}, ["grad_scaler": …,]
+                       "fp32_from_fp16_params": [[master weights …] of each group]}
+    ChainedOptimizer  the entry of its only optimizer, or a list: [dense, experts]
 
-Ids number the parameters of all groups of one member. Masters are listed for fp16 and bf16
-parameters only. Older files have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which
-Megatron still reads.
+Ids number the parameters of all groups of one optimizer. Only fp16 and bf16 parameters have master
+weights. Older files have the names ``optimizer_state_dict`` and ``fp32_from_fp16``, which Megatron
+still reads.
 
 Source: megatron-core 0.16.1 ``core/optimizer/optimizer.py``; Megatron-LM d98e8a64, pinned in
 tests/golden (``mcore_legacy/dense_gqa/*_optim``).
 
-Not supported: chained members of other kinds (Muon beside Adam).
+Not supported: chains of other optimizers (Muon and Adam).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,12 +35,12 @@ STEP_NAME = "step"
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group as a rank's file has it.
+    """A group of a rank's file.
 
     Args:
-        settings: without ``params``.
-        states: states of each of its parameters, by name; the number of steps is among them.
-        masters: the masters that are stored; None without masters.
+        settings: the settings, without ``params``.
+        states: name → state of each of its parameters; the number of steps is among them.
+        masters: the stored master weights; None for an optimizer without master weights.
     """
 
     settings: Mapping[str, object]
@@ -48,12 +50,12 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """All members of a rank's optimizer.
+    """All chained optimizers of a rank.
 
     Args:
-        groups: groups of all members, one after the other.
-        entries: others of the members, of each member by name.
-        has_masters: it is a Float16Optimizer.
+        groups: groups of all optimizers, one after the other.
+        entries: for each optimizer, name → entry other than groups and states.
+        has_masters: the optimizers are Float16Optimizers.
     """
 
     groups: Sequence[StoredGroup]
@@ -65,19 +67,20 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     """Return the optimizer of a rank.
 
     Args:
-        value: the entry.
-        rank: the rank's directory, for messages.
-        report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is
-            given.
+        value: the entry ``optimizer``.
+        rank: name of the rank directory, for messages.
+        report: receives states without a parameter (rule ``optim.numbers``); by default, raises
+            them.
 
     Raises:
-        MissingShardError: the rank has no optimizer.
-        UnsupportedError: members of several kinds.
-        CorruptError: the entry is not as above.
+        MissingShardError: the rank has no optimizer, or its master weights are missing.
+        UnsupportedError: the chained optimizers are not of the two known kinds, or there are
+            entries that are not resharded.
+        CorruptError: the entry differs from the module's description.
     """
-    members = [_member(item, report, rank=rank) for item in _members(value, rank=rank)]
+    members = [_read_member(item, report, rank=rank) for item in _split_chain(value, rank=rank)]
     if len({member.has_masters for member in members}) > 1:
-        raise CorruptError("only some of the chained optimizers have masters", rank=rank)
+        raise CorruptError("only some of the chained optimizers have master weights", rank=rank)
     if len(members) > 1:
         # Megatron chains one optimizer for dense parameters and one for experts.
         kinds = [
@@ -85,9 +88,10 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
         ]
         if kinds != [{False}, {True}]:
             raise UnsupportedError(
-                f"{len(members)} chained optimizers that are not one for dense parameters and one for experts",
+                f"the rank has {len(members)} chained optimizers, not one for dense parameters and "
+                "one for experts",
                 rank=rank,
-                hint="leave the optimizer out with --no-optim",
+                hint="drop the optimizer with --no-optim",
             )
     return StoredOptimizer(
         [group for member in members for group in member.groups],
@@ -96,10 +100,10 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     )
 
 
-def _members(value: object, *, rank: str) -> list[object]:
-    """Return the members of a chained optimizer, or the only one."""
+def _split_chain(value: object, *, rank: str) -> list[object]:
+    """Return the entries of the chained optimizers, or of the only one."""
     if value is None:
-        raise MissingShardError("the rank's file has no optimizer, others have one", rank=rank)
+        raise MissingShardError("the rank's file has no optimizer, unlike other files", rank=rank)
     by_number = as_mapping(value)
     if by_number is not None and by_number and all(isinstance(name, int) for name in by_number):
         value = [item for _, item in sorted(by_number.items(), key=lambda pair: int(str(pair[0])))]
@@ -109,44 +113,41 @@ def _members(value: object, *, rank: str) -> list[object]:
     return members
 
 
-def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
-    """Return one member of an optimizer, FP32 or Float16."""
-    entries = _named(value, "an optimizer", rank=rank)
+def _read_member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
+    """Read one optimizer of a chain, FP32 or Float16."""
+    entries = _as_names(value, "an optimizer", rank=rank)
     inner = next((name for name in INNER if name in entries), None)
     if inner is None:
-        groups = _groups(entries, None, report, rank=rank)
-        rest = {
-            name: item for name, item in entries.items() if name not in ("state", "param_groups")
-        }
-        return StoredOptimizer(groups, [rest], has_masters=False)
+        groups = _read_groups(entries, None, report, rank=rank)
+        del entries["state"], entries["param_groups"]
+        return StoredOptimizer(groups, [entries], has_masters=False)
 
-    # A Float16Optimizer wraps the optimizer of torch, and has masters.
-    masters = next((name for name in MASTERS if name in entries), None)
-    if masters is None:
-        raise _no_masters(entries[inner], rank=rank)
-    lists = entries[masters]
-    if not isinstance(lists, (list, tuple)) or not all(
-        isinstance(masters_of_group, (list, tuple)) for masters_of_group in lists
+    # A Float16Optimizer wraps torch's optimizer, and has master weights.
+    torch_entry = entries.pop(inner)
+    name = next((name for name in MASTERS if name in entries), None)
+    if name is None:
+        raise _error_without_masters(torch_entry, rank=rank)
+    masters = entries.pop(name)
+    if not isinstance(masters, (list, tuple)) or not all(
+        isinstance(masters_of_group, (list, tuple)) for masters_of_group in masters
     ):
-        raise CorruptError(f"{masters} is not a list of lists", rank=rank)
-    torch_entries = _named(entries[inner], inner, rank=rank)
-    more = sorted(set(torch_entries) - {"state", "param_groups"})
-    if more:
+        raise CorruptError(f"{name} is not a list of lists", rank=rank)
+
+    # torch's optimizer has nothing but states and groups.
+    torch_entries = _as_names(torch_entry, inner, rank=rank)
+    unknown = sorted(set(torch_entries) - {"state", "param_groups"})
+    if unknown:
         raise UnsupportedError(
-            f"the optimizer has entries that are not resharded: {', '.join(more)}", rank=rank
+            f"the optimizer has entries that cannot be resharded: {', '.join(unknown)}", rank=rank
         )
-    groups = _groups(torch_entries, lists, report, rank=rank)
-    return StoredOptimizer(
-        groups,
-        [{name: item for name, item in entries.items() if name not in (inner, masters)}],
-        has_masters=True,
-    )
+    groups = _read_groups(torch_entries, masters, report, rank=rank)
+    return StoredOptimizer(groups, [entries], has_masters=True)
 
 
-def _no_masters(inner: object, *, rank: str) -> MissingShardError:
-    """Return the error for an optimizer without masters.
+def _error_without_masters(inner: object, *, rank: str) -> MissingShardError:
+    """Return the error for an optimizer without master weights.
 
-    If its groups list no parameters, it is a distributed one.
+    If its groups list no parameters, the optimizer is a distributed one.
     """
     listed = (as_mapping(inner) or {}).get("param_groups")
     groups = (
@@ -155,55 +156,59 @@ def _no_masters(inner: object, *, rank: str) -> MissingShardError:
     if not groups or any("params" in group for group in groups):
         return MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
     return MissingShardError(
-        "this is a distributed optimizer, whose states are in distrib_optim.pt, and no rank has that file",
+        "no rank has distrib_optim.pt, which contains the states of a distributed optimizer",
         rank=rank,
-        hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
+        hint="copy the checkpoint again, with all of its files, or drop the optimizer with "
+        "--no-optim",
     )
 
 
-def _groups(
+def _read_groups(
     inner: Mapping[str, object],
     masters: Sequence[Sequence[object]] | None,
     report: Report,
     *,
     rank: str,
 ) -> list[StoredGroup]:
-    """Return the groups of a torch optimizer's state dict."""
+    """Read the groups of a torch optimizer's state dict.
+
+    Args:
+        inner: entry with ``state`` and ``param_groups``.
+        masters: master weights of each group; None for an optimizer without master weights.
+    """
     listed = inner.get("param_groups")
     state = as_mapping(inner.get("state"))
     if not isinstance(listed, (list, tuple)) or state is None:
-        raise CorruptError("an optimizer without state and param_groups", rank=rank)
+        raise CorruptError("an optimizer has no state and param_groups", rank=rank)
     if masters is not None and len(masters) != len(listed):
         raise CorruptError(
-            f"masters of {len(masters)} param groups, but there are {len(listed)}", rank=rank
+            f"there are master weights of {len(masters)} param groups, but {len(listed)} groups",
+            rank=rank,
         )
 
-    # Every parameter has a number, in one group only.
+    # Read group by group; a parameter's number is in one group only.
     grouped: set[object] = set()
     groups = []
     for number, item in enumerate(listed):
-        group = _named(item, f"param group {number}", rank=rank)
-        ids = group.pop("params", None)
-        if (
-            not isinstance(ids, (list, tuple))
-            or not all(isinstance(i, int) for i in ids)
-            or grouped & {*ids}
-        ):
-            raise CorruptError(
-                f"param group {number} has no list of parameter numbers of its own", rank=rank
-            )
-        if len({*ids}) < len(ids):
-            twice = next(i for i in ids if list(ids).count(i) > 1)
-            raise CorruptError(f"param group {number} lists parameter {twice} twice", rank=rank)
-        grouped |= {*ids}
-        states = [_named(state.get(i, {}), f"the state of parameter {i}", rank=rank) for i in ids]
-        groups.append(
-            StoredGroup(
-                group, states, None if masters is None else _leaves(masters[number], rank=rank)
-            )
-        )
+        group = _as_names(item, f"param group {number}", rank=rank)
+        ids = _param_numbers(group.pop("params", None), f"param group {number}", rank=rank)
+        if not grouped.isdisjoint(ids):
+            raise CorruptError(f"param group {number} lists parameters of another group", rank=rank)
+        grouped.update(ids)
+        states = [
+            _as_names(state.get(i, {}), f"the state of parameter {i}", rank=rank) for i in ids
+        ]
+        leaves = None
+        if masters is not None:
+            leaves = [leaf for leaf in masters[number] if isinstance(leaf, TensorLeaf)]
+            if len(leaves) < len(masters[number]):
+                raise CorruptError(
+                    f"an entry of the master weights of param group {number} is not a tensor",
+                    rank=rank,
+                )
+        groups.append(StoredGroup(group, states, leaves))
 
-    # States without a parameter are reported and left out.
+    # States without a parameter are reported and dropped.
     for key in state:
         if key not in grouped:
             problem = f"the optimizer has a state of {key!r}, which is in no param group"
@@ -211,16 +216,18 @@ def _groups(
     return groups
 
 
-def _leaves(items: Sequence[object], *, rank: str) -> list[TensorLeaf]:
-    """Return masters, all of which must be tensors."""
-    leaves = [item for item in items if isinstance(item, TensorLeaf)]
-    if len(leaves) < len(items):
-        raise CorruptError("a master is not a tensor", rank=rank)
-    return leaves
+def _param_numbers(value: object, label: str, *, rank: str) -> Sequence[int]:
+    """Return the numbers of a group's parameters; ``label`` is the group's name in messages."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(i, int) for i in value):
+        raise CorruptError(f"{label} has no list of parameter numbers", rank=rank)
+    repeated = next((i for i, count in Counter(value).items() if count > 1), None)
+    if repeated is not None:
+        raise CorruptError(f"{label} lists parameter {repeated} twice", rank=rank)
+    return value
 
 
-def _named(value: object, label: str, *, rank: str) -> dict[str, object]:
-    """Return a dict, of which ``label`` is the name in messages; its keys must be strings."""
+def _as_names(value: object, label: str, *, rank: str) -> dict[str, object]:
+    """Return a copy of a dict with string keys; ``label`` is its name in messages."""
     mapping = as_mapping(value)
     if mapping is None or not all(isinstance(name, str) for name in mapping):
         raise CorruptError(f"{label} is a {type(value).__name__}, not a dict of names", rank=rank)

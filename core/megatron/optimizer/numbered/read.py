@@ -1,9 +1,8 @@
-"""Reading of the numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``) by
-global names.
+"""Reading the numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``).
 
-On every rank, ``core.megatron.optimizer.groups`` finds which parameter has which number; states
-then go with their parameters, and groups of several ranks that have the same identity become one.
-Their settings must agree, as must the numbers of steps.
+On every rank, ``core.megatron.optimizer.groups`` assigns the numbers to parameters. States then get
+the global names of their parameters, and groups of several ranks with the same identity become one.
+The ranks must agree on the groups' settings and on the number of steps.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
 
 _PROVEN = 512
-"""Number of masters of a group that are compared on the first rank of a stage.
+"""Number of parameters per group whose master weights are compared on a stage's first rank.
 
-One is compared on the other ranks, which repeat its structure.
+The other ranks of the stage repeat its structure; one parameter per group is compared there.
 """
 
 
@@ -69,71 +68,51 @@ def read_numbered(
     ``core.megatron.reshard.rank_optimizer.read_states`` explains the arguments.
 
     Raises:
-        MissingShardError: a rank has no optimizer, a parameter lacks states.
-        UnsupportedError: names do not fit the groups, or in several ways; states of a kind that is
-            not resharded.
+        MissingShardError: a rank has no optimizer, or a parameter lacks states.
+        UnsupportedError: no assignment of parameters to groups fits, or several do; a state cannot
+            be resharded.
         CorruptError: ranks contradict each other.
     """
     collected = _CollectedStates(catalog)
     merged = MergedGroups(collected.note_tensor)
     policies = tuple(policies_of(fields_of(catalog.args)))
     proven_stages: set[int] = set()
-    is_param: dict[str, bool] = {}
-    has_masters: tuple[bool, str] | None = None
+
+    is_param: dict[str, bool] = {}  # by local name, which the ranks repeat
     for file in files:
-        rule = "optim.numbers"  # of the check that is under way
+        rule = "optim.numbers"  # of the current check
         try:
             stored = stored_optimizer(file.root.get("optimizer"), rank=file.folder, report=report)
-            has_masters = has_masters or (stored.has_masters, file.folder)
-            if stored.has_masters != has_masters[0]:
-                problem = f"only one of this optimizer and that of {has_masters[1]} has masters"
-                raise CorruptError(problem, rank=file.folder)
+            collected.check_kind(stored, rank=file.folder)
 
-            # Find out which parameter has which number; the first rank of a stage is examined closely.
-            params = [param for param in file.params if _is_param(param, rules, is_param)]
+            # Assign numbers to parameters; the first rank of a stage is proven more thoroughly.
+            for param in file.params:
+                if param.name not in is_param:
+                    global_name = param.chunk.global_names(param.name)[0][1]
+                    is_param[param.name] = rules.is_param(global_name)
+            params = [param for param in file.params if is_param[param.name]]
             is_first = file.rank.pp not in proven_stages
             proven_stages.add(file.rank.pp)
             rule = "optim.groups"
-            assignment = _assignment(
+            assignment = _assign_numbers(
                 catalog, params, stored, file, policies, rules, store, is_first=is_first
             )
-            members = [[params[i] for i in of_group] for of_group in assignment]
+            members = [[params[i] for i in numbers] for numbers in assignment]
 
-            for group, of_group in zip(stored.groups, members, strict=True):
-                collected.add_group(group, of_group, report, rank=file.folder)
+            # Collect the states, the other entries and the groups by global names.
+            for group, group_params in zip(stored.groups, members, strict=True):
+                collected.add_group(group, group_params, report, rank=file.folder)
             rule = "optim.entries"
             for entries in stored.entries:
                 collected.add_entries(entries, rank=file.folder)
             rule = "optim.settings"
-            names = [_global_names(of_group, facts, rules) for of_group in members]
+            names = [_global_names(group_params, facts, rules) for group_params in members]
             merged.add(
                 file.folder, zip((group.settings for group in stored.groups), names, strict=True)
             )
         except CheckpointingException as err:
             report(err.breaking("optim.missing" if file.root.get("optimizer") is None else rule))
-    collected.check_steps()
-    step = None if collected.step is None else collected.step[0]
-    return RankStates(
-        Optimizer(
-            kind="float16" if has_masters is not None and has_masters[0] else "fp32",
-            groups=merged.groups(),
-            states=() if collected.names is None else collected.names[0],
-            step=TensorLeaf(STEP) if collected.steps else step,
-            entries={} if collected.entries is None else collected.entries[0],
-            omits_empty=merged.omits_empty,
-        ),
-        collected.states,
-        steps=collected.steps,
-        beside=collected.copies,
-    )
-
-
-def _is_param(param: Param, rules: Rules, cache: dict[str, bool]) -> bool:
-    """Return whether a tensor is a parameter; remembered by its local name, which ranks repeat."""
-    is_param = cache.get(param.name)
-    if is_param is None:
-        is_param = cache[param.name] = rules.is_param(param.chunk.global_names(param.name)[0][1])
-    return is_param
+    return collected.states_with(merged)
 
 
 def _array(catalog: Catalog, key: str) -> StoredArray:
@@ -146,12 +125,12 @@ def _array(catalog: Catalog, key: str) -> StoredArray:
 
 
 def _global_names(members: Iterable[Param], facts: ModelFacts, rules: Rules) -> list[str]:
-    """Return the global names of parameters; a tied copy has its original's name."""
+    """Return the global names of parameters; a tied copy gets its original's name."""
     names = (name for param in members for _, name in param.chunk.global_names(param.name))
     return [rules.rule_of(name).tied or name for name in names] if facts.is_tied else list(names)
 
 
-def _assignment(
+def _assign_numbers(
     catalog: Catalog,
     params: Sequence[Param],
     stored: StoredOptimizer,
@@ -165,7 +144,10 @@ def _assignment(
     """Return the parameters of each of a rank's groups.
 
     Args:
-        is_first: the rank is the first of its stage: more masters are compared.
+        is_first: the rank is the first of its stage; more master weights are compared.
+
+    Raises:
+        UnsupportedError: no assignment fits, or several do.
     """
     trained = [
         Trained(
@@ -178,7 +160,7 @@ def _assignment(
     ]
     slots = [_slots(catalog, group) for group in stored.groups]
 
-    # Comparing reads files: results are kept, and usually a sample of the masters is enough.
+    # Comparisons read files, so results are cached, and usually a sample of parameters is enough.
     results: dict[tuple[int, int, int], bool] = {}
 
     def agrees(i: int, number: int, place: int) -> bool:
@@ -210,9 +192,7 @@ def _assignment(
 
 
 def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
-    """Return the shapes in a group: for each entry that of its first state other than the number of
-    steps.
-    """
+    """Return the shapes of a group's entries: that of the first state other than the steps."""
     shapes = []
     for states in group.states:
         leaves = (
@@ -234,15 +214,17 @@ class _CollectedStates:
 
     Args:
         catalog: the rank catalog.
+        has_masters: the optimizers have master weights; and the first rank.
         states: states of all parameters.
-        names: names of the states of the first parameter that has any, and where that was.
-        steps: arrays that are the number of steps.
-        step: the number of steps as the first parameter has it, and the rank of that.
-        entries: entries other than groups and states, and the rank that has them.
+        names: names of the first parameter's states; and that parameter, for messages.
+        steps: arrays that hold the number of steps.
+        step: the first parameter's number of steps; and its rank.
+        entries: entries other than groups and states; and the first rank.
         copies: key of a tensor among entries or settings → its copies.
     """
 
     catalog: Catalog
+    has_masters: tuple[bool, str] | None = None
     states: list[ParamState] = field(default_factory=list)
     names: tuple[tuple[str, ...], str] | None = None
     steps: list[StoredArray] = field(default_factory=list)
@@ -251,13 +233,30 @@ class _CollectedStates:
     copies: dict[str, list[StoredArray]] = field(default_factory=dict)
 
     def note_tensor(self, new: str, old: str) -> None:
-        """Add a copy of the tensor that gets the key ``new``."""
+        """Add a rank's tensor ``old`` to the copies of the tensor ``new``."""
         self.copies.setdefault(new, []).append(_array(self.catalog, old))
+
+    def check_kind(self, stored: StoredOptimizer, *, rank: str) -> None:
+        """Raise unless all ranks, or none, have master weights."""
+        if self.has_masters is None:
+            self.has_masters = (stored.has_masters, rank)
+        if stored.has_masters != self.has_masters[0]:
+            raise CorruptError(
+                f"the optimizer has {'' if stored.has_masters else 'no '}master weights here, "
+                f"unlike in {self.has_masters[1]}",
+                rank=rank,
+            )
 
     def add_group(
         self, group: StoredGroup, members: Sequence[Param], report: Report, *, rank: str
     ) -> None:
-        """Add the states of a group's parameters."""
+        """Add the states of a group's parameters.
+
+        Args:
+            members: the group's parameters.
+            report: receives the problems of single parameters.
+        """
+        # Master weights are listed without gaps for the parameters that have any.
         if group.masters is not None:
             trained = [
                 Trained(param.name, param.array.shape, param.array.dtype, False)
@@ -275,16 +274,19 @@ class _CollectedStates:
 
     def _add_param(self, param: Param, states: Mapping[str, object], *, rank: str) -> None:
         """Add the states of one parameter."""
-        # Every parameter must have the states of the first one.
+        # Every parameter must have the same states as the first one.
         names = tuple(name for name in states if name != STEP_NAME)
         if self.names is None:
             self.names = (names, f"{param.name} of {rank}")
         if set(names) != set(self.names[0]):
             raise MissingShardError(
-                f"it has the optimizer states {_joined(names)}, but {self.names[1]} has {_joined(self.names[0])}",
+                f"the parameter has the optimizer states {', '.join(names) or 'none'}, but "
+                f"{self.names[1]} has {', '.join(self.names[0]) or 'none'}",
                 key=param.name,
                 rank=rank,
             )
+
+        # States of other shapes, such as factored ones, cannot be cut like the parameter.
         for name in names:
             leaf = states[name]
             if (
@@ -292,18 +294,22 @@ class _CollectedStates:
                 or self.catalog.meta(leaf.key).shape != param.array.shape
             ):
                 raise UnsupportedError(
-                    f"the optimizer state {name} does not have its parameter's shape {param.array.shape}",
+                    f"the optimizer state {name} does not have its parameter's shape "
+                    f"{param.array.shape}",
                     key=param.name,
                     rank=rank,
-                    hint="leave the optimizer out with --no-optim",
+                    hint="drop the optimizer with --no-optim",
                     rule="optim.shape",
                 )
             self.states.append(ParamState(param, name, _array(self.catalog, leaf.key)))
         self._add_step(states.get(STEP_NAME), param.name, rank=rank)
 
     def _add_step(self, step: object, name: str, *, rank: str) -> None:
-        """Add a parameter's number of steps, which is that of all parameters: None, a number or a
-        tensor.
+        """Add a parameter's number of steps, which must equal that of the other parameters.
+
+        Args:
+            step: None, a number, or a tensor; tensors are compared by the engine.
+            name: the parameter, for messages.
         """
         if self.step is None:
             self.step = (step, rank)
@@ -311,20 +317,26 @@ class _CollectedStates:
         kind = _step_kind(step)
         if kind is not _step_kind(first) or (kind is int and step != first):
             raise CorruptError(
-                f"the optimizer made {_step_text(step)} steps here, {_step_text(first)} in {first_rank}",
+                f"the optimizer's number of steps is {_step_text(step)} here, but "
+                f"{_step_text(first)} in {first_rank}",
                 key=name,
                 rank=rank,
-                hint="the ranks' files are not of one checkpoint, or one is damaged",
+                hint="check that all rank directories are from one checkpoint and intact",
                 rule="optim.step",
             )
         if isinstance(step, TensorLeaf):
             array = _array(self.catalog, step.key)
             if array.n_bytes > 8 or (self.steps and array.dtype != self.steps[0].dtype):
-                raise CorruptError("the number of steps is not one number", key=name, rank=rank)
+                raise CorruptError(
+                    f"the optimizer's number of steps is not a single number: a tensor of "
+                    f"{array.n_bytes} bytes ({array.dtype})",
+                    key=name,
+                    rank=rank,
+                )
             self.steps.append(array)
 
     def add_entries(self, entries: Mapping[str, object], *, rank: str) -> None:
-        """Add a member's entries other than groups and states; they must be equal on all ranks."""
+        """Add entries other than groups and states, which must be equal on all ranks."""
 
         def new_key(path: str, old: str) -> str:
             new = f"optimizer.entries.{path}"
@@ -339,14 +351,35 @@ class _CollectedStates:
         for name in dict.fromkeys([*first, *renamed]):
             if name not in renamed or name not in first or not same(renamed[name], first[name]):
                 raise CorruptError(
-                    f"the optimizer's entry {name} is not that of {first_rank}", rank=rank
+                    f"the optimizer's entry {name} differs from that of {first_rank}", rank=rank
                 )
 
-    def check_steps(self) -> None:
-        """Raise unless the steps of all ranks have one shape, as their fragments need."""
+    def states_with(self, merged: MergedGroups) -> RankStates:
+        """Return the collected states, as the optimizer of these groups.
+
+        Raises:
+            CorruptError: the numbers of steps have different shapes.
+        """
+        # The copies of the steps become fragments of one tensor.
         shapes = {array.shape for array in self.steps}
         if len(shapes) > 1:
-            raise CorruptError(f"the optimizer's steps have the shapes {sorted(shapes)}")
+            raise CorruptError(
+                f"the optimizer's numbers of steps have different shapes: {sorted(shapes)}"
+            )
+        step = None if self.step is None else self.step[0]
+        return RankStates(
+            Optimizer(
+                kind="float16" if self.has_masters is not None and self.has_masters[0] else "fp32",
+                groups=merged.groups(),
+                states=() if self.names is None else self.names[0],
+                step=TensorLeaf(STEP) if self.steps else step,
+                entries={} if self.entries is None else self.entries[0],
+                omits_empty=merged.omits_empty,
+            ),
+            self.states,
+            steps=self.steps,
+            beside=self.copies,
+        )
 
 
 def _step_kind(step: object) -> type:
@@ -354,14 +387,6 @@ def _step_kind(step: object) -> type:
 
 
 def _step_text(step: object) -> str:
-    return (
-        "no number of"
-        if step is None
-        else "a tensor's number of"
-        if isinstance(step, TensorLeaf)
-        else repr(step)
-    )
-
-
-def _joined(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
+    if step is None:
+        return "missing"
+    return "a tensor" if isinstance(step, TensorLeaf) else repr(step)

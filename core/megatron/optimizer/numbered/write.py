@@ -1,24 +1,24 @@
-"""The numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``): writing.
+"""Writing the numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``).
 
-On every rank, parameters get their numbers anew: group by group, in the order of its file.
+On every rank, parameters get new numbers: group by group, in the order of the rank's file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.catalog.catalog import Catalog, TargetFragment
+from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, trained
+from core.catalog.optimizer_keys import MASTER, state_key, trained
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
-from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.cut import param_array
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.groups import HALF
 from core.megatron.optimizer.numbered.content import INNER, MASTERS, STEP_NAME
 from core.megatron.optimizer.rank_state import HeldParam
 from core.megatron.optimizer.reshard_target import ReshardTarget
+from core.megatron.optimizer.target_arrays import TargetArrays
 from core.megatron.optimizer.target_groups import target_groups
 from core.pickle.inert import TensorLeaf
 
@@ -34,28 +34,35 @@ class NumberedFiles:
     def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, PlannedArray | JoinedArray] = {}
-        self.beside: dict[str, list[PlannedArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._target = target
+        self._planned = TargetArrays(target)
+        self.beside = self._planned.beside
         self._moments = [name for name in target.optimizer.states if name != MASTER]
         self._has_masters = target.optimizer.kind != "fp32"
-        params = _trained(target.catalog, target.optimizer)
+
+        # Without parameters in the groups, the states tell which parameters the optimizer has.
+        params = trained(target.catalog.tensors)
+        groups = target.optimizer.groups
+        if all(group.params is not None for group in groups):
+            named = {name for group in groups for name in group.params or ()}
+            tensors = target.catalog.tensors
+            params = {key: len(meta.shape) for key, meta in tensors.items() if key in named}
         self._groups = target_groups(target, params)
         self._check_states(params)
-        self._held: dict[str, list[tuple[Rank, PlannedArray]]] = {}
 
     def _check_states(self, params: Mapping[str, int]) -> None:
-        """Raise unless every parameter has every state, and a master if it is of 16 bits."""
+        """Raise unless every parameter has all states, and only 16-bit ones master weights."""
         tensors = self._target.catalog.tensors
         for name in params:
             masters = [MASTER] if self._has_master(name) else []
             if self._has_masters and not masters and state_key(MASTER, name) in tensors:
                 raise UnsupportedError(
-                    f"it has a master in fp32, but is {tensors[name].dtype}: rank files have masters of "
-                    "16-bit parameters only",
+                    f"the parameter is {tensors[name].dtype} and has fp32 master weights, which "
+                    "rank files store for 16-bit parameters only",
                     key=name,
-                    hint="leave the cast out, or the optimizer with --no-optim",
+                    hint="omit the cast, or drop the optimizer with --no-optim",
                 )
             for state in (*masters, *self._moments):
                 if state_key(state, name) not in tensors:
@@ -67,10 +74,9 @@ class NumberedFiles:
         return self._has_masters and self._target.catalog.tensors[name].dtype in HALF
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """Add the tensors that a rank's file holds, and return the rank's entry ``optimizer``."""
-        stored: dict[
-            tuple[str, str], list[str]
-        ] = {}  # one parameter may hold several tensors (GroupedMLP)
+        """Add the tensors of a rank's file, and return the rank's entry ``optimizer``."""
+        # One parameter may hold several tensors (GroupedMLP); the first one's key identifies it.
+        stored: dict[tuple[str, str], list[str]] = {}
         for param in params:
             if param.key in self._groups.group_of:
                 stored.setdefault((param.chunk, param.name), []).append(param.key)
@@ -78,7 +84,7 @@ class NumberedFiles:
         listed = self._groups.order(keys_of)
         self._note_order(listed, keys_of)
 
-        # Experts have an optimizer of their own, chained after the other.
+        # Experts have an optimizer of their own, chained after that of the dense parameters.
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         experts = [number for number in listed if self._groups.is_expert(number)]
         if experts:
@@ -91,18 +97,25 @@ class NumberedFiles:
         return optimizers if experts else optimizers[0]
 
     def _note_order(self, listed: Sequence[int], keys: Iterable[str]) -> None:
-        """Note what makes a rank's param groups those of an older version."""
+        """Note the order and the empty groups that only some versions of megatron-core load.
+
+        Args:
+            listed: numbers of the groups that a rank lists.
+            keys: parameters of the rank.
+        """
         if self._groups.is_sorted or self._target.version is not None:
             return
         added = []
         if list(listed) != sorted(listed):
             added.append(
-                "the optimizer's param groups are in the order of megatron-core before 0.16, as in the source"
+                "the optimizer's param groups are in the order of megatron-core before 0.16, as in "
+                "the source"
             )
         is_any_empty = len(listed) > len({self._groups.group_of[name] for name in keys})
         if is_any_empty and self._target.optimizer.omits_empty is None:
             added.append(
-                "empty param groups are listed, as by megatron-core 0.14 and later; older ones list none"
+                "empty param groups are listed, as in megatron-core 0.14 and later; older versions "
+                "list none"
             )
         self.notes += [note for note in added if note not in self.notes]
 
@@ -117,9 +130,9 @@ class NumberedFiles:
         """Return one optimizer of a rank.
 
         Args:
-            place: what its arrays' names begin with.
-            numbers: numbers of its groups.
-            keys_of: parameters of the rank in order, by the first tensor of each.
+            place: prefix of the optimizer's array names.
+            numbers: numbers of the optimizer's groups.
+            keys_of: first tensor of each parameter → all its tensors, in the rank's order.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place
         state: dict[object, object] = {}
@@ -136,17 +149,17 @@ class NumberedFiles:
                 if self._has_master(name):
                     array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
                     leaves.append(self._leaf(MASTER, keys_of[name], array_name, rank, coords))
-            settings = self._copied(
-                dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords
+            settings = self._planned.copy_entries(
+                self._groups.settings[number], f"{inner}.param_groups.{at}", coords
             )
             groups.append({**settings, "params": list(range(first, len(state)))})
             masters.append(leaves)
 
-        # An optimizer without moments and steps (SGD) has no states.
+        # An optimizer without moments and steps (SGD) has no states, not empty ones.
         content: dict[object, object] = {"state": state, "param_groups": groups}
         if not self._moments and self._target.optimizer.step is None:
             state.clear()
-        entries = self._copied(dict(self._target.optimizer.entries), place, coords)
+        entries = self._planned.copy_entries(self._target.optimizer.entries, place, coords)
         if not self._has_masters:
             return {**content, **entries}
         return {INNER[0]: content, **entries, MASTERS[0]: masters}
@@ -154,7 +167,12 @@ class NumberedFiles:
     def _state(
         self, names: Sequence[str], place: str, rank: Rank, coords: Coords
     ) -> dict[object, object]:
-        """Return the states of one parameter, which holds these tensors."""
+        """Return the states of one parameter.
+
+        Args:
+            names: keys of the tensors that the parameter holds.
+            place: prefix of the states' array names.
+        """
         states: dict[object, object] = {}
         step = self._target.optimizer.step
         if isinstance(step, TensorLeaf):
@@ -171,7 +189,7 @@ class NumberedFiles:
     def _leaf(
         self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords
     ) -> TensorLeaf:
-        """Return a state's place in the file."""
+        """Plan the array of a state, and return its leaf in the file's tree."""
         keys = [state_key(state, name) for name in names]
         target = self._target
         array = param_array(
@@ -180,34 +198,9 @@ class NumberedFiles:
         self.arrays[array_name] = array
         parts = [part for _, part in array.parts] if isinstance(array, JoinedArray) else [array]
         for key, part in zip(keys, parts, strict=True):
-            self._held.setdefault(key, []).append((rank, part))
+            self._planned.add_shard(key, rank, part)
         return TensorLeaf(array_name)
 
-    def _copied(
-        self, entries: Mapping[str, object], place: str, coords: Coords
-    ) -> dict[object, object]:
-        """Return entries whose tensors, if any, are arrays of this rank."""
-        entry = plan_entry(self._target.catalog, dict(entries), place, coords)
-        for key, array in entry.arrays:
-            self.beside.setdefault(key, []).append(array)
-        assert isinstance(entry.value, dict)
-        return entry.value
-
     def fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the fragments of one state, once all ranks have been added."""
-        cut = self._target.cuts[key]
-        return tuple(
-            piece
-            for rank, array in self._held.get(key, ())
-            for piece in cut.fragments(key, rank, array)
-        )
-
-
-def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
-    """Return every parameter that the optimizer has → number of its axes, in the catalog's
-    order.
-    """
-    if any(group.params is None for group in optimizer.groups):
-        return trained(catalog.tensors)
-    named = {name for group in optimizer.groups for name in group.params or ()}
-    return {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}
+        """Return the target's fragments of one state; all ranks must have been added."""
+        return self._planned.fragments(key)

@@ -1,8 +1,7 @@
-"""The optimizer of checkpoints that hold global tensors: by parameter, or as the flat buffers of
-the ranks.
+"""Optimizers in checkpoints of global tensors: states by parameter, or flat buffers of the ranks.
 
-Start at ``read`` and ``write``; ``buckets`` is for optimizers that load only at the sizes they were
-saved with.
+Start at ``read`` and ``write``; ``buckets`` reads the forms that Megatron loads only at the sizes
+they were saved with.
 Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model,
 megatron.optimizer, megatron.optimizer.flat, megatron.placement, megatron.rules, pickle.
 """

@@ -1,8 +1,8 @@
-"""The flat buffers of a torch_dist checkpoint, out of its keys: by optimizer, rank and buffer.
+"""The flat buffers of a torch_dist checkpoint, collected from its keys.
 
-A buffer is brought into the form that files have it in (``core.megatron.optimizer.flat.content``):
-buckets one after the other, without the padding at their ends. DCP cuts a bucket into chunks
-wherever a parameter, or a data parallel rank, ends.
+A buffer gets the form that it has in rank files (``core.megatron.optimizer.flat.content``): buckets
+one after the other, without the padding at their ends. DCP cuts a bucket into chunks at the end of
+every parameter, and of every data parallel rank's part.
 
 Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
 (``sharded_param_state_*``, ``get_parameter_state_dp_reshardable``), ``core/optimizer/optimizer.py``
@@ -12,8 +12,10 @@ Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER
@@ -23,9 +25,11 @@ from core.megatron.extras.common_state import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype
 from core.pickle.inert import TensorLeaf, as_mapping
 
-_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
-_BUCKET = re.compile(
-    r"gbuf_idx_(\d+)\.dtype_\((?:torch\.)?(\w+), (?:torch\.)?(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
+_PREFIX = r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+_OBJECT = re.compile(_PREFIX + r"(?P<name>.+)")
+_STATE = re.compile(
+    _PREFIX + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\((?:torch\.)?(?P<dtype>\w+), (?:torch\.)?\w+\)"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
 _PARAM_STATE = "param_state"
 _UNPADDED = "per_bucket_numel_unpadded"
@@ -37,13 +41,13 @@ Stored = Sequence[tuple[int, StoredArray]]
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A buffer.
+    """A buffer, as a sequence of stored arrays per state.
 
     Args:
-        dtype: dtype of the parameters, None where nothing says.
-        states: state → where it is stored.
-        n_elements: elements of each state, without padding at the end of buckets.
-        buckets: elements of every bucket, None where the checkpoint does not say.
+        dtype: dtype of the parameters; None if unknown.
+        states: state → its arrays.
+        n_elements: number of elements of each state, without padding at the end of buckets.
+        buckets: number of elements of every bucket; None if the checkpoint does not record it.
     """
 
     dtype: str | None
@@ -57,8 +61,8 @@ class BucketGroup:
     """The buffers that the data parallel ranks of one model parallel rank saved.
 
     Args:
-        label: for messages.
-        buffers: in order.
+        label: name of the group, for messages.
+        buffers: buffers in order.
         entries: the optimizer's other entries, ``optimizer`` and ``grad_scaler``.
     """
 
@@ -69,7 +73,12 @@ class BucketGroup:
 
 @dataclass(slots=True)
 class _GroupKeys:
-    """The keys of a group: (buffer, dtype) → bucket → state → key."""
+    """The keys of a group.
+
+    Args:
+        buckets: (buffer, dtype) → bucket → state → key.
+        objects: name → value.
+    """
 
     buckets: dict[tuple[int, str], dict[int, dict[str, str]]] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
@@ -78,50 +87,48 @@ class _GroupKeys:
 def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
     """Group the buffers by chained optimizer and model parallel rank.
 
-    Returns a mapping from the two numbers to the group, its buffers in order.
+    Returns:
+        (number of the optimizer, number of the rank) → group.
 
     Raises:
-        CorruptError: a bucket, a state or an element is missing, or an object is not what it should
-            be.
-        UnsupportedError: buffers of FP8 parameters, or objects that have not been read.
+        CorruptError: a bucket, a state or an element is missing, or an object is malformed or was
+            not read.
+        UnsupportedError: a buffer is for FP8 parameters.
     """
-    keys_of: dict[tuple[int, int], _GroupKeys] = {}
+    keys_of: defaultdict[tuple[int, int], _GroupKeys] = defaultdict(_GroupKeys)
 
-    # Tensors are single states of single buckets …
+    # A tensor is a single state of a single bucket …
     for key in catalog.tensors:
-        group = _GROUP.fullmatch(key)
-        bucket = None if group is None else _BUCKET.fullmatch(group[3])
-        if group is None or bucket is None:
+        match = _STATE.fullmatch(key)
+        if match is None:
             continue
-        keys = keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys())
-        states = keys.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(
-            int(bucket[4]), {}
-        )
-        states[MASTER if bucket[5] == PARAM else bucket[5]] = key
+        buckets = keys_of[int(match["chain"] or 0), int(match["group"])].buckets
+        states = buckets.setdefault((int(match["buffer"]), match["dtype"]), {})
+        name = MASTER if match["state"] == PARAM else match["state"]
+        states.setdefault(int(match["bucket"]), {})[name] = key
 
-    # … objects describe all buckets of a rank, or hold them.
+    # … an object describes all buckets of a rank, or contains them.
     for key, item in catalog.objects.items():
         sharded = sharded_object(key)
-        group = None if sharded is None else _GROUP.fullmatch(sharded[0])
-        if group is None:
+        match = None if sharded is None else _OBJECT.fullmatch(sharded[0])
+        if match is None:
             continue
         value = item.value
         if item.raw_key is not None:
             raise CorruptError("the optimizer's object was not read", key=key)
-        value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys()).objects[group[3]] = (
-            value
-        )
-    return {numbers: _group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        keys_of[int(match["chain"] or 0), int(match["group"])].objects[match["name"]] = value
+    return {numbers: _read_group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
 
 
-def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
-    """Return the buffers and entries that have these keys."""
+def _read_group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
+    """Read the buffers and entries that have these keys."""
     label = f"dp_group_idx_{numbers[1]}"
     group = BucketGroup(f"chained_{numbers[0]}.{label}" if numbers[0] else label)
     group.entries |= {name: value for name, value in keys.objects.items() if name not in _ENTRIES}
 
-    # dp_zero_gather_scatter has one object, as distrib_optim.pt of rank files.
+    # dp_zero_gather_scatter has one object, with the content of a distrib_optim.pt.
     state = as_mapping(keys.objects.get(_PARAM_STATE))
     if state is not None:
 
@@ -131,23 +138,26 @@ def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> Buck
             return array
 
         for buffer in buffers_of(state, array_of, rank=group.label):
-            states = {name: _joined(arrays) for name, arrays in buffer.states.items()}
+            states: dict[str, Stored] = {}
+            for name, arrays in buffer.states.items():
+                starts = accumulate((array.shape[0] for array in arrays), initial=0)
+                states[name] = list(zip(starts, arrays, strict=False))
             group.buffers.append(
                 FlatBuffer(buffer.dtype, states, buffer.n_elements, buffer.buckets)
             )
         return group
 
     # The other forms have a key for each state of each bucket.
-    stated = keys.objects.get(_UNPADDED)
+    recorded = keys.objects.get(_UNPADDED)
     for place, ((number, dtype), buckets) in enumerate(sorted(keys.buckets.items())):
         where = f"buffer {number} of {group.label}"
         if number != place or sorted(buckets) != list(range(len(buckets))):
             raise CorruptError(
                 f"{where}, or one of its buckets, is missing", hint="copy the checkpoint again"
             )
-        unpadded = _unpadded(stated, number, n=len(buckets), where=where)
+        unpadded = _unpadded_sizes(recorded, number, n=len(buckets), where=where)
         group.buffers.append(
-            _buffer(
+            _read_buffer(
                 catalog,
                 checked_dtype(dtype, where=where, rank=group.label),
                 buckets,
@@ -158,22 +168,17 @@ def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> Buck
     return group
 
 
-def _joined(arrays: Sequence[StoredArray]) -> Stored:
-    """Return the places of consecutive arrays."""
-    stored, first = [], 0
-    for array in arrays:
-        stored.append((first, array))
-        first += array.shape[0]
-    return stored
+def _unpadded_sizes(recorded: object, number: int, *, n: int, where: str) -> list[int] | None:
+    """Return the sizes of a buffer's buckets without padding, in elements; None if not recorded.
 
-
-def _unpadded(stated: object, number: int, *, n: int, where: str) -> list[int] | None:
-    """Return the elements of the buckets without padding, as their object says; None without
-    one.
+    Args:
+        recorded: the object ``per_bucket_numel_unpadded``: for each buffer, {dtypes: [size …]}.
+        number: number of the buffer.
+        n: number of buckets.
     """
-    if stated is None:
+    if recorded is None:
         return None
-    listed = stated[number] if isinstance(stated, list) and number < len(stated) else None
+    listed = recorded[number] if isinstance(recorded, list) and number < len(recorded) else None
     sizes = next(iter((as_mapping(listed) or {}).values()), None)
     if (
         not isinstance(sizes, list)
@@ -184,7 +189,7 @@ def _unpadded(stated: object, number: int, *, n: int, where: str) -> list[int] |
     return sizes
 
 
-def _buffer(
+def _read_buffer(
     catalog: Catalog,
     dtype: str,
     buckets: Mapping[int, Mapping[str, str]],
@@ -192,14 +197,20 @@ def _buffer(
     *,
     where: str,
 ) -> FlatBuffer:
-    """Return a buffer whose buckets have keys of their own."""
+    """Read a buffer whose buckets have keys of their own.
+
+    Args:
+        buckets: bucket → state → key.
+        unpadded: number of elements of every bucket without padding; None if not recorded.
+        where: the buffer, for messages.
+    """
     names = list(buckets[0])
     states: dict[str, list[tuple[int, StoredArray]]] = {name: [] for name in names}
     sizes: list[int] = []
     if MASTER not in names:
-        raise CorruptError(f"{where} has no masters ({PARAM!r})")
+        raise CorruptError(f"{where} has no master weights ({PARAM!r})")
 
-    # Every bucket must have every state, of one length.
+    # Every bucket must have the same states, all of one length.
     for number in range(len(buckets)):
         if set(buckets[number]) != set(names):
             raise CorruptError(
@@ -212,6 +223,8 @@ def _buffer(
             raise CorruptError(
                 f"bucket {number} of {where} has the shapes {sorted(stored)}, not ({size},)"
             )
+
+        # The buckets follow one another without their padding.
         first = sum(sizes)
         for name, key in buckets[number].items():
             states[name] += _chunks(catalog, key, size, first)
@@ -220,7 +233,12 @@ def _buffer(
 
 
 def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int, StoredArray]]:
-    """Return where the first ``size`` elements of a bucket are stored, counted from ``first``."""
+    """Return the arrays of the first ``size`` elements of a bucket, without its padding.
+
+    Args:
+        key: key of a state of the bucket.
+        first: number of elements in the buffer before the bucket.
+    """
     stored: list[tuple[int, StoredArray]] = []
     end = 0
     for fragment in sorted(catalog.fragments(key), key=lambda fragment: fragment.box.offset):

@@ -1,4 +1,7 @@
-"""Whether masters in a flat tensor round to the weights of a shard, both of them in many pieces."""
+"""The proof that master weights in a flat tensor belong to a shard: they round to its weights.
+
+Both the flat tensor and the shard may be stored as many arrays.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ from core.megatron.optimizer.sharded.bucket_keys import Stored
 
 @dataclass(frozen=True, slots=True)
 class _WeightSample:
-    """Weights at a place of a shard: elements before them, their number, and their bytes."""
+    """Consecutive weights of a shard.
+
+    Args:
+        start: number of elements of the shard before the weights.
+        n: number of weights.
+        data: bytes of the weights.
+    """
 
     start: int
     n: int
@@ -27,14 +36,17 @@ class _WeightSample:
 
 
 class WeightSamples:
-    """Samples of a shard's weights: from the beginning and the end of each of its pieces.
+    """Samples of a shard's weights, from the beginning and the end of each of its regions.
 
     Args:
-        store: where masters and weights are.
+        store: store that holds master weights and weights.
         model: the global form of the weights.
-        key: the parameter.
-        pieces: what the shard holds of it.
+        key: key of the parameter.
+        pieces: regions of the parameter in the shard.
         shape: shape of the shard.
+
+    Raises:
+        MissingShardError: a file is missing or too short.
     """
 
     def __init__(
@@ -47,33 +59,40 @@ class WeightSamples:
         shape: Shape,
     ) -> None:
         self._store = store
-        self._samples = list(_samples(store, model, key, pieces, shape))
+        self._samples = list(_read_samples(store, model, key, pieces, shape))
 
     def hold(
         self, masters: Stored, start: int, *, bind: Callable[[ReadStore, StoredArray], StoredArray]
     ) -> bool:
-        """Return whether masters that begin at an element of a flat tensor round to the weights."""
-        for spot in self._samples:
-            runs = runs_in(masters, start + spot.start, spot.n)
+        """Return whether the shard's master weights may begin at an element of a flat tensor.
+
+        Args:
+            masters: arrays of the flat tensor of master weights.
+            start: number of elements before the shard.
+        """
+        for weights in self._samples:
+            runs = runs_in(masters, start + weights.start, weights.n)
             parts = [part_of(run.array, run.at, (run.n,)) for run in runs]
             data = b"".join(sample(self._store, part, bind=bind) for part in parts)
             dtype = masters[0][1].dtype
-            if not rounds_to(data, dtype, spot.data, spot.dtype):
+            if not rounds_to(data, dtype, weights.data, weights.dtype):
                 return False
         return True
 
 
-def _samples(
+def _read_samples(
     store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], shape: Shape
 ) -> Iterator[_WeightSample]:
-    """Yield samples from the beginning and the end of each piece of a shard."""
+    """Yield samples from the beginning and the end of each region of a shard."""
     strides = c_strides(shape)
     fragments = model.fragments(key)
     for piece in pieces:
         for is_end in (False, True):
-            weights = _weights(fragments, piece.box, is_end=is_end)
+            weights = _find_weights(fragments, piece.box, is_end=is_end)
             if weights is None:
                 continue
+
+            # Element number of the first weight in the flattened shard.
             part, index = weights
             local = (
                 at + i - first
@@ -85,39 +104,42 @@ def _samples(
             )
 
 
-def _weights(
+def _find_weights(
     fragments: Sequence[Fragment], box: Box, *, is_end: bool
 ) -> tuple[StoredArray, Shape] | None:
-    """Return a few consecutive weights of a box, and the index of the first one.
+    """Return up to ``RUN`` consecutive weights of a box, and the index of the first one.
 
-    They are from its first or last row. None if no dense fragment has them.
+    They are from the box's first or last row. None if no dense fragment has them.
     """
-    n = min(box.shape[-1], RUN) if box.shape else 1
     if box.is_empty:
         return None
-    index = (
-        tuple(e - 1 for e in box.end[:-1]) + tuple(e - n for e in box.end[-1:])
-        if is_end
-        else box.offset
-    )
-    wanted = Box(index, (*(1 for _ in index[:-1]), *((n,) if index else ())))
+    n = min(box.shape[-1], RUN) if box.shape else 1
+    shape = (1,) * len(box.shape[:-1]) + (n,) * len(box.shape[-1:])
+    if is_end:
+        offset = tuple(end - extent for end, extent in zip(box.end, shape, strict=True))
+    else:
+        offset = box.offset
+    wanted = Box(offset, shape)
 
-    # Only dense fragments can be read directly; another spot of the shard will do.
+    # Only dense fragments can be read directly; the sample may be missing from others.
     for fragment in fragments:
         common = fragment.box.intersect(wanted)
         array = fragment.array
-        if common is None or array is None:
+        if common is None or array is None or not _is_dense(array):
             continue
-        if array.extent.encoding is not None:
-            continue
-        if array.extent.strides not in (None, c_strides(array.shape)):
-            continue
-        extra = len(array.shape) - len(common.offset)
-        inside = (i - first for i, first in zip(common.offset, fragment.box.offset, strict=True))
+
+        # The array may have more axes than the tensor (a stack of layers), which come first.
+        n_more = len(array.shape) - len(common.offset)
+        steps = (i - first for i, first in zip(common.offset, fragment.box.offset, strict=True))
         at = list(fragment.at)
-        for axis, step in enumerate(inside):
-            if axis + extra >= 0:
-                at[axis + extra] += step
+        for axis, step in enumerate(steps, start=n_more):
+            if axis >= 0:
+                at[axis] += step
         start = sum(i * stride for i, stride in zip(at, c_strides(array.shape), strict=True))
         return part_of(array, start, (common.n_elements,)), common.offset
     return None
+
+
+def _is_dense(array: StoredArray) -> bool:
+    extent = array.extent
+    return extent.encoding is None and extent.strides in (None, c_strides(array.shape))

@@ -1,22 +1,24 @@
-"""Optimizer state that torch_dist keeps as the distributed optimizer's flat buffers.
+"""Optimizer state that torch_dist stores as the distributed optimizer's flat buffers.
 
-::
+The key of a tensor consists of::
 
-    [chained_1.]optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16,
-    torch.float32).bucket_idx_0.param
-                                      rank of the    buffer                                           bucket       state
-                                      model replica
-    …dp_group_idx_3.{per_bucket_numel,per_bucket_numel_unpadded,optimizer}                            objects
+    [chained_1.]optimizer.distributed.       distributed experts' optimizer, if chained
+    dp_group_idx_3.                          rank of a model replica
+    gbuf_idx_0.                              buffer
+    dtype_(torch.bfloat16, torch.float32).   dtypes of parameters and gradients
+    bucket_idx_0.                            bucket
+    param                                    state
 
-in the forms ``dp_reshardable`` (core 0.15 and later, its default) and
-``fully_sharded_bucket_space`` (core ≤ 0.14, with the padding at the end of buckets);
-``dp_zero_gather_scatter`` has one object ``…dp_group_idx_3.param_state`` instead, which is what
-distrib_optim.pt of rank files holds (``core.megatron.optimizer.flat.read``). Megatron loads all
-three only at the TP and PP sizes that they were saved with.
+and each ``…dp_group_idx_3.`` has the objects ``per_bucket_numel``, ``per_bucket_numel_unpadded``
+and ``optimizer``, in the forms ``dp_reshardable`` (core 0.15 and later, its default) and
+``fully_sharded_bucket_space`` (core ≤ 0.14, with the padding at the end of buckets). In
+``dp_zero_gather_scatter``, one object ``…dp_group_idx_3.param_state`` contains what rank files
+store in distrib_optim.pt (``core.megatron.optimizer.flat.read``). Megatron loads all three forms
+only at the TP and PP sizes that they were saved with.
 
-The keys say which rank of a model replica a buffer is of, but not which parameters are in it: those
-that the rank held (``core.megatron.optimizer.sharded.held``), in the order of
-``core.megatron.optimizer.flat.buffers``. Masters are compared with weights to prove it.
+The keys give the rank of a buffer, but not the parameters in it: these are the parameters of the
+rank (``core.megatron.optimizer.sharded.held``), in the order of
+``core.megatron.optimizer.flat.buffers``. Comparing master weights with weights proves it.
 """
 
 from __future__ import annotations
@@ -56,10 +58,10 @@ class BucketStates:
 
     Args:
         tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
-        fragments_of: their fragments.
-        optimizer: the rest of it.
-        hidden: the tensors in its entries; ``fragments_of`` answers for them too.
-        notes: what the user should know.
+        fragments_of: key of a state or hidden tensor → its fragments.
+        optimizer: settings and groups.
+        hidden: tensors in the optimizer's entries.
+        notes: notes for the user.
     """
 
     tensors: Mapping[str, TensorMeta]
@@ -70,29 +72,30 @@ class BucketStates:
 
 
 def has_buckets(catalog: Catalog) -> bool:
-    """Return whether a torch_dist catalog keeps its optimizer in buffers."""
+    """Return whether a torch_dist catalog stores its optimizer in buffers."""
     return any(MARK in key for key in (*catalog.tensors, *catalog.objects))
 
 
 def read_buckets(
     catalog: Catalog, model: Catalog, facts: ModelFacts, rules: Rules, *, store: ReadStore | None
 ) -> BucketStates:
-    """Read the optimizer out of the buffers.
+    """Read an optimizer that is stored in buffers.
 
     Args:
-        catalog: a torch_dist catalog, its objects loaded.
-        model: the global per-layer form of its weights.
+        catalog: a torch_dist catalog with loaded objects.
+        model: the global per-layer form of the catalog's weights.
         facts: facts about the run that saved.
-        store: the checkpoint's files, to compare masters with weights; None leaves that out.
+        store: the checkpoint's files, to compare master weights with weights; None to skip that.
 
     Raises:
-        UnsupportedError: nothing determines or proves where the parameters are.
-        MissingShardError: a rank's buffers are absent.
+        UnsupportedError: the offsets of the parameters are unknown or cannot be proven.
+        MissingShardError: a rank's buffers are missing.
         CorruptError: buffers and arguments contradict each other.
     """
     if facts.expert_names == "grouped":
         raise UnsupportedError(
-            "the optimizer's buffers of grouped experts (GroupedMLP) are not read", hint=HINT
+            "reading the optimizer's buffers of grouped experts (GroupedMLP) is not supported",
+            hint=HINT,
         )
 
     # Find every state of every parameter in the buffers.
@@ -119,10 +122,13 @@ def read_buckets(
         place.state for of_key in places.values() for place in of_key if place.state != MASTER
     )
 
+    # Hidden tensors are those of the first rank; the other ranks' are copies.
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
             return tuple(
-                replace(piece, key=key) for old in copies[key] for piece in catalog.fragments(old)
+                replace(fragment, key=key)
+                for old in copies[key]
+                for fragment in catalog.fragments(old)
             )
         return tuple(fragment for place in places[key] for fragment in place.fragments())
 
@@ -132,7 +138,7 @@ def read_buckets(
 
 @dataclass(frozen=True, slots=True)
 class _StatePlace:
-    """The place of a rank's shard of a state: it begins at an element of a flat tensor."""
+    """A rank's shard of a state, which begins at element ``start`` of a flat tensor."""
 
     state: str
     param: BucketParam
@@ -145,7 +151,7 @@ class _StatePlace:
         return state_key(self.state, self.param.key)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield the boxes of the global tensor that the shard's chunks hold."""
+        """Yield the fragments of the global tensor that the shard's chunks hold."""
         shape = self.param.cut.shard_shape
         for run in runs_in(self.stored, self.start, prod(shape)):
             yield from fragments_of_run(self.key, run, self.param.pieces, shape=shape)
@@ -153,9 +159,7 @@ class _StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class _BucketReader:
-    """Finds the parameters in the buffers of all ranks, and keeps what the user should know in
-    ``notes``.
-    """
+    """A reader of the buffers of all ranks, which collects notes for the user."""
 
     catalog: Catalog
     model: Catalog
@@ -166,11 +170,12 @@ class _BucketReader:
     notes: list[str] = field(default_factory=list)
 
     def places(self, groups: Mapping[tuple[int, int], BucketGroup]) -> Iterator[_StatePlace]:
-        """Yield where every state of every parameter of every rank is.
+        """Yield the places of all states of all ranks.
 
         Args:
             groups: the result of ``groups_of``.
         """
+        # No rank may have more buffers than the saved sizes have ranks.
         topology = self.facts.topology
         holdings = Holdings(self.model, self.facts, self.rules)
         members = members_at(topology, self.bucketing, has_experts=topology.ep > 1)
@@ -179,7 +184,9 @@ class _BucketReader:
                 topology, is_expert=members[number].is_expert
             ):
                 label = groups[number, index].label
-                raise CorruptError(f"there are buffers of {label}, but {topology} has no such rank")
+                raise CorruptError(
+                    f"the checkpoint has buffers of {label}, but {topology} has no such rank"
+                )
 
         # Every rank of the saved sizes must have its buffers.
         for number, member in enumerate(members):
@@ -197,7 +204,7 @@ class _BucketReader:
                     raise MissingShardError(
                         f"the optimizer's buffers of {rank} are missing (dp_group_idx_{index})",
                         key=params[0].key,
-                        hint="copy the checkpoint again, or leave the optimizer out with --no-optim",
+                        hint="copy the checkpoint again, or drop the optimizer with --no-optim",
                     )
                 if group is not None:
                     n_rank = sum(prod(param.cut.shard_shape) for param in all_params)
@@ -206,8 +213,12 @@ class _BucketReader:
     def _group_places(
         self, group: BucketGroup, params: Sequence[BucketParam], rank: Rank, n_rank: int
     ) -> Iterator[_StatePlace]:
-        """Yield the places in a rank's buffers: each chunk has one for each dtype, in the order of
-        their appearance.
+        """Yield the places in a rank's buffers.
+
+        Each chunk has a buffer for each dtype, in the order in which its parameters have them.
+
+        Args:
+            n_rank: number of elements of all the rank's parameters.
         """
         buffers = iter(enumerate(group.buffers))
         for vp_rank in dict.fromkeys(param.vp_rank for param in params):
@@ -220,6 +231,8 @@ class _BucketReader:
                     raise CorruptError(
                         f"{label} should hold {dtype} parameters such as {unread[0].key}"
                     )
+
+                # Old buffers, of no recorded dtype, hold all parameters of the chunk.
                 of_buffer = [
                     param for param in unread if buffer.dtype is None or self._dtype(param) == dtype
                 ]
@@ -232,7 +245,7 @@ class _BucketReader:
         extra = next(buffers, None)
         if extra is not None:
             raise CorruptError(
-                f"there is a buffer {extra[0]} of {group.label}, but no parameter for it"
+                f"buffer {extra[0]} of {group.label} is left over: no parameter belongs to it"
             )
 
     def _dtype(self, param: BucketParam) -> str:
@@ -241,7 +254,7 @@ class _BucketReader:
     def _buffer_places(
         self, buffer: FlatBuffer, params: Sequence[BucketParam], rank: Rank, n_rank: int, label: str
     ) -> Iterator[_StatePlace]:
-        """Yield the places in one buffer; where masters can be read, they prove them."""
+        """Yield the places in one buffer; if a store is given, values prove them."""
         topology = self.facts.topology
         space = FlatSpace(
             params=[
@@ -261,25 +274,14 @@ class _BucketReader:
             label=label,
             rank=f"TP {rank.tp}, PP {rank.pp}, EP {rank.ep}",
         )
-        fits = None if self.store is None else self._proof(buffer, params, self.store)
 
-        # Masters that round to weights prove the places.
-        result = find_starts(space, fits)
-        self.notes.extend(result.notes)
-        for param, start in zip(params, result.starts, strict=True):
-            for state, stored in buffer.states.items():
-                yield _StatePlace(state, param, stored, start)
-
-    def _proof(
-        self, buffer: FlatBuffer, params: Sequence[BucketParam], store: ReadStore
-    ) -> Callable[[int, int], bool]:
-        """Return a function that tells whether the masters of a parameter may begin at an
-        element.
-        """
+        # A layout counts only if master weights round to weights in it.
+        store = self.store
         samples: dict[int, WeightSamples] = {}
         masters = buffer.states[MASTER]
 
         def fits(place: int, start: int) -> bool:
+            assert store is not None
             if place not in samples:
                 param = params[place]
                 samples[place] = WeightSamples(
@@ -287,7 +289,11 @@ class _BucketReader:
                 )
             return samples[place].hold(masters, start, bind=self.catalog.bind)
 
-        return fits
+        result = find_starts(space, None if store is None else fits)
+        self.notes.extend(result.notes)
+        for param, start in zip(params, result.starts, strict=True):
+            for state, stored in buffer.states.items():
+                yield _StatePlace(state, param, stored, start)
 
 
 def _n_groups(topology: Topology, *, is_expert: bool) -> int:
@@ -298,8 +304,10 @@ def _n_groups(topology: Topology, *, is_expert: bool) -> int:
 
 
 def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:
-    """Return a rank of a data parallel group: TP ranks count first, then (for experts) EP ranks,
-    then stages.
+    """Return the first rank of a data parallel group.
+
+    Args:
+        index: number of the group: TP ranks vary fastest, then (for experts) EP ranks, then stages.
     """
     pp_rank, inner = divmod(index, topology.expert_tp * topology.ep if is_expert else topology.tp)
     for rank in topology.ranks():

@@ -1,10 +1,10 @@
-"""The parameters that the ranks of a run held, in order and with their cuts, computed from the
-model's global form.
+"""The parameters of each rank of the run that saved, in order and with their cuts.
+
+They are computed from the model's global form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.arrays.sharding import ShardPiece, trim_piece
@@ -26,8 +26,8 @@ class BucketParam:
         key: global name of the tensor.
         name: name of the parameter in the rank's file.
         vp_rank: number of the model chunk.
-        cut: how it is cut; its shape is that in the run, padding of the vocabulary included.
-        pieces: what the rank's shard holds of the global tensor, without that padding.
+        cut: cut of the tensor; its shape is that of the run, with vocabulary padding.
+        pieces: regions of the global tensor in the rank's shard, without vocabulary padding.
     """
 
     key: str
@@ -38,7 +38,7 @@ class BucketParam:
 
 
 class Holdings:
-    """The parameters that the ranks of the run that saved held.
+    """The parameters of all ranks of the run that saved.
 
     Args:
         model: the global per-layer form, without an optimizer.
@@ -53,7 +53,26 @@ class Holdings:
         self._model = model
         self._rules = rules
         self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=rows_of(model, None))
-        self._homes = _homes(model, facts, rules)
+
+        # File positions of every parameter; the last stage has a copy of a tied embedding.
+        places = homes_at(model, facts.topology, facts, rules)
+        homes = [
+            (key, home)
+            for key in model.tensors
+            if rules.is_param(key)
+            for home in places.homes(key)
+        ]
+        head = facts.kind.head
+        tied = tied_of(model, facts, rules) if facts.topology.pp > 1 else None
+        if tied is not None:
+            homes.append((tied, places.last(head)))
+
+        # The copy is in the position of the output layer, not of the embedding.
+        def order(item: tuple[str, Home]) -> Place:
+            key, home = item
+            return place_of(head if home.name == head else key, rules)
+
+        self._homes = by_chunk(sorted(homes, key=order))
 
     def of(self, rank: Rank) -> list[BucketParam]:
         """Return the parameters of a rank, chunk by chunk, in the order of its file."""
@@ -68,30 +87,10 @@ class Holdings:
         return params
 
     def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[ShardPiece, ...]:
+        """Return the regions of a tensor in a rank's shard, without vocabulary padding."""
         pieces = cut.pieces(rank)
         axis, shape = cut.axis, self._model.tensors[key].shape
         if axis is None:
             return tuple(pieces)
         kept = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
         return tuple(piece for piece in kept if piece is not None)
-
-
-def _homes(
-    model: Catalog, facts: ModelFacts, rules: Rules
-) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
-    """Return (vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
-    topology = facts.topology
-    places = homes_at(model, topology, facts, rules)
-    homes = [
-        (key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)
-    ]
-    head = facts.kind.head
-    tied = tied_of(model, facts, rules) if topology.pp > 1 else None
-    if tied is not None:
-        homes.append((tied, places.last(head)))
-
-    def order(item: tuple[str, Home]) -> Place:
-        key, home = item
-        return place_of(head if home.name == head else key, rules)
-
-    return by_chunk(sorted(homes, key=order))

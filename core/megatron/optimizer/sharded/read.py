@@ -1,23 +1,21 @@
-"""The optimizer of checkpoints that store global tensors: which tensor is which state of which
-parameter.
+"""Reading the optimizer of checkpoints of global tensors.
 
 ::
 
-    optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight      FP32 and Float16 optimizers: shaped, cut and
-    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight         stacked as the parameter
-    optimizer.state.param.decoder.layers.mlp.linear_fc2.weight           fully_reshardable: ``param`` is the master
-    chained_1.optimizer.state.exp_avg.…                                  of chained optimizers, in older checkpoints
-    optimizer.distributed.dp_group_idx_0.gbuf_idx_0.….exp_avg            flat buckets, see
-    ``core.megatron.optimizer.sharded.buckets``
+    optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight   FP32, Float16: shaped, cut and
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight      stacked as the parameter
+    optimizer.state.param.decoder.layers.mlp.linear_fc2.weight        fully_reshardable: ``param``
+                                                                      is the master weights
+    chained_1.optimizer.state.exp_avg.…                               chained, in older checkpoints
+    optimizer.distributed.dp_group_idx_0.gbuf_idx_0.….exp_avg         flat buckets (``buckets``)
 
-``fully_sharded_model_space`` (megatron-core up to 0.14) has the first form in zarr. In torch_dist
+In zarr, ``fully_sharded_model_space`` (megatron-core up to 0.14) has the first form. In torch_dist,
 its tensors are *reformulated*: a parameter of shape (4, 64, 96), cut into (4, 1, 2) shards of (1,
 64, 48), is stored with the shape (4, 1, 2, 3072), each shard as a row of its elements in C order;
 the true shape is in ``.metadata``, under ``mcore_data[key]["nd_reformulated_orig_global_shape"]``.
-``read_states`` gives such tensors their true shape back.
+``read_states`` restores the true shapes.
 
-Not supported, refused by name: the model-space states of legacy grouped experts, which are
-transposed.
+Not supported: the model-space states of legacy grouped experts, which are transposed.
 
 Source: megatron-core 0.12.1 ``dist_checkpointing/strategies/resharding.py``,
 ``transformer/moe/experts.py``; 0.16.1 and Megatron-LM d98e8a64
@@ -62,10 +60,9 @@ class GlobalStates:
 
     Args:
         tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
-        fragments_of: their fragments.
-        optimizer: what is not a tensor.
-        hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them
-            too.
+        fragments_of: key of a state or hidden tensor → its fragments.
+        optimizer: settings and groups.
+        hidden: tensors in the optimizer's entries, and the number of steps (``STEP``).
         notes, dropped: for the catalog's fields of these names.
     """
 
@@ -90,18 +87,20 @@ def read_states(
     """Read the optimizer of a catalog that has one.
 
     Args:
-        catalog: global tensors, its objects loaded.
-        model: the global per-layer form of its weights.
-        entry: ``optimizer`` of the common state, or the object of that name.
+        catalog: a catalog of global tensors with loaded objects.
+        model: the global per-layer form of the catalog's weights.
+        entry: entry ``optimizer`` of the common state, or the object of that name.
         facts: facts about the run that saved.
         prefix: prefix of Megatron's names in the model's keys; the optimizer's may have it as well.
-        store: the checkpoint's files, to compare masters with weights; None leaves that out.
+        store: the checkpoint's files, to compare master weights with weights; None to skip that.
 
     Raises:
-        UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be
-            assigned.
+        UnsupportedError: the optimizer's form cannot be resharded, or states cannot be assigned to
+            parameters.
+        MissingShardError: a rank's buffers are missing.
         CorruptError: shapes or entries contradict each other.
     """
+    # Flat buckets have a reader of their own.
     is_flattened = any(
         isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values()
     )
@@ -115,19 +114,22 @@ def read_states(
             hidden=buckets.hidden,
             notes=buckets.notes,
         )
+
+    # The other forms need the entry with the settings.
     if form not in _BY_PARAMETER or entry is None:
         problem = (
             "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
         )
         raise UnsupportedError(
-            f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be brought into another layout",
-            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+            f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be resharded",
+            hint="drop the optimizer with --no-optim; the weights are exact, and training starts "
+            "with a fresh optimizer",
         )
     return _read_by_parameter(catalog, model, entry, facts, rules, prefix=prefix)
 
 
 def with_states(model: Catalog, states: GlobalStates) -> Catalog:
-    """Return the global per-layer form with its optimizer."""
+    """Add an optimizer to the global per-layer form of a model."""
     of_model = model.fragments_of
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -151,18 +153,21 @@ def with_states(model: Catalog, states: GlobalStates) -> Catalog:
 def _read_by_parameter(
     catalog: Catalog, model: Catalog, entry: object, facts: ModelFacts, rules: Rules, *, prefix: str
 ) -> GlobalStates:
-    """Read an optimizer whose tensors are states of single parameters, or stacks of such."""
-    leaves = {leaf.key for leaf in walk(entry) if isinstance(leaf, TensorLeaf)}
-    stored = _states(key for key in catalog.tensors if key not in leaves or _STATE.fullmatch(key))
+    """Read an optimizer whose tensors are states of single parameters, or stacks of these."""
+    # Tensors in the entry, such as the number of steps, are not states.
+    leaves = _leaf_keys(entry)
+    stored = _states_of(
+        key for key in catalog.tensors if key not in leaves or _STATE.fullmatch(key)
+    )
     read = read_entries(entry, states=stored)
     if read.sharding == MODEL_SPACE and facts.expert_names == "grouped":
         raise UnsupportedError(
-            f"the optimizer's states of grouped experts (GroupedMLP) are transposed in {MODEL_SPACE}, which is not "
-            "handled",
-            hint="leave the optimizer out with --no-optim",
+            f"optimizer states of grouped experts (GroupedMLP) in {MODEL_SPACE} are not supported: "
+            "they are transposed",
+            hint="drop the optimizer with --no-optim",
         )
 
-    # Find every state under the global per-layer names, like the weights.
+    # Give every state its global per-layer name, like the weights.
     catalog = in_true_shapes(catalog, [key for keys in stored.values() for key in keys])
     origins: dict[str, Origin] = {}
     for state, keys in stored.items():
@@ -174,11 +179,7 @@ def _read_by_parameter(
     }
 
     # The number of steps may be a tensor, with copies of equal content.
-    hidden = {
-        leaf.key: catalog.meta(leaf.key)
-        for leaf in walk(read.optimizer.entries)
-        if isinstance(leaf, TensorLeaf)
-    }
+    hidden = {key: catalog.meta(key) for key in _leaf_keys(read.optimizer.entries)}
     if read.steps:
         hidden[STEP] = replace(catalog.meta(read.steps[0]), key=STEP)
     of_states = OriginFragments(catalog, origins, metas).fragments_of
@@ -186,15 +187,22 @@ def _read_by_parameter(
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key == STEP:
             return [
-                replace(piece, key=STEP) for step in read.steps for piece in catalog.fragments(step)
+                replace(fragment, key=STEP)
+                for step in read.steps
+                for fragment in catalog.fragments(step)
             ]
         return of_states(key)
 
     return GlobalStates(metas, fragments_of, read.optimizer, hidden, dropped=read.dropped)
 
 
-def _states(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return state → key → parameter, of all keys that belong to an optimizer; masters first."""
+def _leaf_keys(tree: object) -> list[str]:
+    """Return the keys of the tensors in an inert tree, in order."""
+    return [leaf.key for leaf in walk(tree) if isinstance(leaf, TensorLeaf)]
+
+
+def _states_of(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return state → key → parameter for an optimizer's keys, starting with master weights."""
     keys_of: dict[str, dict[str, str]] = {MASTER: {}}
     for key in filter(is_optimizer_key, keys):
         match = _STATE.fullmatch(key)
@@ -202,7 +210,7 @@ def _states(keys: Iterable[str]) -> dict[str, dict[str, str]]:
             raise UnsupportedError(
                 "the tensor is not a state of a parameter",
                 key=key,
-                hint="leave it out with --exclude, or --no-optim",
+                hint="drop it with --exclude, or the optimizer with --no-optim",
             )
         state = MASTER if match["state"] == "param" else match["state"]
         keys_of.setdefault(state, {})[key] = match["param"]
@@ -210,10 +218,10 @@ def _states(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
-    """Return a state with its parameter's shape, which may leave out padding rows.
+    """Return a state's meta data with its parameter's shape, which may have fewer padding rows.
 
     Raises:
-        CorruptError: the model has no such parameter, or it has another shape.
+        CorruptError: the model does not have the parameter, or has it in another shape.
     """
     param = model.tensors.get(param_of(key))
     if param is None:
@@ -223,33 +231,32 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:
         raise CorruptError(
-            f"a state of shape {stored.shape}, but the parameter's is {param.shape}",
+            f"a state of shape {stored.shape} does not match its parameter's {param.shape}",
             key=key,
-            hint="states of another shape than the parameter's are not resharded; leave them out with --no-optim",
+            hint="drop the optimizer with --no-optim; states that are shaped unlike their "
+            "parameters cannot be resharded",
         )
     return replace(stored, key=key, shape=param.shape)
 
 
 def _facts_of(catalog: Catalog) -> Mapping[str, object]:
-    """Return what ``.metadata`` says about single tensors (megatron-core up to 0.15), by key."""
+    """Return the ``mcore_data`` of ``.metadata`` by key (megatron-core up to 0.15)."""
     facts = catalog.facet(TorchDistFacts)
     return {} if facts is None or facts.mcore_data is None else facts.mcore_data
 
 
 def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
-    """Return the catalog with the true shapes of reformulated tensors.
-
-    megatron-core up to 0.15 stored them so.
+    """Return the catalog with the true shapes of reformulated tensors (megatron-core up to 0.15).
 
     Args:
-        keys: tensors to look at.
+        keys: keys of tensors that may be reformulated.
 
     Raises:
-        CorruptError: a true shape is none, or not that of the stored tensor.
+        CorruptError: a recorded true shape is not a shape, or not that of the stored tensor.
     """
     facts = _facts_of(catalog)
 
-    # .metadata knows the true shapes; plain tensors have none there.
+    # .metadata records the true shapes of reformulated tensors only.
     shapes: dict[str, Shape] = {}
     for key in keys:
         fact = facts.get(key)
@@ -265,8 +272,8 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
             return fragments
         return [
             part
-            for piece in fragments
-            for part in _unflattened(piece, catalog.tensors[key].shape, shape)
+            for fragment in fragments
+            for part in _unflatten(fragment, catalog.tensors[key].shape, shape)
         ]
 
     metas = {
@@ -277,43 +284,48 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
 
 
 def _true_shape(meta: TensorMeta, value: object) -> Shape:
-    """Return the shape that a reformulated tensor had."""
+    """Return the recorded true shape of a reformulated tensor, after checking it."""
     is_shape = isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
     shape: Shape = tuple(value) if is_shape and isinstance(value, tuple) else ()
+
+    # All axes but the last are numbers of shards, which divide the true shape.
     parts = meta.shape[:-1]
     fits = len(shape) == len(parts) > 0 and all(
         n > 0 and extent % n == 0 for extent, n in zip(shape, parts, strict=True)
     )
     if not fits or prod(shape) != prod(meta.shape):
         raise CorruptError(
-            f"the tensor of shape {meta.shape} cannot have been one of shape {value!r}, as mcore_data states",
+            f"a tensor of shape {meta.shape} cannot have been one of shape {value!r}, which "
+            "mcore_data records",
             key=meta.key,
         )
     return shape
 
 
-def _unflattened(piece: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragment]:
-    """Yield the fragments of the true tensor that a fragment of the reformulated one holds.
+def _unflatten(fragment: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragment]:
+    """Yield the fragments of the true tensor in a fragment of the reformulated tensor.
 
     Args:
         stored: shape of the reformulated tensor.
         shape: true shape.
     """
-    shard = tuple(extent // n for extent, n in zip(shape, stored[:-1], strict=True))
-    array = piece.array
+    shard_shape = tuple(extent // n for extent, n in zip(shape, stored[:-1], strict=True))
+    array, box = fragment.array, fragment.box
     assert array is not None and len(array.shape) == len(stored), (
         "stored chunks have the tensor's axes"
     )
     strides = c_strides(array.shape)
-    start, n = piece.box.offset[-1], piece.box.shape[-1]
-    for steps in product(*map(range, piece.box.shape[:-1])):
-        number = tuple(first + step for first, step in zip(piece.box.offset, steps, strict=False))
+
+    # Each row of the fragment is a run of one flattened shard.
+    start, n = box.offset[-1], box.shape[-1]
+    for steps in product(*map(range, box.shape[:-1])):
+        number = tuple(first + step for first, step in zip(box.offset, steps, strict=False))
         at = sum(
             (i + step) * stride
-            for i, step, stride in zip(piece.at, (*steps, 0), strides, strict=True)
+            for i, step, stride in zip(fragment.at, (*steps, 0), strides, strict=True)
         )
-        box = Box(tuple(i * extent for i, extent in zip(number, shard, strict=True)), shard)
-        shard_piece = ShardPiece(box, (0,) * len(shard))
+        offset = tuple(i * extent for i, extent in zip(number, shard_shape, strict=True))
+        shard = ShardPiece(Box(offset, shard_shape), (0,) * len(shard_shape))
         yield from fragments_of_run(
-            piece.key, FlatRun(start, n, array, at), [shard_piece], shape=shard
+            fragment.key, FlatRun(start, n, array, at), [shard], shape=shard_shape
         )

@@ -1,22 +1,18 @@
-"""The optimizer of torch_dist and zarr checkpoints that are to be written.
+"""Writing the optimizer of torch_dist and zarr checkpoints.
 
-=============  ======================
-=================================================================================
- format         optimizer               form
-=============  ======================
-=================================================================================
- torch_dist     FP32, Float16           ``optimizer.state.{fp32_param,exp_avg,…}.<key>``
- torch_dist     distributed             ``fully_reshardable``: the same, but ``param`` instead of ``fp32_param``;
-                                        megatron-core 0.15 and later load it at any sizes
- zarr           FP32, Float16           as in torch_dist
- zarr           distributed             ``fully_sharded_model_space``, ``fp32_param``: megatron-core up to 0.12, which
-                                        alone reads zarr, knows no other form that is independent of
-                                        TP and PP
-=============  ======================
-=================================================================================
+========== ============= ==========================================================================
+ format     optimizer     form
+========== ============= ==========================================================================
+ torch_dist FP32, Float16 ``optimizer.state.{fp32_param,exp_avg,…}.<key>``
+ torch_dist distributed   ``fully_reshardable``: the same, but ``param`` instead of ``fp32_param``;
+                          megatron-core 0.15 and later load it at any sizes
+ zarr       FP32, Float16 as in torch_dist
+ zarr       distributed   ``fully_sharded_model_space``, ``fp32_param``: megatron-core up to 0.12,
+                          which alone reads zarr, has no other form that is independent of TP and PP
+========== ============= ==========================================================================
 
-``content_metadata`` of the common state tells current Megatron which form it is, and that keys of
-chained optimizers have no prefix; without it, Megatron asks for keys of older forms.
+``content_metadata`` of the common state records the form, and that keys of chained optimizers have
+no prefix; without it, current Megatron looks for keys of older forms.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py``; megatron-core 0.16.1
 ``core/optimizer/{optimizer, distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``,
@@ -41,9 +37,7 @@ _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
 
 def sharding_of(catalog: Catalog) -> str | None:
-    """Return how a catalog with a common state keeps a distributed optimizer's states; None where
-    it has none.
-    """
+    """Return the ``param_state_sharding_type`` of a catalog's common state, or None."""
     return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
 
 
@@ -57,40 +51,29 @@ def _sharding_types(entry: object) -> Iterator[object]:
 
 
 def wanted_sharding(format: str) -> str:
-    """Return how the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any
-    sizes.
+    """Return the sharding type of a format that Megatron loads at any TP and PP sizes.
+
+    Args:
+        format: ``torch_dist`` or ``zarr``.
     """
     return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
 
 
-def _regrouped(target: ReshardTarget) -> Optimizer:
-    """Return the optimizer with the groups that it has where experts are distributed in another
-    way.
-    """
-    before, after = target.facts.topology, target.topology
-    if not target.facts.n_experts or (after.ep, after.expert_tp) == (before.ep, before.expert_tp):
-        return target.optimizer
-    groups = target_groups(target, trained(target.catalog.tensors))
-    return replace(
-        target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings)
-    )
-
-
 class StackedOptimizer:
-    """The entries of an optimizer apart from its tensors, in a torch_dist or zarr checkpoint.
-
-    There are none where there is no optimizer.
+    """The entries and keys of an optimizer in a torch_dist or zarr checkpoint.
 
     Args:
-        target: the destination: with expert parallelism, experts have groups of their own. None for
-            no optimizer.
+        target: the destination; None for a checkpoint without an optimizer.
         format: ``torch_dist`` or ``zarr``.
 
     Attributes:
         common: entries of the common state.
         needs_common_file: the dialect of megatron-core 0.12 must become that of a ``common.pt``
             file.
-        notes: what the user should know.
+        notes: notes for the user.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``target_groups``.
     """
 
     def __init__(self, target: ReshardTarget | None, format: str) -> None:
@@ -102,8 +85,16 @@ class StackedOptimizer:
         if target is None:
             return
 
-        # The entry of the common state, and what tells Megatron its form.
-        self._optimizer = _regrouped(target)
+        # Another distribution of experts may need other groups: with EP, they have their own.
+        self._optimizer = target.optimizer
+        before, after = target.facts.topology, target.topology
+        if target.facts.n_experts and (after.ep, after.expert_tp) != (before.ep, before.expert_tp):
+            groups = target_groups(target, trained(target.catalog.tensors))
+            self._optimizer = replace(
+                target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings)
+            )
+
+        # The entry of the common state, and the content_metadata by which Megatron loads it.
         content = as_mapping(common_of(target.catalog).get(CONTENT)) or {}
         self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
         if format == "torch_dist" or content:
@@ -116,11 +107,11 @@ class StackedOptimizer:
         return self._optimizer is not None and self._optimizer.kind == "distributed"
 
     def key(self, key: str, name: str) -> str:
-        """Return the key of a tensor.
+        """Return the key under which a tensor is written.
 
         Args:
-            key: in the global form.
-            name: the key of the tensor or, of a state, its parameter's.
+            key: key in the global form.
+            name: written key of the tensor or, for a state, of its parameter.
         """
         state = state_of(key)
         if state is None:
@@ -131,7 +122,7 @@ class StackedOptimizer:
         return f"{STATES}{'param' if is_param else state[0]}.{name}"
 
     def _content(self, before: dict[object, object]) -> dict[object, object]:
-        """Return the description of the content for Megatron's loader."""
+        """Return the ``content_metadata`` for Megatron's loader, keeping other entries."""
         content: dict[object, object] = {}
         if self._is_distributed:
             content[_CONTENT_SHARDING] = self._sharding
@@ -151,8 +142,8 @@ class StackedOptimizer:
             self.notes.append(f"content_metadata: {form}, as megatron-core 0.12 reads it")
             return
         self.notes.append(
-            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; megatron-core 0.15 and "
-            "later load it at any sizes"
+            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; "
+            "megatron-core 0.15 and later load it at any sizes"
         )
         facts = catalog.facet(TorchDistFacts)
         self.needs_common_file = facts is not None and facts.dialect == "0.12"

@@ -198,7 +198,7 @@ def _file(store: MemoryStore, name: str) -> Any:
     [
         (
             {"overlap_grad_reduce": None, "ddp_bucket_size": 100},
-            "do not say whether the optimizer's buffers are",
+            "do not specify whether the optimizer's buffers are",
         ),
         (
             {"overlap_param_gather_with_optimizer_step": True},

@@ -218,7 +218,7 @@ def test_what_is_missing_is_named() -> None:
         read(DENSE, Topology(2, 1), Run(bucket_size=500), without="bucket_idx_1")
     with pytest.raises(CorruptError, match="has the states"):
         read(DENSE, Topology(2, 1), Run(bucket_size=500), without="bucket_idx_1.exp_avg_sq")
-    with pytest.raises(CorruptError, match="has no masters"):
+    with pytest.raises(CorruptError, match="has no master weights"):
         read(DENSE, Topology(2, 1), Run(), without="bucket_idx_0.param")
 
 
@@ -239,7 +239,7 @@ def test_weights_of_another_step_are_refused_with_the_place() -> None:
     store.contents[name] = bytearray(len(store.contents[name]))
     with pytest.raises(
         UnsupportedError,
-        match=r"masters of decoder.layers.1.mlp.linear_fc2.weight should be elements",
+        match=r"master weights of decoder.layers.1.mlp.linear_fc2.weight should be elements",
     ):
         read_buckets(catalog, plain, facts_of(catalog.args), RULES, store=store)
 
