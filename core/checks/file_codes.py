@@ -1,4 +1,4 @@
-"""Codes CK101–CK199, of files and containers; ``core.checks.containers`` uses them."""
+"""Codes CK101–CK199, for files and containers, used by ``core.checks.containers``."""
 
 from __future__ import annotations
 

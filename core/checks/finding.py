@@ -18,7 +18,7 @@ class Severity(IntEnum):
 
     @property
     def label(self) -> str:
-        """The severity as reports write it."""
+        """Name of the severity in reports."""
         return self.name.lower()
 
 
@@ -28,7 +28,7 @@ class Finding:
 
     Args:
         code: stable, ``CK`` and three digits (``core.checks``).
-        severity: normally that of the code.
+        severity: that of the code, unless the check overrides it.
         message: what is wrong, in one clause.
         file: path relative to the checkpoint.
         key: name of the affected tensor or object; the first of ``keys`` if there are several.
@@ -65,13 +65,14 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the finding across runs (``--baseline``): its code and place, not its
-        wording.
+        """Identity of the finding across runs, for ``--baseline``.
+
+        It consists of code, file, rank and key, so that a reworded message does not change it.
         """
         return "|".join((self.code, self.file or "", self.rank or "", self.key or ""))
 
     def as_dict(self) -> dict[str, object]:
-        """Return the finding as a JSON object without absent fields."""
+        """Return the finding as a JSON object, without the fields that are None or empty."""
         fields: dict[str, object] = {
             "code": self.code,
             "severity": self.severity.label,
