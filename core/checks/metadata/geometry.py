@@ -135,7 +135,7 @@ def _locate_gap_and_overlap(
         )
     hole = first_hole(region, boxes)
     if hole is not None:
-        # With an overlap, the sum of the chunks says nothing about the size of the gap.
+        # If chunks overlap, the size of the gap does not follow from their sum.
         n_covered = sum(box.n_elements for box in boxes)
         missing = (
             f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
