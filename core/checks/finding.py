@@ -7,12 +7,12 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How serious a finding is; a greater value is worse."""
+    """The severity of a finding; a greater value is worse."""
 
     NOTE = 1
     """Worth knowing; nothing is wrong."""
     WARNING = 2
-    """The checkpoint can be used, but something is odd; ``--strict`` counts it as an error."""
+    """The checkpoint can be used, but is unusual; ``--strict`` counts the finding as an error."""
     ERROR = 3
     """The checkpoint is damaged, incomplete, contradicts itself or is dangerous."""
 

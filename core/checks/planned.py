@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from core.checks.finding import Finding
     from core.checks.subject import Subject
     from core.convert.prepare import Prepared
+    from core.formats.format import Format
 
 IMPOSSIBLE = Code(
     "CK901",
@@ -59,20 +61,9 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
         return
     from core.convert.prepare import prepare  # heavy, and seldom needed
 
-    # By default, keep the source's format if it can hold another layout.
-    keeps_format = format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
-    tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
-    job = Job(
-        src=subject.path,
-        dst=subject.path.parent / f".{subject.path.name}.ckpt-plan",
-        to=request.to or (format.name if keeps_format else "megatron"),
-        topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
-        keeps_layout=True,
-        rules=request.rules,
-        memory_bytes=request.memory_bytes,
-    )
+    job = _job_of(request, subject.path, format)
     # The first attempt carries the optimizer. If it fails, a second one without the optimizer shows
-    # whether the optimizer is the obstacle. A lack of disk space or memory (CapacityError) is final.
+    # whether the optimizer is the obstacle. A lack of space or memory (CapacityError) is final.
     optim_error: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:
@@ -88,6 +79,22 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
                 yield _refusal(optim_error or err, request, without_optim=False)
                 return
             optim_error = err
+
+
+def _job_of(request: PlanRequest, path: Path, format: Format) -> Job:
+    """Build the job that a request describes for a checkpoint in some format."""
+    # By default, keep the source's format if it can hold another layout.
+    keeps_format = format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
+    tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
+    return Job(
+        src=path,
+        dst=path.parent / f".{path.name}.ckpt-plan",
+        to=request.to or (format.name if keeps_format else "megatron"),
+        topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
+        keeps_layout=True,
+        rules=request.rules,
+        memory_bytes=request.memory_bytes,
+    )
 
 
 def _refusal(err: CheckpointingException, request: PlanRequest, *, without_optim: bool) -> Finding:
@@ -161,7 +168,7 @@ def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | 
 
 
 def _saved_sizes(prepared: Prepared) -> dict[str, int] | None:
-    """Return the parallel sizes at which the checkpoint was saved; None if they are not recorded."""
+    """Return the parallel sizes that the checkpoint was saved at; None if not recorded."""
     from core.megatron.model.args import topology_of
     from core.megatron.model.topology import Topology
 

@@ -162,7 +162,7 @@ class Subject:
 
     @cached_property
     def other_pickles(self) -> Mapping[tuple[str, str | None], PickledContent]:
-        """Pickles that are not part of the checkpoint format, by (file, tensor of bytes or None)."""
+        """Pickles outside the checkpoint format, by (file, tensor of bytes or None)."""
         pickles: dict[tuple[str, str | None], PickledContent] = {
             (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
@@ -306,8 +306,8 @@ def run_byte_scan(subject: Subject) -> ByteScan:
     The ranks of a team share the work; the lead gets the results.
 
     Raises:
-        CheckpointingException: a module cannot determine its needs, or the ranks disagree on them.
-        WorkerError: a rank of the team failed.
+        CheckpointingException: a module cannot determine its needs.
+        WorkerError: a rank of the team failed, or the ranks see different data.
     """
     team = subject.team
     # Measure for which kinds of work the device is faster than the CPU.
@@ -317,7 +317,7 @@ def run_byte_scan(subject: Subject) -> ByteScan:
             (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),
             threads=subject.threads or len(os.sched_getaffinity(0)),
         )
-    # Every rank collects the needs of the modules itself; ranks that see different data are an error.
+    # Every rank collects the needs of the modules itself; ranks that see other data are an error.
     watches = require_agreement(
         team,
         lambda: {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS},

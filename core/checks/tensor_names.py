@@ -93,8 +93,8 @@ class _ByteIndex:
         """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
         rows, reach = self._rows.get(file, []), self._reach.get(file, [])
         names: list[str] = []
-        # Arrays may overlap (shared storages), so the end of the nearest row is not enough: walk back
-        # from the last row that begins before stop, until no earlier row can reach start.
+        # Arrays may overlap (shared storages), so the end of the nearest row is not enough: walk
+        # back from the last row that begins before stop, until no earlier row can reach start.
         for number in range(bisect_left(rows, (stop,)) - 1, -1, -1):
             if reach[number] <= start:
                 break

@@ -101,6 +101,7 @@ class Acceptance:
     def judge(self, findings: Iterable[Finding]) -> Judgement:
         """Sort findings into those that count, are ignored, or are in the baseline."""
         judgement = Judgement()
+        # The first rule that applies decides, so an ignored finding is not reported as known.
         for finding in findings:
             if any(pattern.matches(finding) for pattern in self.ignored):
                 judgement.ignored.append(finding)
@@ -161,6 +162,7 @@ def read_baseline(path: Path) -> frozenset[str]:
         UsageError: the file does not exist, or is not a baseline.
         StorageError: the file cannot be read (permission denied or I/O error).
     """
+    # Read at most one byte more than a baseline may have, because the path may be any file.
     with translate_os_errors(str(path), doing="read"):
         if not path.is_file():
             raise UsageError(
@@ -176,6 +178,7 @@ def read_baseline(path: Path) -> frozenset[str]:
         raise UsageError(
             f"--baseline: {err.message}", file=str(path), hint="create one with --write-baseline"
         ) from err
+    # Wording and checkpoint path are not part of a baseline, so fingerprints are sufficient.
     rows = content.get("findings")
     if content.get("schema") != SCHEMA or not isinstance(rows, list):
         raise UsageError(

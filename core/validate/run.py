@@ -119,6 +119,7 @@ def validate(
     """
     begun = time.monotonic()
 
+    # Opening reads file names and metadata only, on every rank.
     def open_subject() -> Subject:
         table = load_rules(rules)
         location = locate_checkpoint(path, iteration=iteration)
@@ -165,6 +166,7 @@ def validate(
                 team=team,
                 device=device,
             )
+        # A single process reads data during the checks; a team does so before, all ranks together.
         figures = _read_together(subject) if team.size > 1 else ()
         return broadcast_result(team, lambda: _run_checks(subject, begun, figures))
     finally:
@@ -322,6 +324,7 @@ def distinct_paths(
     Returns:
         path → the error that prevents checking it, such as a missing file; None without an error.
     """
+    # real path of a checkpoint → the first path that leads to it
     path_of: dict[str, Path] = {}
     errors: dict[Path, UsageError | None] = {}
     for path in paths:

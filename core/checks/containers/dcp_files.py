@@ -47,7 +47,7 @@ def check_data_files(subject: Subject) -> Iterator[Finding]:
     """
     problems: list[CheckpointingException] = []
     facts = None if subject.catalog is None else subject.catalog.facet(DcpFacts)
-    # If reading the metadata succeeded, all files of items are known to exist and to be long enough.
+    # If the metadata could be read, all files of items are known to exist and to be long enough.
     if facts is not None:
         names: Sequence[str] = facts.item_files
         orphans = facts.orphans

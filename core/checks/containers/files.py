@@ -1,7 +1,7 @@
 """CK101–CK110: names and sizes of the files, and the first bytes of small ones.
 
-This module needs no metadata: it finds entries that are not regular files, empty files, pointers and
-error pages saved in place of a file, and leftovers of unfinished writes and copies. Missing and
+This module needs no metadata: it finds entries that are not regular files, empty files, pointers
+and error pages saved in place of a file, and leftovers of unfinished writes and copies. Missing and
 truncated files are found by the checks of the formats.
 
 Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS
@@ -30,7 +30,7 @@ DATA = re.compile(
 )
 """Files that should not be empty. Chunks of zarr arrays are checked by ``zarr_chunks``."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
-"""torch creates a file even for a writer without items; ``.metadata`` lists the files with items."""
+"""torch creates a file even for a writer without items; ``.metadata`` lists those with items."""
 _LEFT_OVER = re.compile(
     r"\.(tmp|temp|part|partial|incomplete|crdownload|aria2|filepart|download)(\.[0-9]+)?$"
     r"|^\..*\.?(safetensors|bin|pt|pth|distcp|json|metadata|zarray)\.[A-Za-z0-9]{6}$"
@@ -109,7 +109,7 @@ def find_leftovers(subject: Subject) -> Iterator[Finding]:
     staging_dir = stage_dir_of(subject.path)
     if staging_dir.is_dir():
         yield LEFT_OVER.finding(
-            "an unfinished write to this path lies next to it",
+            "an unfinished write to this path exists next to it",
             file=f"../{staging_dir.name}",
             expected="nothing",
             found="an unfinished staging directory",

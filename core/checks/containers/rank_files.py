@@ -60,10 +60,15 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
         return  # impossible sizes: reported by the checks of the layout
     if subject.catalog is None:
         yield from _check_rank_dirs(set(folders), [set(names) for names in allowed], topology)
-    # Either all ranks or none have a file of the distributed optimizer. With expert parallelism,
-    # some directories rightly have none.
+    # With expert parallelism, some ranks rightly have no file of the distributed optimizer.
+    if topology.ep == 1:
+        yield from _check_optimizer_files(subject, folders)
+
+
+def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+    """Check that either all ranks or none have a file of the distributed optimizer."""
     incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
-    if topology.ep > 1 or len(incomplete) == len(folders):
+    if len(incomplete) == len(folders):
         return
     for folder in incomplete:
         yield MISSING.finding(

@@ -42,7 +42,7 @@ def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
     Args:
         or_others: include files that may be other pickles, judging by their names.
     """
-    # The lowest level opens one file of each group: names that differ in numbers only, and one size.
+    # The lowest level opens one file of each group: names that differ only in numbers, equal size.
     opened: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
         if size == 0 or not (

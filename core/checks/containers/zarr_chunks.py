@@ -139,8 +139,8 @@ def _find_arrays(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_
         pending.append(_Folder(folder, file, key, listing, array))
         return True
 
-    # ``folders_of`` calls ``is_array`` for each folder before it yields the folder; the array or the
-    # finding is queued in ``pending`` meanwhile.
+    # ``folders_of`` calls ``is_array`` for each folder before it yields the folder; meanwhile the
+    # array or the finding is queued in ``pending``.
     for folder, listing, is_array_folder in folders_of(store, is_array=is_array):
         yield from pending
         pending.clear()
@@ -170,7 +170,7 @@ def _missing_metadata(
             expected=marker,
             found="chunks without metadata",
         )
-    # A directory with anything below it may be a group of zarr 2, which needs no metadata.
+    # A directory with anything below it may be a group without metadata.
     if not folder or any(
         path.startswith(prefix) for path in (*subject.files, *subject.tree.folders)
     ):

@@ -58,7 +58,7 @@ def _manifest(subject: Subject) -> Manifest | None:
 
 
 def check_files(subject: Subject) -> Iterator[Finding]:
-    """Check that all listed files exist and have the recorded size, and no others do (CK801–CK804)."""
+    """Compare the names and sizes of the files with the manifest (CK801–CK804)."""
     record = subject.recorded
     if record is None:
         return

@@ -56,7 +56,7 @@ class _Replicas:
 
     @property
     def are_comparable_by_array(self) -> bool:
-        """The fragments have the same position in arrays of one shape; equal arrays prove them equal."""
+        """The fragments have equal positions in arrays of one shape: compare the arrays."""
         positions = {
             (fragment.at, fragment.array.shape)
             for fragment in self.fragments

@@ -174,7 +174,7 @@ def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor
 def _tensors_of(
     catalog: Catalog, facts: dict[str, ValueFacts], unassigned: dict[str, ValueFacts]
 ) -> Iterator[_Tensor]:
-    """Yield the tensors of a catalog that have facts, and remove their arrays from ``unassigned``."""
+    """Yield the tensors of a catalog with facts, and remove their arrays from ``unassigned``."""
     for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
         if meta.dtype not in KINDS:
             continue
@@ -205,7 +205,8 @@ def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
         owner = _tensor_at(subject, array, number) if tensor.is_padding else None
         prefix = f"{key}: " if owner not in (None, key) else ""
         yield code.finding(
-            f"{prefix}{total} of {n_elements} elements are {description}, the first at index {index}",
+            f"{prefix}{total} of {n_elements} elements are {description}, the first at index"
+            f" {index}",
             key=owner or key,
             file=file,
             rank=file.rpartition("/")[0] or None if array.coords else None,

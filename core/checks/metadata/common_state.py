@@ -141,7 +141,7 @@ def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
 
 def _most_frequent(values: list[object]) -> object:
     """Return the most frequent of some values, which need not be hashable."""
-    # Values may be containers of tensors, so they are grouped by comparison (``same``).
+    # Group them by comparison (``same``), because containers cannot be counted.
     groups: list[list[object]] = []
     for value in values:
         group = next((group for group in groups if same(group[0], value)), None)
@@ -269,8 +269,14 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
     backend = value if isinstance(value, str) else None
     if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
         yield _unknown_backend(config)
-    if backend not in _MARKS:
-        return
+    if backend in _MARKS:
+        yield from _check_known_backend(subject, config, backend)
+
+
+def _check_known_backend(
+    subject: Subject, config: Mapping[str, object], backend: str
+) -> Iterator[Finding]:
+    """Check that a known backend wrote the files of the directory, at a known version."""
     # Each backend always writes one file by which it can be recognised.
     names = {file.rpartition("/")[2] for file in subject.files}
     present = {name for name, mark in _MARKS.items() if mark in names}

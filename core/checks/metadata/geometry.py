@@ -5,7 +5,7 @@ ranks record. If ``.metadata`` cannot be read completely, its valid part is chec
 to one tensor does not hide damage to another.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``,
-which checks less: that chunks lie within their tensor, do not overlap, and add up to its size.
+which checks less: that chunks do not exceed their tensor, do not overlap, and add up to its size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from core.errors import CheckpointingException, UnsafeError
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
 GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
 OVERLAP = Code("CK202", Severity.ERROR, "chunks of a tensor overlap", _AGAIN)
-BOUNDS = Code("CK203", Severity.ERROR, "a chunk lies outside its tensor", _AGAIN)
+BOUNDS = Code("CK203", Severity.ERROR, "a chunk exceeds its tensor", _AGAIN)
 TWICE = Code(
     "CK204",
     Severity.WARNING,
@@ -93,7 +93,7 @@ def _check_chunks(
     outside = [box for box in counts if box.rank != region.rank or not region.contains(box)]
     for box in outside:
         yield BOUNDS.finding(
-            f"a chunk of shape {box.shape} at {box.offset} lies outside the tensor",
+            f"a chunk of shape {box.shape} at {box.offset} exceeds the tensor",
             file=_file_of(fragments, box),
             key=meta.key,
             expected=f"within {meta.shape}",

@@ -84,8 +84,8 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
         except CheckpointingException as err:
             yield finding_of(err, default=BROKEN, file=name)
             continue
-        # Entries are looked up only if the catalog does not prove them. An index in front of the
-        # files of single ranks (torch's Hugging Face storage) names files that are yet to be merged.
+        # Entries are looked up only if the catalog does not prove them. An index next to the files
+        # of single ranks (torch's Hugging Face storage) names the merged files.
         has_pieces = any(is_piece(file.rpartition("/")[2]) for file in subject.files)
         is_unmerged = has_pieces and not subject.files.keys() & set(index.file_of.values())
         if subject.catalog is None and not is_unmerged:
@@ -225,13 +225,7 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
     """Check that shards without an index are complete, judging by their numbers (CK101, CK528)."""
     if subject.store.entry is not None:
         return  # a shard that is examined alone
-    # Group the shards by everything but their number: (stem, total, suffix) → numbers.
-    series: dict[tuple[str, str, str], set[int]] = {}
-    for name in subject.files:
-        shard = _SHARD.match(name)
-        if shard is not None and "/" not in name and not _PIECE.match(name):
-            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
-    for (stem, total, suffix), numbers in series.items():
+    for (stem, total, suffix), numbers in _shard_series(subject).items():
         index = f"{stem}.{suffix}.index.json"
         if int(total) > 1 and index not in subject.files:
             yield NO_INDEX.finding(
@@ -253,6 +247,16 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
                 expected="the file",
                 found="no such file",
             )
+
+
+def _shard_series(subject: Subject) -> dict[tuple[str, str, str], set[int]]:
+    """Group the shards by everything but their number: (stem, total, suffix) → numbers."""
+    series: dict[tuple[str, str, str], set[int]] = {}
+    for name in subject.files:
+        shard = _SHARD.match(name)
+        if shard is not None and "/" not in name and not _PIECE.match(name):
+            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
+    return series
 
 
 def _check_pieces(subject: Subject) -> Iterator[Finding]:

@@ -89,8 +89,8 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         # The parameter must be in the model.
         if states.are_model_names and meta is None and name not in problems:
             yield NO_PARAMETER.finding(
-                f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model does"
-                " not contain it",
+                f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model"
+                " does not contain it",
                 file=file,
                 key=first_key,
                 expected=f"the tensor {name}",
@@ -194,12 +194,12 @@ def _check_shapes(
     meta: TensorMeta | None,
     shapes: Mapping[str, TensorMeta],
 ) -> Iterator[Finding]:
-    """Compare the shapes of a parameter's states with its own; if unknown, with the first state's."""
+    """Compare the shapes of a parameter's states with its own, or else with the first state's."""
     expected = meta or shapes[next(iter(keys.values()))]
     for key in keys.values():
         shape = shapes[key].shape
-        # FSDP flattens states. Older versions of Megatron split or transpose those of experts, and a
-        # conversion without the metadata keeps that arrangement.
+        # FSDP flattens states. Older versions of Megatron split or transpose those of experts, and
+        # a conversion without the metadata keeps that arrangement.
         is_rearranged = len(shape) != len(expected.shape) or ".experts." in key
         if shape == expected.shape or (is_rearranged and prod(shape) == prod(expected.shape)):
             continue

@@ -88,22 +88,14 @@ def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
     if not model.files or not _can_judge_ranks(subject, model):
         return
     has_data = subject.level >= Level.HEADERS
-    # Assign the states to the parameters, with a proof by the values if data may be read.
-    problems, states = _read_states(subject, catalog, model, proves=has_data)
-    has_failed_proof = any(err.rule in ("optim.groups", "optim.buffers") for err in problems)
     mismatches: list[Finding] = []
-    if has_data and has_failed_proof:
-        # Assign them by their order alone. If master weights differ then, the values are wrong and
-        # not the layout; if none does, the problems of the proof stand.
-        problems_of_order, states = _read_states(subject, catalog, model, proves=False)
-        mismatches = list(_compare_masters(subject, catalog, states))
-        if mismatches:
-            problems = problems_of_order
-    elif has_data:
-        mismatches = list(_compare_masters(subject, catalog, states))
+    if has_data:
+        problems, states, mismatches = _prove_states(subject, catalog, model)
+    else:
+        problems, states = _read_states(subject, catalog, model, proves=False)
     for err in problems:
         yield from _report_problem(err, has_data=has_data)
-    # The float16 optimizer has states of all parameters on every rank.
+    # The float16 optimizer is not distributed: each rank has the states of its own parameters.
     if ranks.optimizer_kind == "float16":
         yield from _find_missing_states(states, {err.rank for err in problems})
     yield from mismatches
@@ -118,7 +110,7 @@ def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
         return False
     if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
         return False
-    # With expert parallelism, a sample of the ranks does not represent the whole optimizer.
+    # With expert parallelism, a sample of the ranks does not represent the complete optimizer.
     return (
         not view.is_sample
         or view.catalog is None
@@ -174,6 +166,24 @@ def _read_states(
     except CheckpointingException as err:
         return [*problems, err], ()
     return problems, result.states
+
+
+def _prove_states(
+    subject: Subject, catalog: Catalog, model: Understood
+) -> tuple[list[CheckpointingException], Sequence[ParamState], list[Finding]]:
+    """Read the optimizer with a proof by values, and compare the master weights with the weights.
+
+    Returns:
+        The problems, the states of all ranks, and the master weights that differ (CK407).
+    """
+    problems, states = _read_states(subject, catalog, model, proves=True)
+    if not any(err.rule in ("optim.groups", "optim.buffers") for err in problems):
+        return problems, states, list(_compare_masters(subject, catalog, states))
+    # The proof failed. Assign the states by their order alone: if master weights differ then, the
+    # values are wrong and not the layout; if none does, the problems of the proof stand.
+    problems_of_order, states = _read_states(subject, catalog, model, proves=False)
+    mismatches = list(_compare_masters(subject, catalog, states))
+    return problems_of_order if mismatches else problems, states, mismatches
 
 
 def _report_problem(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:

@@ -4,8 +4,8 @@ The arguments in each file hold the global number of the rank that wrote it (``a
 a run numbers its ranks, the numbers increase along each axis of the directory names while the other
 axes stay the same::
 
-    mp_rank_00_000  rank 0      mp_rank_00_001  rank 2        a step along TP, PP or EP: a larger number
-    mp_rank_01_000  rank 1      mp_rank_01_001  rank 3
+    mp_rank_00_000  rank 0      mp_rank_00_001  rank 2      a step along TP, PP or EP:
+    mp_rank_01_000  rank 1      mp_rank_01_001  rank 3      a larger number
 
 So directories that were swapped, and files copied over those of another rank, are detected although
 every tensor has the right shape. Conversion tools leave the same number in all files, which proves
@@ -18,7 +18,7 @@ tests/golden.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from core.catalog.facets import RankFacts
 from core.checks.check import Check, Code
@@ -57,13 +57,7 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
             if counts[number] > 1:
                 yield _swapped(folder, number, "a number of its own", "the number of another rank")
         return
-    # Along each axis the numbers must increase; otherwise, sorting them gives the expected numbers.
-    expected: dict[str, int] = {}
-    for line in _lines_along_axes(numbers):
-        for folder, number in zip(line, sorted(numbers[name] for name in line), strict=True):
-            if number != numbers[folder]:
-                expected.setdefault(folder, number)
-    for folder, number in expected.items():
+    for folder, number in _expected_numbers(numbers).items():
         yield _swapped(folder, numbers[folder], f"rank {number}", f"rank {numbers[folder]}")
 
 
@@ -93,6 +87,20 @@ def _read_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
         if isinstance(number, int) and not isinstance(number, bool):
             numbers[folder] = number
     return numbers
+
+
+def _expected_numbers(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return the directories whose number is out of order along an axis, with the expected one.
+
+    Args:
+        numbers: rank directory → number of the rank that wrote its file.
+    """
+    expected: dict[str, int] = {}
+    for line in _lines_along_axes(numbers):
+        for folder, number in zip(line, sorted(numbers[name] for name in line), strict=True):
+            if number != numbers[folder]:
+                expected.setdefault(folder, number)
+    return expected
 
 
 def _lines_along_axes(folders: Iterable[str]) -> Iterator[list[str]]:

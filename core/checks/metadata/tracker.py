@@ -94,10 +94,21 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
         yield from _check_metadata_files(subject, backend)
     if CONFIG not in files and _is_megatron_core(subject):
         yield _incomplete(CONFIG, "Megatron", found="no such file")
-    # Without the common state the checkpoint cannot be opened. Newer versions of Megatron keep that
-    # of torch_dist in .metadata instead, so only an error that names it proves that it is missing.
-    if backend is None or subject.catalog is not None or COMMON_FILE in files:
+    if backend is not None:
+        yield from _check_common_state(subject, backend)
+
+
+def _check_common_state(subject: Subject, backend: object) -> Iterator[Finding]:
+    """Report a missing common state, without which the checkpoint cannot be opened (CK101).
+
+    Args:
+        backend: backend named by ``metadata.json``.
+    """
+    files = subject.files
+    if subject.catalog is not None or COMMON_FILE in files:
         return
+    # torch_dist may keep the common state in .metadata, so only an error that names it proves that
+    # it is missing.
     if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
         yield MISSING.finding(
             "the common state is missing",

@@ -175,7 +175,7 @@ def _uses_in_objects(
         return []
     by_place: list[tuple[Place, set[Use]]] = []
     for key, value in objects.items():
-        # An object stored in a zarr array is pickled in the metadata file of the array.
+        # An object that is stored in a zarr array is located by the metadata file of the array.
         names = (f"{key}/{name}" for name in (ARRAY_FILE, METADATA_FILE))
         file = next((name for name in names if name in subject.files), subject.store.label)
         by_place.append(((file, key), uses_in(value) - reported))
