@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A finding code and what it means.
+    """A finding code and its meaning.
 
     Args:
         code: ``CK`` and three digits.
-        severity: of its findings.
+        severity: default severity of its findings.
         title: a few words, for tables.
-        hint: what the user can do about it.
+        hint: default next step for the user.
         level: the lowest level that can find it.
     """
 
@@ -45,9 +45,12 @@ class Code:
         severity: Severity | None = None,
         keys: Sequence[str] = (),
     ) -> Finding:
-        """Return a finding with this code.
+        """Build a finding with this code; the arguments are the fields of ``Finding``.
 
-        ``keys`` lists several tensors or objects, ``key`` a single one.
+        Args:
+            key: name of a single tensor or object.
+            keys: names of several tensors or objects; the first one becomes ``key``.
+            hint, severity: override those of the code.
         """
         return Finding(
             code=self.code,

@@ -10,7 +10,7 @@ from core.device.device import Device
 from core.errors import UsageError
 from core.files.store import LocalStore
 from core.fingerprint.definition import SCHEME, Fingerprint
-from core.manifest.file import Manifest, read_manifest
+from core.manifest.file import read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.lookup import find_manifest, is_manifest
 from core.megatron.reshard.reshard import Rules
@@ -45,9 +45,9 @@ def read_reference(
     team: Team = ALONE,
     device: Device | None = None,
 ) -> ReferenceFingerprints:
-    """Return the fingerprints of a manifest or a checkpoint.
+    """Read the fingerprints from a manifest, or from the manifest or the data of a checkpoint.
 
-    A checkpoint that has a manifest with fingerprints is not read itself.
+    The data of a checkpoint is read only if it has no manifest with fingerprints.
 
     Args:
         path: a manifest file, or a checkpoint as ``core.opening.open`` accepts it.
@@ -60,9 +60,11 @@ def read_reference(
         UsageError: the path does not exist, or the manifest has no usable fingerprints.
         CheckpointingException: the manifest or the checkpoint cannot be read.
     """
-    reference = broadcast_result(team, lambda: _from_manifest(path))
+    # The lead looks for a manifest and shares it, so that all ranks take the same branch.
+    reference = broadcast_result(team, lambda: _read_from_manifest(path))
     if reference is not None:
         return reference
+    # Without one, all ranks together compute the fingerprints from the data.
     result = fingerprints_of_directory(
         path,
         rules=rules,
@@ -74,35 +76,29 @@ def read_reference(
     return ReferenceFingerprints(str(path), result.fingerprints, result.figures)
 
 
-def _from_manifest(path: Path) -> ReferenceFingerprints | None:
-    """Return the fingerprints of the manifest at or of ``path``; None if it has none."""
-    # The path is a manifest itself.
-    if path.is_file() and (is_manifest(path.name) or _holds_schema(path)):
+def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
+    """Read the fingerprints from a manifest file, or from the manifest of a checkpoint.
+
+    Returns:
+        None if the path is a checkpoint without a manifest that holds usable fingerprints.
+
+    Raises:
+        UsageError: the path is a manifest without fingerprints of the current scheme.
+    """
+    # A manifest may have any name that ends in .json; its schema is within the first bytes.
+    is_manifest_file = path.is_file() and is_manifest(path.name)
+    if path.is_file() and not is_manifest_file and path.suffix == ".json":
+        with path.open("rb") as file:
+            is_manifest_file = b'"ckpt-manifest"' in file.read(200)
+    # The user chose this manifest, so it must have fingerprints of this scheme.
+    if is_manifest_file:
         store = LocalStore(path.parent)
         try:
-            return _checked(read_manifest(store, path.name), str(path))
+            manifest = read_manifest(store, path.name)
         finally:
             store.close()
-    # The path is a checkpoint, which may have a manifest.
-    place = locate_checkpoint(path)
-    place.store.close()
-    record = find_manifest(place.store.root, entry=place.store.entry)
-    if record is not None and record.manifest is not None and record.manifest.scheme == SCHEME:
-        return ReferenceFingerprints(f"the manifest of {path}", record.manifest.fingerprints)
-    return None
-
-
-def _holds_schema(path: Path) -> bool:
-    """Return whether a JSON file begins like a manifest, whatever it is called."""
-    if path.suffix != ".json":
-        return False
-    with path.open("rb") as file:
-        return b'"ckpt-manifest"' in file.read(200)
-
-
-def _checked(manifest: Manifest, label: str) -> ReferenceFingerprints:
-    """Return the fingerprints of a manifest; raise UsageError if it has none of this scheme."""
-    if manifest.scheme != SCHEME:
+        if manifest.scheme == SCHEME:
+            return ReferenceFingerprints(str(path), manifest.fingerprints)
         content = (
             "no fingerprints"
             if manifest.scheme is None
@@ -110,7 +106,14 @@ def _checked(manifest: Manifest, label: str) -> ReferenceFingerprints:
         )
         raise UsageError(
             f"--against: the manifest has {content}",
-            file=label,
-            hint="write it with ckpt manifest, or ckpt convert --fingerprint; or name the checkpoint itself",
+            file=str(path),
+            hint="write it with ckpt manifest or ckpt convert --fingerprint, or pass the checkpoint"
+            " itself",
         )
-    return ReferenceFingerprints(label, manifest.fingerprints)
+    # The manifest of a checkpoint only saves time: if it is unusable, the data is read instead.
+    place = locate_checkpoint(path)
+    place.store.close()
+    record = find_manifest(place.store.root, entry=place.store.entry)
+    if record is not None and record.manifest is not None and record.manifest.scheme == SCHEME:
+        return ReferenceFingerprints(f"the manifest of {path}", record.manifest.fingerprints)
+    return None

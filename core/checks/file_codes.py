@@ -1,4 +1,4 @@
-"""Codes CK101–CK199, of files and containers; ``core.checks.containers`` uses them."""
+"""Codes CK101–CK199, for files and containers, used by ``core.checks.containers``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ZIP_DUPLICATE = Code(
 ZIP_HEADER = Code(
     "CK122", Severity.ERROR, "a zip record header does not match the directory", _AGAIN
 )
-ZIP_OVERLAP = Code("CK123", Severity.ERROR, "zip records overlap or lie outside the file", _AGAIN)
+ZIP_OVERLAP = Code("CK123", Severity.ERROR, "zip records overlap or exceed the file", _AGAIN)
 ZIP_CODING = Code(
     "CK124",
     Severity.ERROR,
@@ -113,7 +113,7 @@ ZARR_SIZE = Code("CK142", Severity.ERROR, "a zarr chunk has the wrong size", _AG
 ZARR_BEYOND = Code(
     "CK143",
     Severity.ERROR,
-    "a zarr chunk lies outside the grid",
+    "a zarr chunk is outside the grid",
     "metadata and chunks come from different saves",
 )
 ZARR_SEPARATOR = Code(

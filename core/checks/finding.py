@@ -7,18 +7,18 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How serious a finding is; a greater value is worse."""
+    """The severity of a finding; a greater value is worse."""
 
     NOTE = 1
     """Worth knowing; nothing is wrong."""
     WARNING = 2
-    """The checkpoint can be used, but something is odd; ``--strict`` counts it as an error."""
+    """The checkpoint can be used, but is unusual; ``--strict`` counts the finding as an error."""
     ERROR = 3
     """The checkpoint is damaged, incomplete, contradicts itself or is dangerous."""
 
     @property
     def label(self) -> str:
-        """The severity as reports write it."""
+        """Name of the severity in reports."""
         return self.name.lower()
 
 
@@ -28,7 +28,7 @@ class Finding:
 
     Args:
         code: stable, ``CK`` and three digits (``core.checks``).
-        severity: normally that of the code.
+        severity: that of the code, unless the check overrides it.
         message: what is wrong, in one clause.
         file: path relative to the checkpoint.
         key: name of the affected tensor or object; the first of ``keys`` if there are several.
@@ -65,13 +65,14 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the finding across runs (``--baseline``): its code and place, not its
-        wording.
+        """Identity of the finding across runs, for ``--baseline``.
+
+        It consists of code, file, rank and key, so that a reworded message does not change it.
         """
         return "|".join((self.code, self.file or "", self.rank or "", self.key or ""))
 
     def as_dict(self) -> dict[str, object]:
-        """Return the finding as a JSON object without absent fields."""
+        """Return the finding as a JSON object, without the fields that are None or empty."""
         fields: dict[str, object] = {
             "code": self.code,
             "severity": self.severity.label,

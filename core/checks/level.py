@@ -1,4 +1,4 @@
-"""Validation levels: how much of a checkpoint is read."""
+"""Validation levels: the amount of data that is read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """How much of a checkpoint ``ckpt validate`` reads; each level includes those below."""
+    """The amount of data that ``ckpt validate`` reads; each level includes those below."""
 
     METADATA = 1
-    """File names, sizes and metadata; one file of each group with similar names and one size."""
+    """File names, sizes and metadata; one file of each group with similar names and equal sizes."""
     HEADERS = 2
     """Every container is opened: directory, headers and the position of each array."""
     DEEP = 3
-    """Every byte is read, once."""
+    """Every byte is read."""

@@ -1,4 +1,4 @@
-"""The Megatron model in a checkpoint, as far as it can be understood."""
+"""The Megatron model in a checkpoint, as far as its layout can be determined."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ModelView:
     """The Megatron model of the examined checkpoint.
 
     Args:
-        catalog: its metadata with objects loaded; None if it is not Megatron's or cannot be read.
-        understood: the model and its layout; None if nothing could be understood.
+        catalog: metadata with objects loaded; None if it is not Megatron's or cannot be read.
+        understood: the model and its layout; None if no layout could be determined.
         problems: errors in the layout.
-        is_sample: only some rank files were opened and stand for the others.
+        is_sample: only some rank files were opened; they represent the others.
     """
 
     catalog: Catalog | None = None
@@ -39,14 +39,15 @@ class ModelView:
 
     @property
     def args(self) -> object:
-        """The training arguments; None if there are none."""
+        """The training arguments; None if the checkpoint has none."""
         if self.catalog is None:
             return None
         return self.catalog.args or common_entries(self.catalog).get("args")
 
 
 def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> ModelView:
-    """Return the Megatron model of a catalog, which may be incomplete (salvaged)."""
+    """Find the Megatron model in a catalog, which may be incomplete (salvaged)."""
+    # A single rank file is only part of a model.
     ranks = None if catalog is None else catalog.facet(RankFacts)
     if catalog is None or (ranks is not None and ranks.is_single_rank):
         return ModelView()
@@ -55,17 +56,15 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
         if not catalog.is_rank_local and not is_megatron(catalog, rules):
             return ModelView()
     except CheckpointingException:
-        return ModelView()  # the checks of files report it
+        return ModelView()  # reported by the checks of files
+    # If one rank file per pipeline stage and file size was opened, compare only those: the others
+    # have no tensors in the catalog and would seem to lack them.
+    sample: set[str] | None = None
+    if ranks is not None and ranks.n_unopened:
+        opened: dict[tuple[object, int], str] = {}
+        for coords, (folder, _) in ranks_of(catalog).items():
+            opened.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)
+        sample = set(opened.values())
     problems: list[CheckpointingException] = []
-    # Where one file of each stage stands for the others, only those files are compared.
-    sample = _opened_dirs(catalog, store) if ranks is not None and ranks.n_unopened else None
     model = understood(catalog, rules, report=problems.append, sample=sample)
     return ModelView(catalog, model, tuple(problems), is_sample=sample is not None)
-
-
-def _opened_dirs(catalog: Catalog, store: ReadStore) -> set[str]:
-    """Return the rank directories that were opened: one per pipeline stage and file size."""
-    first: dict[tuple[object, int], str] = {}
-    for coords, (folder, _) in ranks_of(catalog).items():
-        first.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)
-    return set(first.values())

@@ -1,4 +1,4 @@
-"""CK100: the error that kept the checkpoint from being opened, unless another check reports it."""
+"""CK100: the error that prevented opening the checkpoint, unless another check reports it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ CODES = (UNREADABLE,)
 
 
 def find_opening_error(subject: Subject) -> Iterator[Finding]:
-    """Report the error that reading the metadata ended with, unless a finding covers it."""
+    """Report the error that ended the reading of the metadata, unless a finding covers it."""
     err = subject.failure if subject.catalog is None else None
     if err is None or is_covered_by_finding(subject, err):
         return
+    # Missing and truncated files have codes of their own.
     is_of_file = err.file is not None and isinstance(err, (TruncatedError, MissingShardError))
     yield finding_of(err, default=UNREADABLE, code=None if is_of_file else UNREADABLE)
 
 
 def find_endless_containers(subject: Subject) -> Iterator[Finding]:
-    """Report containers that contain themselves; no conversion could follow them to their end."""
+    """Report containers that contain themselves, which no conversion can write."""
     for key, kind in subject.catalog.unsupported.items() if subject.catalog is not None else ():
         if kind == ENDLESS:
             yield finding_of(endless_error(key), default=NOT_HANDLED, file=subject.store.entry)
@@ -43,8 +44,8 @@ def find_endless_containers(subject: Subject) -> Iterator[Finding]:
 def is_covered_by_finding(subject: Subject, err: CheckpointingException) -> bool:
     """Return whether an earlier error finding covers an error.
 
-    That is a finding about the same file or tensor or, if the error names no file, any error
-    finding.
+    A finding about the same tensor or file does. If the error names no file, or only the checkpoint
+    itself, any error finding does.
     """
     errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
     if err.key is not None and any(finding.key == err.key for finding in errors):

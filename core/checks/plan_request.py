@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +14,16 @@ from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import CheckpointingException, UsageError
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
+_DIGITS = re.compile("[0-9]+")
 _EXAMPLE = "for example --plan-for tp=4,pp=2,format=torch_dist"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The parallel sizes and the format that a checkpoint should be loaded at or written in.
+    """The parallel sizes and the format to load or write a checkpoint with.
 
     Args:
-        sizes: requested parallel sizes; others stay as in the source.
+        sizes: requested parallel sizes by name (``SIZES``); others stay as in the source.
         to: format to write; None for the source's, or rank files if the source has no layout.
         rules: TOML file with additional layout rules.
         memory_bytes: memory limit of the job.
@@ -43,8 +45,11 @@ def parse_plan_request(
     """Parse ``tp=4,pp=2,format=torch_dist``.
 
     Raises:
-        UsageError: a part is not NAME=VALUE, or a name or value is unknown or given twice.
+        UsageError: a part is not NAME=VALUE, a name or a format is unknown, a name is repeated, or
+            a size is not a positive integer.
     """
+    from core.formats.registry import format_called
+
     sizes: dict[str, int] = {}
     to = None
     for part in text.split(","):
@@ -54,26 +59,20 @@ def parse_plan_request(
                 f"--plan-for: {part!r} is not NAME=VALUE, or repeats a name", hint=_EXAMPLE
             )
         if name == "format":
-            to = _require_format(value)
-        elif name in SIZES and value.isascii() and value.isdigit() and 1 <= int(value[:10]) < 2**31:
+            # Resolve the name here, so that a misspelt format is a usage error and not a finding.
+            try:
+                format_called(value)
+            except CheckpointingException as err:
+                raise UsageError(f"--plan-for: {err.message}", hint=err.hint) from err
+            to = value
+        elif name not in SIZES:
+            allowed = ", ".join((*SIZES, "format"))
+            raise UsageError(
+                f"--plan-for: unknown name {name!r}, expected one of: {allowed}", hint=_EXAMPLE
+            )
+        # Python refuses to convert very long digit strings, so only ten digits are looked at.
+        elif _DIGITS.fullmatch(value) and 1 <= int(value[:10]) < 2**31:
             sizes[name] = int(value[:10])
         else:
-            allowed = ", ".join((*SIZES, "format"))
-            problem = (
-                f"invalid size {value!r}"
-                if name in SIZES
-                else f"unknown name {name!r}, expected one of: {allowed}"
-            )
-            raise UsageError(f"--plan-for: {problem}", hint=_EXAMPLE)
+            raise UsageError(f"--plan-for: invalid size {value!r}", hint=_EXAMPLE)
     return PlanRequest(sizes, to, rules, memory_bytes)
-
-
-def _require_format(name: str) -> str:
-    """Return the name of a format; raise UsageError if no format is called so."""
-    from core.formats.registry import format_called
-
-    try:
-        format_called(name)
-    except CheckpointingException as err:
-        raise UsageError(f"--plan-for: {err.message}", hint=err.hint) from err
-    return name

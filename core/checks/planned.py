@@ -1,4 +1,4 @@
-"""CK901–CK903: whether the checkpoint can be loaded or resharded as ``--plan-for`` requests.
+"""CK901–CK903: feasibility of loading or resharding the checkpoint as ``--plan-for`` requests.
 
 Nothing is estimated: the job is prepared as ``ckpt reshard`` and ``ckpt convert`` prepare theirs,
 up to the point where bytes would move, so a request that passes here can be carried out. Without a
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
-from core.checks.finding import Finding, Severity
+from core.checks.finding import Severity
 from core.checks.plan_request import SIZES, PlanRequest
 from core.convert.job import MIB, Job, TopologyChange
 from core.errors import CapacityError, CheckpointingException
@@ -43,135 +44,136 @@ PARTLY = Code(
 CODES = (IMPOSSIBLE, POSSIBLE, PARTLY)
 
 
+_FIXED_SIZES = ("dp_reshardable", "dp_zero_gather_scatter")
+"""Optimizer formats of torch_dist that Megatron loads only at the TP and PP they were saved at."""
+
+
 def plan_as_requested(subject: Subject) -> Iterator[Finding]:
-    """Report whether, and how, the checkpoint can be loaded or resharded as ``--plan-for`` asks."""
-    if subject.plan_for is None:
+    """Plan what ``--plan-for`` requests, and report the way (CK902, CK903) or the obstacle (CK901).
+
+    Nothing is reported without a request.
+    """
+    request, format = subject.plan_for, subject.format
+    if request is None:
         return
-
-    yield from answer_request(subject, subject.plan_for)
-
-
-CHECKS = (Check(plan_as_requested),)
-
-
-_TIED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Optimizer formats in torch_dist that Megatron loads only at the TP and PP they were saved
-with.
-"""
-
-
-def answer_request(subject: Subject, request: PlanRequest) -> Iterator[Finding]:
-    """Report that the request is impossible (CK901), or how it is done (CK902, CK903)."""
-    from core.convert.prepare import prepare
-
-    if subject.format is None:
+    if format is None:
         yield IMPOSSIBLE.finding("no plan is possible: the checkpoint cannot be read")
         return
-    to = request.to or _usual_target(subject.format)
-    job = Job(
-        src=subject.path,
-        dst=subject.path.parent / f".{subject.path.name}.ckpt-plan",
-        to=to,
-        topology=_topology(request),
-        keeps_layout=True,
-        rules=request.rules,
-        memory_bytes=request.memory_bytes,
-    )
-    # The first attempt carries the optimizer. If that fails, the second one tells whether the optimizer was to blame.
+    from core.convert.prepare import prepare  # heavy, and seldom needed
+
+    job = _job_of(request, subject.path, format)
+    # The first attempt carries the optimizer. If it fails, a second one without the optimizer shows
+    # whether the optimizer is the obstacle. A lack of space or memory (CapacityError) is final.
     optim_error: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:
             with prepare(replace(job, optim=optim)) as prepared:
                 if optim_error is not None:
-                    yield _refused(optim_error, request, code_is_error=False)
-                yield from _possible(
+                    yield _refusal(optim_error, request, without_optim=True)
+                yield from _report_plan(
                     subject, request, prepared, without_optim=optim_error is not None
                 )
                 return
         except CheckpointingException as err:
             if optim_error is not None or isinstance(err, CapacityError):
-                yield _refused(optim_error or err, request, code_is_error=True)
+                yield _refusal(optim_error or err, request, without_optim=False)
                 return
             optim_error = err
 
 
-def _topology(request: PlanRequest) -> TopologyChange | None:
-    """Return the requested sizes as a change of topology; None without any."""
+def _job_of(request: PlanRequest, path: Path, format: Format) -> Job:
+    """Build the job that a request describes for a checkpoint in some format."""
+    # By default, keep the source's format if it can hold another layout.
+    keeps_format = format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
     tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
-    return TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None
-
-
-def _usual_target(format: Format) -> str:
-    """Return the format to plan for by default: the source's own if it has a layout."""
-    return (
-        format.name
-        if format.lay_out is not None and (format.partition == "ranks" or format.is_mcore)
-        else "megatron"
+    return Job(
+        src=path,
+        dst=path.parent / f".{path.name}.ckpt-plan",
+        to=request.to or (format.name if keeps_format else "megatron"),
+        topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
+        keeps_layout=True,
+        rules=request.rules,
+        memory_bytes=request.memory_bytes,
     )
 
 
-def _refused(err: CheckpointingException, request: PlanRequest, *, code_is_error: bool) -> Finding:
-    """Return the finding for a request that fails, or that works only without the optimizer."""
-    code = IMPOSSIBLE if code_is_error else PARTLY
-    lead = (
-        f"{request} is not possible"
-        if code_is_error
-        else f"{request} is possible only without the optimizer"
-    )
-    return code.finding(
-        f"{lead}: {err.message}",
-        file=err.file,
-        key=err.key,
-        rank=err.rank,
-        severity=None if code_is_error else Severity.WARNING,
-        hint=err.hint if code_is_error else "drop the optimizer with --no-optim",
-    )
+def _refusal(err: CheckpointingException, request: PlanRequest, *, without_optim: bool) -> Finding:
+    """Build the finding for a request that fails (CK901), or fails only with the optimizer (CK903).
+
+    Args:
+        without_optim: the request succeeds without the optimizer.
+    """
+    if without_optim:
+        return PARTLY.finding(
+            f"{request} is possible only without the optimizer: {err.message}",
+            file=err.file,
+            key=err.key,
+            rank=err.rank,
+            severity=Severity.WARNING,
+            hint="drop the optimizer with --no-optim",
+        )
+    message = f"{request} is not possible: {err.message}"
+    return IMPOSSIBLE.finding(message, file=err.file, key=err.key, rank=err.rank, hint=err.hint)
 
 
-def _possible(
+def _report_plan(
     subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool
 ) -> Iterator[Finding]:
-    """Report how the request is carried out, and what is lost on the way."""
-    as_it_is = _loads_as_it_is(prepared, request)
-    if as_it_is is not None and not without_optim:
-        yield POSSIBLE.finding(f"{request}: {as_it_is}", hint="no conversion needed")
+    """Report how the request can be carried out (CK902), and what would be lost (CK903)."""
+    reason = _reason_to_load_directly(prepared, request)
+    if reason is not None and not without_optim:
+        yield POSSIBLE.finding(f"{request}: {reason}", hint="no conversion needed")
         return
-    plan = prepared.plan
+    plan, target = prepared.plan, prepared.target_format.name
+    words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
+    words += [f"--{name}-new {size}" for name, size in request.sizes.items()]
+    if prepared.source.format.name != target:
+        words.append(f"--to {request.to or target}")
+    if without_optim:
+        words.append("--no-optim")
     yield POSSIBLE.finding(
-        f"{request}: ckpt writes it as {prepared.target_format.name}: read {_mebibytes(plan.read_bytes)}, "
-        f"write {_mebibytes(plan.file_bytes)} in {len(prepared.files):,} files, memory {_mebibytes(plan.memory_bytes)}",
-        hint=_command(subject, request, prepared, without_optim=without_optim),
+        f"{request}: ckpt writes it as {target}: read {_mebibytes(plan.read_bytes)}, write "
+        f"{_mebibytes(plan.file_bytes)} in {len(prepared.files):,} files, memory "
+        f"{_mebibytes(plan.memory_bytes)}",
+        hint=" ".join(words),
     )
     for text in prepared.dropped:
         yield PARTLY.finding(f"not carried over: {text}")
 
 
-def _loads_as_it_is(prepared: Prepared, request: PlanRequest) -> str | None:
-    """Return why the checkpoint can be loaded without writing anything; None if it cannot."""
+def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | None:
+    """Return the reason why no conversion is needed; None if one is needed."""
     from core.megatron.optimizer.form import optim_format_of
 
     source, target = prepared.source, prepared.target_format
     if source.format.name != target.name:
         return None
-    sizes = _sizes_of(prepared)
+    # Every format can be loaded at the sizes at which it was saved.
+    sizes = _saved_sizes(prepared)
     if sizes is not None and all(
         sizes.get(name, 1) == size for name, size in request.sizes.items()
     ):
         return "the checkpoint was saved with these sizes"
     if not source.format.is_mcore or source.format.partition == "ranks":
         return None
+    # Megatron's distributed formats can be loaded at any sizes, except with such an optimizer.
     kind = optim_format_of(
         dict.fromkeys(source.catalog.tensors), dict.fromkeys(source.catalog.objects)
     )
-    return None if kind in _TIED else f"Megatron loads {source.format.name} at these sizes as it is"
+    return (
+        None
+        if kind in _FIXED_SIZES
+        else f"Megatron loads {source.format.name} at these sizes as it is"
+    )
 
 
-def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
-    """Return the parallel sizes that the checkpoint was saved with; None if nothing states them."""
+def _saved_sizes(prepared: Prepared) -> dict[str, int] | None:
+    """Return the parallel sizes that the checkpoint was saved at; None if not recorded."""
     from core.megatron.model.args import topology_of
     from core.megatron.model.topology import Topology
 
     catalog = prepared.source.catalog
+    # The topology is that of the rank directories, or else of the training arguments.
     topology = catalog.facet(Topology)
     if topology is None:
         args = catalog.args
@@ -184,18 +186,9 @@ def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
     return {**sizes, "ep": topology.ep, "etp": topology.expert_tp}
 
 
-def _command(
-    subject: Subject, request: PlanRequest, prepared: Prepared, *, without_optim: bool
-) -> str:
-    """Return the ``ckpt reshard`` command line for the request."""
-    is_same = prepared.source.format.name == prepared.target_format.name
-    words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
-    words += [f"--{name}-new {size}" for name, size in request.sizes.items()]
-    words += [] if is_same else [f"--to {request.to or prepared.target_format.name}"]
-    words += ["--no-optim"] if without_optim else []
-    return " ".join(words)
-
-
 def _mebibytes(n_bytes: int) -> str:
     """Format a byte count in MiB."""
     return f"{n_bytes / MIB:,.1f} MiB"
+
+
+CHECKS = (Check(plan_as_requested),)

@@ -1,4 +1,4 @@
-"""Convert errors of readers to findings."""
+"""Convert errors raised by readers to findings."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _BY_KIND = (
     (StorageError, file_codes.UNREADABLE_FILE),
     (UnsupportedError, file_codes.NOT_HANDLED),
 )
-"""The order matters: the first two are CorruptErrors as well."""
+"""Error class → code; the order matters, because the first two are CorruptErrors as well."""
 
 
 def collect_problems(read: Callable[[Report], object]) -> list[CheckpointingException]:
-    """Call a reader and return the problems that it reports, and the error that it ends with."""
+    """Call a reader; return the problems that it reports, and last the error that it raises."""
     problems: list[CheckpointingException] = []
     try:
         read(problems.append)
@@ -61,10 +61,10 @@ def collect_problems(read: Callable[[Report], object]) -> list[CheckpointingExce
 
 
 def code_of(err: CheckpointingException, *, default: Code) -> Code:
-    """Return the code for an error.
+    """Return the code for an error: that of its rule, or else that of its class.
 
     Args:
-        default: the code of an error without a rule and of no particular kind.
+        default: the code of an error for which neither exists.
     """
     if err.rule is not None and err.rule in _BY_RULE:
         return _BY_RULE[err.rule]
@@ -84,10 +84,10 @@ def finding_of(
     expected: object = None,
     found: object = None,
 ) -> Finding:
-    """Return an error as a finding.
+    """Convert an error to a finding.
 
     Args:
-        default: the code of an error without a rule and of no particular kind.
+        default: as in ``code_of``.
         code: overrides the code that follows from the error.
         file: overrides the error's file.
         key: used if the error names no tensor or object.
@@ -108,7 +108,7 @@ def finding_of(
 def findings_of(
     problems: Sequence[CheckpointingException], *, default: Code, file: str
 ) -> Iterator[Finding]:
-    """Yield findings about one file; report only once that the file is truncated."""
+    """Convert errors about one file to findings; of several truncations, keep only the first."""
     truncations = [err for err in problems if isinstance(err, TruncatedError) and err.rule is None]
     for err in problems:
         if err not in truncations[1:]:

@@ -39,12 +39,16 @@ _MODULES = (
     "planned",
     "opening",
 )
-"""Modules of this package, in the order in which their checks run; ``opening`` is last."""
+"""Modules of this package, in the order in which their checks run.
+
+Later checks skip what an earlier finding covers, so causes (files) come before consequences, and
+``opening`` is last.
+"""
 
 
 @cache
 def codes() -> dict[str, Code]:
-    """Return every code by its name, in order."""
+    """Return all codes by name, sorted."""
     by_name = {code.code: code for module in _modules() for code in module.CODES}
     return dict(sorted(by_name.items()))
 

@@ -1,4 +1,4 @@
-"""The subject of all checks: a checkpoint that may be damaged, opened as far as possible."""
+"""The checkpoint under examination, which may be damaged and is opened as far as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.model_view import ModelView, model_view
 from core.checks.tensor_names import TensorNames
-from core.checks.watch import ByteScan, Watch
+from core.checks.watch import ByteScan, combine_watches
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """The part of the metadata that can be read.
+    """The readable part of the metadata.
 
     Args:
         catalog: the readable part; None if nothing can be read.
-        problems: errors about what was left out.
+        problems: errors about the omitted entries.
     """
 
     catalog: Catalog | None
@@ -64,25 +64,25 @@ class Subject:
     """A checkpoint under examination.
 
     Args:
-        path: directory or file of the checkpoint, after descending from ``root``.
+        path: directory or file of the checkpoint: ``root``, or a checkpoint below it.
         root: the path that the user gave.
         passed: directories between ``root`` and ``path``, ``root`` included; () if they are the
             same.
-        store: the files of the checkpoint.
+        store: files of the checkpoint.
         format: the detected format; None if no format recognises the checkpoint.
-        level: how much to read.
+        level: amount of data to read.
         rules: layout rules.
         iteration: the iteration that ``core.opening.open`` chose.
-        findings: findings so far; later checks may look at them.
+        findings: findings so far; later checks consult them to avoid repetitions.
         threads, memory_bytes, progress, team: for reading data, as in ``core.scan.run.scan``.
         plan_for: sizes and format to plan for; None if not requested.
         against: fingerprints to compare with; None if not requested.
         n_compared: number of tensors compared with ``against``.
         device: accelerator for per-byte work; None for the CPU.
         below: relative paths of nested checkpoints that are not part of this one and are skipped.
-        notes: which checkpoint was chosen, and what lies near it and is skipped.
+        notes: notes on the choice of the checkpoint, and on skipped files and checkpoints near it.
         has_folders: subfolders of the directory belong to the checkpoint.
-        missing_chunks: what absent zarr chunks mean: ``fill`` or ``error``.
+        missing_chunks: treatment of absent zarr chunks: ``fill`` or ``error``.
         shared: fingerprints that a team of ranks computed before the checks run.
 
     If reading the metadata fails, ``catalog`` is None and ``failure`` holds the error.
@@ -114,7 +114,7 @@ class Subject:
 
     @cached_property
     def recorded(self) -> RecordedManifest | None:
-        """The manifest of the checkpoint, or why it cannot be read; None if there is none."""
+        """The manifest of the checkpoint, or the error of reading it; None if there is none."""
         return find_manifest(self.store.root, entry=self.store.entry)
 
     _uses: set[Use] = field(default_factory=set)
@@ -122,7 +122,7 @@ class Subject:
 
     @property
     def byte_scan(self) -> ByteScan:
-        """The result of reading every byte; for the deepest level only.
+        """The result of reading every byte, for checks of the deepest level.
 
         Raises:
             CheckpointingException: the scan failed; it is not run again.
@@ -140,10 +140,10 @@ class Subject:
 
     @cached_property
     def tree(self) -> Tree:
-        """The tree of files and folders of the checkpoint.
+        """Files and folders of the checkpoint.
 
-        Nested checkpoints are left out unless the manifest lists them. A directory that is not a
-        checkpoint may be a whole file system, so that only its first level is walked.
+        Nested checkpoints are excluded unless the manifest lists them. A directory that is not a
+        checkpoint may be a complete file system, so only its first level is walked.
         """
         manifest = None if self.recorded is None else self.recorded.manifest
         recorded_paths = [] if manifest is None else [f"{file.path}/" for file in manifest.files]
@@ -157,12 +157,12 @@ class Subject:
 
     @cached_property
     def files(self) -> Mapping[str, int]:
-        """Relative path of every regular file of the checkpoint → its size in bytes."""
+        """Sizes in bytes of all regular files of the checkpoint, by relative path."""
         return self.tree.files
 
     @cached_property
     def other_pickles(self) -> Mapping[tuple[str, str | None], PickledContent]:
-        """Pickles outside the checkpoint's own, by file and, inside a tensor of bytes, its name."""
+        """Pickles outside the checkpoint format, by (file, tensor of bytes or None)."""
         pickles: dict[tuple[str, str | None], PickledContent] = {
             (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
@@ -177,12 +177,15 @@ class Subject:
 
     @cached_property
     def hollow(self) -> Set[str]:
-        """Names of large sparse files; reading their zeros would take hours."""
+        """Names of large sparse files, which are skipped: reading their zeros would take hours."""
         return sparse_files(self.store, self.files)
 
     @cached_property
     def catalog(self) -> Catalog | None:
-        """The metadata, at the lowest level of a sample of the files; None if reading fails."""
+        """The metadata; None if it cannot be read, and ``failure`` holds the error.
+
+        At the lowest level, formats that can do so read only a sample of the files.
+        """
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
@@ -200,8 +203,8 @@ class Subject:
 
     @property
     def uses(self) -> Set[Use]:
-        """What the pickles that hold the metadata do with imported names."""
-        _ = self.catalog
+        """Uses of imported names in the pickles of the metadata."""
+        _ = self.catalog  # reading it collects the uses
         return self._uses
 
     @property
@@ -214,18 +217,18 @@ class Subject:
         }
 
     def read_pickles(self, file: str) -> Sequence[ReadPickle]:
-        """Return the pickles of a file that were read for the metadata.
+        """Return the pickles of a file that were kept when the metadata was read.
 
         Returns:
-            () if they have to be read.
+            () if none were kept, so that the file has to be read.
         """
         return () if self.catalog is None else self._read.of(file)
 
     def has_read_only(self, files: Set[str]) -> bool:
         """Return whether the metadata was read from the pickles of these files only.
 
-        That can be known for a checkpoint of one file only: in a directory, objects may also come
-        from files that are not pickles, or from one file that stands for similar ones.
+        Always false for a directory: there, objects may also come from files that are not pickles,
+        or from one file that represents similar ones.
         """
         return (
             self.store.entry is not None
@@ -235,7 +238,7 @@ class Subject:
 
     @cached_property
     def salvaged(self) -> Salvaged:
-        """The metadata, or the part of it that can be used if reading all of it fails."""
+        """The metadata, or its usable part if it cannot be read completely."""
         if self.catalog is not None or self.format is None or self.format.salvage is None:
             return Salvaged(self.catalog)
         problems: list[CheckpointingException] = []
@@ -247,34 +250,35 @@ class Subject:
 
     @cached_property
     def model(self) -> ModelView:
-        """The Megatron model; empty if the checkpoint has other names."""
+        """The Megatron model; empty if the tensors do not have Megatron's names."""
         return model_view(self.salvaged.catalog, self.store, self.rules)
 
     @cached_property
     def tensor_names(self) -> TensorNames:
-        """Looks up which tensors lie at given bytes of a file."""
+        """Index from byte ranges of the files to tensor names."""
         return TensorNames(self.salvaged.catalog, self.store, self.rules)
 
     def is_covered_by_finding(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Return whether an error has already been found in a file or a part of it.
+        """Return whether an earlier error finding is about a file or a part of it.
 
         Args:
-            span: byte range (start, stop); None for the whole file.
+            span: byte range (start, stop); None for the complete file.
         """
-        for finding in self.findings:
-            if finding.severity == Severity.ERROR and finding.file == file:
-                if (
-                    span is None
-                    or finding.span is None
-                    or (finding.span[0] < span[1] and span[0] < finding.span[1])
-                ):
-                    return True
-        return False
+        spans = [
+            finding.span
+            for finding in self.findings
+            if finding.severity == Severity.ERROR and finding.file == file
+        ]
+        if span is None:
+            return bool(spans)
+        # A finding without a span is about the complete file.
+        return any(other is None or (other[0] < span[1] and span[0] < other[1]) for other in spans)
 
     @cached_property
     def canonical(self) -> Canonical | None:
-        """The tensors under global per-layer names if the layout is known; None without
-        metadata.
+        """The canonical form: global per-layer names if the layout is known.
+
+        None if the metadata cannot be read.
         """
         catalog = self.catalog
         if catalog is None or self.format is None:
@@ -291,8 +295,8 @@ _WATCHERS: tuple[str, ...] = (
     "content.integrity_json",
     "content.fingerprints",
 )
-"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``, which take part in the
-scan.
+"""Modules of ``core.checks`` that need the scan, each with a function
+``watch(subject) -> Watch``.
 """
 
 
@@ -302,47 +306,44 @@ def run_byte_scan(subject: Subject) -> ByteScan:
     The ranks of a team share the work; the lead gets the results.
 
     Raises:
-        CheckpointingException: a module cannot determine what it needs from the scan.
-        WorkerError: a rank of the team failed.
+        CheckpointingException: a module cannot determine its needs.
+        WorkerError: a rank of the team failed, or the ranks see different data.
     """
     team = subject.team
-    # Measure once which kinds of work the device does faster than the CPU.
+    # Measure for which kinds of work the device is faster than the CPU.
     if subject.device is not None:
         subject.device = choose_device(
             subject.device,
             (VALUES,) if subject.against is None else (VALUES, FINGERPRINT),
             threads=subject.threads or len(os.sched_getaffinity(0)),
         )
-    # Every rank asks the modules what they need, and all ranks must agree on it.
+    # Every rank collects the needs of the modules itself; ranks that see other data are an error.
     watches = require_agreement(
-        team, lambda: _watches(subject), lambda names: [*names], subject=str(subject.path)
+        team,
+        lambda: {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS},
+        lambda watch_of: [*watch_of],
+        subject=str(subject.path),
     )
-    # Read the arrays of the catalog and those that modules add, each once.
+    needs = combine_watches(watches.values())
+    # Read the arrays of the catalog and those that modules add. Sparse files are skipped; chunks
+    # that are not stored (``fill_of``) have no bytes.
     catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
-    extra = chain.from_iterable(watch.arrays for watch in watches.values())
-    digests = any(watch.digests for watch in watches.values())
     scanned = scan(
         catalog,
         subject.store,
-        [observer for watch in watches.values() for observer in watch.observers],
+        needs.observers,
         files={name: size for name, size in subject.files.items() if name not in subject.hollow},
-        file_observers=[
-            observer for watch in watches.values() for observer in watch.file_observers
-        ],
+        file_observers=needs.file_observers,
         wanted=WantedSums(
-            array_digests=digests,
-            file_digests=digests,
-            digests_of=frozenset(
-                chain.from_iterable(watch.digests_of for watch in watches.values())
-            ),
+            array_digests=needs.digests, file_digests=needs.digests, digests_of=needs.digests_of
         ),
         stated_in=StatedCrcReader(
             subject.store, None if subject.format is None else subject.format.name
         ),
         arrays=(
             array
-            for array in chain(stored, extra)
+            for array in chain(stored, needs.arrays)
             if array is not None
             and array.extent.file not in subject.hollow
             and fill_of(array) is None
@@ -354,8 +355,3 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         device=subject.device,
     )
     return ByteScan(scanned, watches)
-
-
-def _watches(subject: Subject) -> dict[str, Watch]:
-    """Return what each module needs from the scan, by module name."""
-    return {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}

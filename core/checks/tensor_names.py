@@ -1,15 +1,15 @@
-"""Look up which tensors lie at given bytes of a file, so that findings can name them.
+"""Look up the tensors stored at given bytes of a file, so that findings can name them.
 
-A damaged zip record is ``data/28``, and a NaN lies at some element of a flat buffer; a user knows
-neither. Names are those of the global tensors, optimizer states included, if the layout is
-understood; otherwise those in the files. Values of the tensors need not be consistent with each
-other: they may be what is damaged.
+Users do not know a damaged zip record as ``data/28``, nor a NaN as an element of a flat buffer. The
+names are those of the global tensors, including optimizer states, if the layout can be determined;
+otherwise those in the files. The layout is derived without the values of the tensors, which may be
+the damaged part.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -39,9 +39,13 @@ class TensorNames:
 
     def __init__(self, stored: Catalog | None, store: LocalStore, rules: Rules) -> None:
         self._store = store
-        self._indexes = [
-            _ByteIndex(_arrays(catalog)) for catalog in _catalogs(stored, store, rules)
-        ]
+        # The catalog with the best names comes first; ``at`` takes the first match.
+        catalogs = [] if stored is None else [stored]
+        if stored is not None and stored.is_rank_local:
+            with suppress(CheckpointingException):
+                with_objects = loaded(stored, store, load_object)
+                catalogs.insert(0, unshard(with_objects, rules=rules, optim="carry", store=None))
+        self._indexes = [_ByteIndex(_readable_arrays(catalog)) for catalog in catalogs]
 
     def at(self, file: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
@@ -51,27 +55,16 @@ class TensorNames:
                 return names
         if self._indexes:
             return ()
-        # The metadata of the checkpoint cannot be read, because of another file or a small record; this file's may.
+        # The metadata of the checkpoint cannot be read, perhaps because of another file or a small
+        # record; the pickle of this file may still be readable.
         with suppress(CheckpointingException):
             tree = parse(self._store, file)
-            arrays = [*tree.arrays.items(), *tree.hidden.items()]
-            return _ByteIndex((key, array) for key, array in arrays).names(file, start, stop)
+            arrays = (*tree.arrays.items(), *tree.hidden.items())
+            return _ByteIndex(arrays).names(file, start, stop)
         return ()
 
 
-def _catalogs(stored: Catalog | None, store: LocalStore, rules: Rules) -> Iterator[Catalog]:
-    """Yield the catalogs that have names, the one with the best names first."""
-    if stored is None:
-        return
-    with suppress(CheckpointingException):
-        if stored.is_rank_local:
-            yield unshard(
-                loaded(stored, store, load_object), rules=rules, optim="carry", store=None
-            )
-    yield stored
-
-
-def _arrays(catalog: Catalog) -> Iterator[tuple[str, StoredArray]]:
+def _readable_arrays(catalog: Catalog) -> Iterator[tuple[str, StoredArray]]:
     """Yield (tensor name, stored array) for every array of a catalog that can be read."""
     for key in (*catalog.tensors, *catalog.hidden):
         with suppress(CheckpointingException):
@@ -83,7 +76,7 @@ def _arrays(catalog: Catalog) -> Iterator[tuple[str, StoredArray]]:
 class _ByteIndex:
     """The arrays of one catalog, sorted by file and position."""
 
-    def __init__(self, places: Iterator[tuple[str, StoredArray]]) -> None:
+    def __init__(self, places: Iterable[tuple[str, StoredArray]]) -> None:
         self._rows: dict[str, list[tuple[int, int, str]]] = {}
         """File → (first byte, end, tensor name), sorted."""
         for key, array in places:
@@ -100,7 +93,8 @@ class _ByteIndex:
         """Return the names of the tensors in bytes ``[start, stop)`` of a file, in file order."""
         rows, reach = self._rows.get(file, []), self._reach.get(file, [])
         names: list[str] = []
-        # Walk back from the last row that begins before stop, until no earlier row can reach start.
+        # Arrays may overlap (shared storages), so the end of the nearest row is not enough: walk
+        # back from the last row that begins before stop, until no earlier row can reach start.
         for number in range(bisect_left(rows, (stop,)) - 1, -1, -1):
             if reach[number] <= start:
                 break

@@ -1,14 +1,15 @@
-"""The deepest level: one scan of a checkpoint, shared by all checks that read data.
+"""One scan of a checkpoint, shared by all checks of the deepest level.
 
-The module of a check that needs data has a function ``watch``, which returns the observers that
-take part in the scan. After the scan, the check finds their results in ``Subject.byte_scan``.
+The module of a check that needs data has a function ``watch``, which returns the observers to run
+during the scan. After the scan, the check finds their results in ``Subject.byte_scan``.
 ``core.checks.subject._WATCHERS`` lists these modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.scan.observer import FileObserver, Observer
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What one check module needs from the scan.
+    """The needs of one or several check modules during the scan.
 
     Args:
         observers: observers of arrays.
-        file_observers: observers of whole files.
+        file_observers: observers of complete files.
         digests: digests of all arrays and files are needed.
         digests_of: names of arrays whose digests are needed even if ``digests`` is false.
         arrays: arrays to read in addition to those of the catalog.
@@ -37,13 +38,24 @@ class Watch:
     arrays: Iterable[StoredArray] = ()
 
 
+def combine_watches(watches: Collection[Watch]) -> Watch:
+    """Combine the needs of several modules, so that a single scan can serve all of them."""
+    return Watch(
+        observers=[observer for watch in watches for observer in watch.observers],
+        file_observers=[observer for watch in watches for observer in watch.file_observers],
+        digests=any(watch.digests for watch in watches),
+        digests_of=frozenset().union(*(watch.digests_of for watch in watches)),
+        arrays=chain.from_iterable(watch.arrays for watch in watches),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ByteScan:
     """The results of the scan.
 
     Args:
         scanned: checksums and problems.
-        watches: what each module took part with, by module name.
+        watches: module name → its needs, with the observers that hold its results.
     """
 
     scanned: ScanResult

@@ -1,4 +1,4 @@
-"""``ckpt inspect``: the summary, the folded tree, a look at one tensor, what can be done.
+"""``ckpt inspect``: the summary, the folded tree, single tensors, possible conversions.
 
 Start at ``summary``; ``capabilities`` plans each conversion to find out whether it would succeed.
 Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf,

@@ -1,16 +1,14 @@
-"""Find out which formats a checkpoint can be converted to, and what it takes.
+"""Find the formats that a checkpoint can be converted to, and the options that this takes.
 
-Nothing is guessed: the job is planned as ``core.convert.run`` plans it, up to the point where bytes
-would move, first without options, then with those that a refusal may ask for. So that inspecting a
-checkpoint stays quick,
+Nothing is guessed: the job is planned as in ``core.convert.run``, up to the point where bytes would
+move, first without options, then with those that may help. To keep inspecting a checkpoint quick,
 
-* the objects are loaded once, and the global form is made once for all formats that get the same;
-* of many tensors whose names differ only in their numbers, and which are alike otherwise, the first
-is planned. A
-  parallel layout needs the whole model: there it is made of all tensors, and what is not cut is
-  thinned after it.
+* the objects are loaded once, and the global form is built once for all formats that share it;
+* of many tensors whose names differ only in their numbers, and which are alike otherwise, only the
+  first is planned. A parallel layout needs the complete model: there, the form is built from all
+  tensors, and thinned afterwards for formats without a layout.
 
-So damage in one of many layers is not seen here: ``core.validate.run`` looks for that.
+So damage in one of many layers is not found here, but by ``core.validate.run``.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from core.pickle.reader import gc_paused, judge
 from core.plan.plan import make_plan
 
 MANY = 32
-"""More tensors than this are thinned."""
+"""Catalogs with more tensors than this are thinned."""
 MANY_STREAMS = 4_096
-"""More objects than this are thinned before they are loaded, as each may have its own stream."""
+"""More objects than this are thinned before loading, because each may have its own stream."""
 LARGE = 400
-"""More tensors than this are not placed in files, if a layout has already checked them."""
+"""More tensors than this are not laid out in files if a parallel layout has checked them."""
 HUGE = 60_000
-"""A model with a layout and more arrays than this is not tried: a plan takes too long."""
+"""A model with a layout and more tensors than this is not tried: planning takes too long."""
 MANY_VALUES = 100_000
-"""Objects with more values than this are not tried: every format would write them."""
+"""A checkpoint with more values in its objects is not tried: every format would write them."""
 _DIGITS = re.compile(r"\d+")
 _HF = "hf"
 """The value of ``--to`` for the safetensors format with Hugging Face's names."""
@@ -63,9 +61,9 @@ class Capability:
 
     Args:
         action: ``convert`` or ``reshard``.
-        is_possible: ckpt can do it.
+        is_possible: ckpt can perform the action.
         targets: format names, for ``convert``.
-        why: the reason if it is not possible, or a condition if it is.
+        why: the reason if it is not possible, or the condition if there is one.
     """
 
     action: str
@@ -79,8 +77,8 @@ class ModelTraits:
     """Facts about the model in a checkpoint that decide what can be done.
 
     Args:
-        layout_refusal: why it has no parallel layout that could be changed; None if it has one.
-        is_hf: its tensors have Hugging Face's names.
+        layout_refusal: reason why there is no parallel layout to change; None if there is one.
+        is_hf: the tensors have Hugging Face's names.
         has_optimizer: the checkpoint has optimizer states.
         has_scales: weights have scales of their own.
     """
@@ -92,7 +90,7 @@ class ModelTraits:
 
     @property
     def has_layout(self) -> bool:
-        """Return whether its names are known, so that it may have a parallel layout."""
+        """The tensor names are known, so the model may have a parallel layout."""
         return self.layout_refusal is None or self.is_hf
 
 
@@ -101,7 +99,7 @@ class _Option:
     """An option of ``convert`` that may make a job possible.
 
     Args:
-        text: what must be done, with the option.
+        text: the condition, with the option, for the user.
         fields: fields of the job that the option sets.
     """
 
@@ -120,14 +118,18 @@ _NEEDS_LAYOUT = "into a format with a parallel layout: --to megatron or --to tor
 
 
 def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capability, ...] | None:
-    """Return what can be done with a checkpoint, or None if it is so large that nothing is tried.
+    """Return the possible and impossible conversions of a checkpoint.
 
     Formats under the same condition, or with the same reason against them, share an entry.
+
+    Returns:
+        None if the checkpoint is too large to try them.
     """
-    if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(
-        checkpoint.catalog
-    ):
+    if model.has_layout and len(checkpoint.catalog.tensors) > HUGE:
         return None
+    if _has_many_values(checkpoint.catalog):
+        return None
+    # Try every format that can be written, and safetensors with Hugging Face's names as well.
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
     own = checkpoint.format.name
@@ -152,7 +154,7 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
 
 
 class _Trials:
-    """Plans jobs to see whether they can be done, and keeps what several of them share."""
+    """Plans jobs to find out whether they are possible, and keeps what several of them share."""
 
     def __init__(self, checkpoint: Checkpoint, model: ModelTraits) -> None:
         self._model = model
@@ -161,6 +163,8 @@ class _Trials:
         self._failure: CheckpointingException | None = None
         self._raw_forms: dict[tuple[object, ...], GlobalForm] = {}
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
+        # Thin the catalog before loading objects with streams of their own, because thousands take
+        # long, and after loading, when the classes in them are known.
         is_plain = not model.has_layout and not checkpoint.catalog.is_rank_local
         try:
             if is_plain and len(checkpoint.catalog.objects) > MANY_STREAMS:
@@ -173,26 +177,26 @@ class _Trials:
         self._source = checkpoint
 
     def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
-        """Return whether the checkpoint can be converted, with the condition or the reason."""
-        options = [
-            *([_NO_OPTIM] if self._model.has_optimizer else []),
-            *([_DEQUANTIZE] if self._model.has_scales else []),
-            *([_HF_NAMES] if self._model.is_hf and format.is_mcore else []),
-            *([_FLOAT32] if format.adapt is not None else []),
-        ]
+        """Return whether the checkpoint can be converted, and the condition or the reason."""
+        model = self._model
+        offers = (
+            (_NO_OPTIM, model.has_optimizer),
+            (_DEQUANTIZE, model.has_scales),
+            (_HF_NAMES, model.is_hf and format.is_mcore),
+            (_FLOAT32, format.adapt is not None),
+        )
+        options = [option for option, is_useful in offers if is_useful]
         needs_layout = is_cut(format) or to == _HF or self._source.format.partition == "ranks"
-        lacks_layout = needs_layout and self._model.layout_refusal is not None
-        job = Job(src=self._source.path, to=to)
-        if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
-            options = []  # no option gives the tensors other names
-        is_possible, why = self._try_options(job, format, options)
-        has_reason = (
-            lacks_layout and not self._model.is_hf
-        )  # of a model of a family, the planner says more
-        return is_possible, self._model.layout_refusal if has_reason and not is_possible else why
+        # For a model with Hugging Face's names, the planner gives a more precise reason.
+        lacks_layout = needs_layout and model.layout_refusal is not None and not model.is_hf
+        # No option gives the tensors other names.
+        if lacks_layout and not is_cut(self._source.format):
+            options = []
+        is_possible, why = self._try_options(Job(src=self._source.path, to=to), format, options)
+        return is_possible, model.layout_refusal if lacks_layout and not is_possible else why
 
     def reshard(self) -> tuple[bool, str | None]:
-        """Return whether the parallel sizes can be changed, with the condition or the reason."""
+        """Return whether the parallel sizes can be changed, and the condition or the reason."""
         own = self._source.format
         if self._model.layout_refusal is not None and not self._model.is_hf:
             return False, self._model.layout_refusal
@@ -203,6 +207,7 @@ class _Trials:
         job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
         if is_cut(own):
             return self._try_options(job, own, options)
+        # A format without a parallel layout can only be resharded into one that has it.
         megatron = next(format for format in formats() if format.partition == "ranks")
         is_possible, why = self._try_options(replace(job, to=megatron.name), megatron, options)
         if not is_possible:
@@ -212,13 +217,17 @@ class _Trials:
     def _try_options(
         self, job: Job, format: Format, options: list[_Option]
     ) -> tuple[bool, str | None]:
-        """Return whether a job can be done, with the fewest options that it takes or the reason."""
+        """Return whether a job is possible, and the fewest options that it takes or the reason.
+
+        Args:
+            options: options that may help.
+        """
         first = self._refusal(job, format, ())
         if first is None:
             return True, None
         if not self._is_vetted and self._has_unknown_classes and not keeps_unknown_classes(format):
             options = [*options, _DROP_UNKNOWN]
-        # Where all options together do not help, fewer of them do not either.
+        # If all options together do not help, fewer of them do not either.
         with_all = self._refusal(job, format, tuple(options)) if options else first
         if with_all is not None:
             return False, with_all.sentence
@@ -233,56 +242,58 @@ class _Trials:
     def _refusal(
         self, job: Job, format: Format, options: tuple[_Option, ...]
     ) -> CheckpointingException | None:
-        """Return the error that planning a job ends with, or None if it can be done."""
+        """Plan a job with some options; return the error, or None if the job is possible."""
         fields = {name: value for option in options for name, value in option.fields.items()}
         job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
         try:
             form = self._form(job, format, options)
             assert format.lay_out is not None, "only formats that are written are tried"
-            is_layout = is_cut(format) and self._model.has_layout and job.names is None
+            # A parallel layout is checked with all tensors; others with a sample.
+            has_layout = is_cut(format) and self._model.has_layout and job.names is None
             catalog, target = cut_form(
-                job, form.catalog if is_layout else _thinned(form.catalog), format
+                job, form.catalog if has_layout else _thinned(form.catalog), format
             )
-            if is_layout and len(form.catalog.tensors) > LARGE:
+            if has_layout and len(form.catalog.tensors) > LARGE:
                 return None
             if format.check is not None:
                 format.check(target)
-            else:
-                images = tuple(format.lay_out(target))
-                if is_layout or job.dtype or job.dequantize or not self._is_covered:
-                    make_plan(
-                        catalog, target, images
-                    )  # proves that the source has every region, and each cast exists
-                    self._is_covered = True
+                return None
+            # The plan proves that the source has every region and that each cast exists. Without
+            # layout and casts, the plan for one format proves it for all.
+            images = tuple(format.lay_out(target))
+            if has_layout or job.dtype or job.dequantize or not self._is_covered:
+                make_plan(catalog, target, images)
+                self._is_covered = True
         except CheckpointingException as err:
             return err
         return None
 
     def _form(self, job: Job, format: Format, options: tuple[_Option, ...]) -> GlobalForm:
-        """Return the checked global form that a job makes.
-
-        Formats without a layout of their own share it.
+        """Build the checked global form for a job, or take it from an earlier job.
 
         Raises:
-            CheckpointingException: the job cannot be done.
+            CheckpointingException: the job is not possible.
         """
         if self._failure is not None:
             raise self._failure
+        # A cast is the last of the changes, so it can be applied to the form without it.
         casts = job.dtype if not self._model.has_scales else ()
-        if casts:  # a cast is the last of the changes, so it can be made to the form without it
+        if casts:
             form = self._form(
                 replace(job, dtype=()),
                 format,
                 tuple(option for option in options if option != _FLOAT32),
             )
             return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
-        place: object = self._model.is_hf and format.carries_files
+        # Formats without a layout share a form, as do Megatron's for a source in another format.
+        # Raw forms are shared by formats that differ only in the classes they keep.
+        form_name: object = self._model.is_hf and format.carries_files
         if is_cut(format):
-            place = (
-                "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
-            )
+            is_shared = format.is_mcore and not is_mcore(self._source.catalog)
+            form_name = "mcore" if is_shared else format.name
         keeps_unknown = keeps_unknown_classes(format)
-        raw_key = (place, job.to == _HF, job.topology is None, *(option.text for option in options))
+        option_texts = (option.text for option in options)
+        raw_key = (form_name, job.to == _HF, job.topology is None, *option_texts)
         key = (keeps_unknown, *raw_key)
         result = self._forms.get(key)
         if result is None:
@@ -305,7 +316,7 @@ class _Trials:
 
 
 def _has_many_values(catalog: Catalog) -> bool:
-    """Return whether objects have too many values to be written for trial."""
+    """Return whether the objects have too many values to plan writing them."""
     n_values = 0
     for node in walk([item.value for item in catalog.objects.values() if item.raw_key is None]):
         if isinstance(node, (list, tuple, dict, set, frozenset)):
@@ -318,16 +329,17 @@ def _has_many_values(catalog: Catalog) -> bool:
 
 
 def _thinned(catalog: Catalog) -> Catalog:
-    """Return the catalog with only the first of tensors that differ in the numbers of their names.
+    """Keep only the first of tensors and objects whose names differ in their numbers.
 
-    Objects are alike if they name the same classes. Where thousands have streams of their own that
-    are not loaded yet, only their keys are compared.
+    Tensors must also have the same dtype and number of axes, objects the same classes. Objects with
+    streams that are not loaded yet are compared by their names only.
     """
     if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
         return catalog
 
     first_of: dict[object, str] = {}
     for key, meta in catalog.tensors.items():
+        # An empty tensor does not represent one with data.
         first_of.setdefault(
             (_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key
         )

@@ -1,8 +1,8 @@
-"""Look at one tensor: which file holds which box, and its first numbers.
+"""Show one tensor: the file position of each of its boxes, and its first values.
 
-The map is made from metadata; for the numbers only the elements asked for are read (plus, for
-late-bound items, one small read). Of encoded arrays (compressed chunks) the units that hold them
-are decoded.
+The positions come from metadata. For the values, only the requested elements are read (plus, for
+late-bound items, one small read); of encoded arrays (compressed chunks), the units that contain
+them are decoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.decoded import DecodedStore
-from core.catalog.stored import Coords, StoredArray, stored_bytes_of
+from core.catalog.stored import Coords, stored_bytes_of
 from core.errors import MissingShardError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,19 +31,18 @@ class BoxLocation:
 
     Args:
         box: region of the tensor, in elements.
-        file: path relative to the checkpoint; None if the region is zero by rule and no file stores
-            it.
+        file: path relative to the checkpoint; None if the region is zero by rule and not stored.
         rank: rank coordinates, in formats that have one file per rank.
         array: name of the stored array that holds the region; None as for ``file``.
         at: index of the region's first element in that array.
         array_shape: shape of that array, in elements.
-        offset: byte address of the array's element 0, or of the container item that holds it.
-        item_bytes: length of that container item, or None where ``offset`` is exact.
-        strides: strides of the array, in elements; None for C order or where only the item records
+        offset: byte offset of the array's element 0, or of the container item that holds it.
+        item_bytes: size of that container item; None if ``offset`` is exact.
+        strides: strides of the array, in elements; None for C order, or if only the item records
             them.
-        n_bytes: bytes of the region.
-        encoding: the codec, where the array's bytes must be decoded; None for plain ones.
-        stored_bytes: length of the encoded array in its file, where the metadata record it.
+        n_bytes: size of the region, in bytes.
+        encoding: name of the codec; None for plain bytes.
+        stored_bytes: size of the encoded array in its file; None if it is not recorded.
     """
 
     box: Box
@@ -61,32 +60,47 @@ class BoxLocation:
 
 
 def places_of(catalog: Catalog, key: str) -> list[BoxLocation]:
-    """Return where the boxes of one tensor lie, in their order, with replicas as separate entries.
+    """Return the file positions of a tensor's boxes, sorted; replicas are separate entries.
 
     Raises:
         KeyError: the catalog has no such tensor.
     """
     itemsize = DTYPES[catalog.meta(key).dtype].itemsize
-    places = [_place(fragment, itemsize) for fragment in catalog.fragments(key)]
-    return sorted(places, key=lambda place: (place.box.offset, place.rank, place.file or ""))
+    locations = [_locate(fragment, itemsize) for fragment in catalog.fragments(key)]
+    return sorted(
+        locations, key=lambda location: (location.box.offset, location.rank, location.file or "")
+    )
 
 
-def _place(fragment: Fragment, itemsize: int) -> BoxLocation:
-    """Return where the box of one fragment lies."""
+def _locate(fragment: Fragment, itemsize: int) -> BoxLocation:
+    """Return the file position of one fragment."""
     array = fragment.array
-    extent = array.extent if array else None
-    encoding = extent.encoding if extent else None
+    n_bytes = fragment.box.n_elements * itemsize
+    if array is None:
+        return BoxLocation(
+            box=fragment.box,
+            file=None,
+            rank=(),
+            array=None,
+            at=fragment.at,
+            array_shape=(),
+            offset=None,
+            item_bytes=None,
+            strides=None,
+            n_bytes=n_bytes,
+        )
+    extent, encoding = array.extent, array.extent.encoding
     return BoxLocation(
         box=fragment.box,
-        file=extent.file if extent else None,
-        rank=array.coords if array else (),
-        array=array.name if array else None,
+        file=extent.file,
+        rank=array.coords,
+        array=array.name,
         at=fragment.at,
-        array_shape=array.shape if array else (),
-        offset=extent.offset if extent else None,
-        item_bytes=extent.item_bytes if extent else None,
-        strides=extent.strides if extent else None,
-        n_bytes=fragment.box.n_elements * itemsize,
+        array_shape=array.shape,
+        offset=extent.offset,
+        item_bytes=extent.item_bytes,
+        strides=extent.strides,
+        n_bytes=n_bytes,
         encoding=encoding.name if encoding else None,
         stored_bytes=stored_bytes_of(encoding) if encoding else None,
     )
@@ -96,12 +110,13 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
     """Return the first ``n`` elements of a tensor in C order (fewer if it has fewer).
 
     Args:
-        n: at most some ten thousand; every element costs a few microseconds.
+        n: number of elements, at most some ten thousand: each costs a few microseconds.
 
     Raises:
-        MissingShardError: no stored piece holds an element that is wanted.
-        UnsupportedError: the dtype has no numbers that Python can show.
-        TruncatedError, StorageError, CorruptError: as the store or an array's encoding raises them.
+        KeyError: the catalog has no such tensor.
+        MissingShardError: no file holds one of the elements.
+        UnsupportedError: Python cannot display numbers of the dtype.
+        TruncatedError, StorageError, CorruptError: a file cannot be read or decoded.
     """
     meta = catalog.meta(key)
     decode = _decoder_of(meta.dtype)
@@ -110,15 +125,16 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
     wanted = boxes_of_flat_range(meta.shape, 0, min(n, meta.n_elements))
     strides = c_strides(meta.shape)
     decoded = DecodedStore(store)
+    # Read each element once: a box whose first element is known is a replica.
     for fragment in catalog.fragments(key):
         for box in wanted:
             common = fragment.box.intersect(box)
             if common is None or _flat(common.offset, strides) in values:
                 continue
-            rows = _rows(decoded, catalog, fragment, common, itemsize)
-            for start, data in rows:
+            for start, data in _read_rows(decoded, catalog, fragment, common, itemsize):
                 first = _flat(start, strides)
                 values.update(enumerate(decode(data), start=first))
+    # All elements must be known, or the values would be shown at wrong indices.
     count = sum(box.n_elements for box in wanted)
     missing = next((index for index in range(count) if index not in values), None)
     if missing is not None:
@@ -126,39 +142,43 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
     return [values[index] for index in range(count)]
 
 
-def _rows(
+def _read_rows(
     store: DecodedStore, catalog: Catalog, fragment: Fragment, box: Box, itemsize: int
 ) -> Iterator[tuple[Shape, bytes]]:
-    """Yield (index of the first element, bytes) for every row of ``box`` along the last axis."""
+    """Yield (index of the first element, bytes) for every row of ``box`` along the last axis.
+
+    Args:
+        fragment: a fragment that contains the box.
+        box: region of the tensor to read, in elements.
+        itemsize: size of an element, in bytes.
+    """
     n = box.shape[-1] if box.shape else 1
     array = fragment.array
-    bound = None if array is None else _bound(store, catalog, array)
-    for start in _row_starts(box):
-        if bound is None:
+    # A region that is not stored is zero.
+    if array is None:
+        for start in _row_starts(box):
             yield start, bytes(n * itemsize)
-            continue
-        extent = bound.extent
-        strides = c_strides(bound.shape) if extent.strides is None else extent.strides
+        return
+    # Get the exact position of the array's bytes, decoding them if necessary.
+    if array.extent.is_late:
+        array = catalog.bind(store, array)
+    array = store.placed(array)
+    extent = array.extent
+    strides = c_strides(array.shape) if extent.strides is None else extent.strides
+    for start in _row_starts(box):
+        # The array may have fewer or more axes than the tensor; the last ones correspond.
         inside = [i - o for i, o in zip(start, fragment.box.offset, strict=True)]
         index = list(fragment.at)
         for axis in range(1, min(len(index), len(inside)) + 1):
             index[-axis] += inside[-axis]
-        address = extent.offset + itemsize * sum(i * s for i, s in zip(index, strides, strict=True))
-        step = strides[-1] if strides else 1
-        if step == 1 or n == 1:
+        address = extent.offset + itemsize * _flat(tuple(index), strides)
+        if n == 1 or strides[-1] == 1:
             yield start, store.read(extent.file, address, n * itemsize)
-        else:
-            pieces = (
-                store.read(extent.file, address + i * step * itemsize, itemsize) for i in range(n)
-            )
-            yield start, b"".join(pieces)
-
-
-def _bound(store: DecodedStore, catalog: Catalog, array: StoredArray) -> StoredArray:
-    """Return an array with its position, decoded if necessary."""
-    if array.extent.is_late:
-        array = catalog.bind(store, array)
-    return store.placed(array)
+            continue
+        # The elements of a row of a transposed array are far apart in the file.
+        step_bytes = strides[-1] * itemsize
+        elements = (store.read(extent.file, address + i * step_bytes, itemsize) for i in range(n))
+        yield start, b"".join(elements)
 
 
 def _row_starts(box: Box) -> Iterator[Shape]:
@@ -175,21 +195,23 @@ def _row_starts(box: Box) -> Iterator[Shape]:
 
 
 def _flat(index: Shape, strides: Shape) -> int:
+    """Return the flat index of an element, in elements."""
     return sum(i * s for i, s in zip(index, strides, strict=True))
 
 
 _STRUCT = {
-    "float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
+    "float64": "d", "float32": "f", "float16": "e",
+    "int64": "q", "int32": "i", "int16": "h", "int8": "b",
     "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "bool": "?",
 }  # fmt: skip
 _COMPLEX = {"complex128": "d", "complex64": "f", "complex32": "e"}
 
 
 def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
-    """Return a function from little-endian bytes to Python numbers.
+    """Return a function that converts little-endian bytes to Python numbers.
 
     Raises:
-        UnsupportedError: Python has no such numbers.
+        UnsupportedError: neither Python nor ml_dtypes has such numbers.
     """
     if dtype in _STRUCT:
         code = _STRUCT[dtype]
@@ -209,6 +231,7 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
             ]
 
         return pairs
+    # float8 and smaller types, which only ml_dtypes can decode.
     name = DTYPES[dtype].numpy
     if name is None:
         raise UnsupportedError(f"cannot display numbers of dtype {dtype}")
@@ -226,7 +249,7 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
 
 
 def _bfloat16(data: bytes) -> Sequence[Number]:
-    """Return bfloat16 numbers, each of which is the upper half of a float32."""
+    """Decode bfloat16 numbers, each of which is the upper half of a float32."""
     wide = bytearray(2 * len(data))
     wide[2::4] = data[0::2]
     wide[3::4] = data[1::2]

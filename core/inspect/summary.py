@@ -1,8 +1,8 @@
-"""Summarize a checkpoint as ``ckpt inspect`` shows it, as plain values; reads metadata only.
+"""Summarize a checkpoint for ``ckpt inspect``, as plain values; reads metadata only.
 
-A rank catalog (Megatron rank files) is shown unsharded where its layout is understood, otherwise
-rank by rank with the reason; its optimizer entries, which have no global names, are listed under
-their rank directories either way.
+Megatron rank files are shown unsharded if their layout can be determined, otherwise rank by rank
+with the reason. Their optimizer entries, which have no global names, are always listed under their
+rank directories.
 """
 
 from __future__ import annotations
@@ -47,13 +47,21 @@ _ARG_OF_SIZE = {
     "dp": "data_parallel_size",
 }
 _MODEL_ARGS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "swiglu",
-    "normalization", "position_embedding_type", "max_position_embeddings", "seq_length", "num_experts",
-    "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
-    "params_dtype", "use_distributed_optimizer", "transformer_impl",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "swiglu", "normalization", "position_embedding_type", "max_position_embeddings",
+    "seq_length", "num_experts", "moe_router_topk", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "untie_embeddings_and_output_weights", "vocab_size",
+    "padded_vocab_size", "make_vocab_size_divisible_by", "params_dtype",
+    "use_distributed_optimizer", "transformer_impl",
 )  # fmt: skip
 ROLES = ("model", "moments", "masters", "other")
+
+_MOST_NAMES = 20
+"""Maximum number of names in a warning."""
+_MOST_STREAMS = 512
+"""Maximum number of objects with streams of their own, and of other files, to search for names."""
+_MAX_STREAM_BYTES = 64 << 20
+"""Maximum size of such a stream or file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class TensorGroup:
 
     Args:
         name: one of ``ROLES``.
-        n_tensors, n_elements, n_bytes: every tensor counted once (in a rank view: once per rank).
+        n_tensors, n_elements, n_bytes: totals; a tensor counts once, in a rank view once per rank.
         dtypes: dtype → bytes, the largest first.
     """
 
@@ -78,21 +86,21 @@ class Summary:
     """A summary of a checkpoint.
 
     Args:
-        path: path of the checkpoint, after descending from a root.
-        format, title, version: name of the format, its title for people, the format's own version.
-        iteration: training iteration, or None.
-        n_files, file_bytes: regular files of the checkpoint and their bytes on disk.
-        parallel: sizes by name (``tp``, ``pp`` …), for checkpoints that record them; {} otherwise.
-        n_ranks: how many ranks wrote files, where the file names show it; else None.
-        model: facts from the training arguments.
+        path: path of the checkpoint, which may be below the path that the user gave.
+        format, title, version: name of the format, its title for users, version of the format.
+        iteration: training iteration; None if unknown.
+        n_files, file_bytes: number and total size of the regular files of the checkpoint.
+        parallel: recorded parallel sizes by name (``tp``, ``pp`` …).
+        n_ranks: number of ranks that wrote files; None if the file names do not show it.
+        model: training arguments that describe the model.
         groups: totals of the tensors by purpose.
-        optimizer: name in ``core.megatron.optimizer.form``, or None.
-        capabilities: what can be done with the checkpoint; () if that was not tried.
-        notes: what the user should know.
+        optimizer: name in ``core.megatron.optimizer.form``; None without an optimizer.
+        capabilities: possible and impossible conversions; () if the checkpoint is too large to try.
+        notes: notes for the user.
         view: the catalog whose tensors are shown.
         is_unsharded: the view is global although the files are rank-local.
-        n_objects: entries that are not tensors.
-        n_unopened: files that look like others and were not opened.
+        n_objects: number of entries that are not tensors.
+        n_unopened: number of files that were not opened because they resemble others.
     """
 
     path: str
@@ -116,7 +124,7 @@ class Summary:
 
     @property
     def total(self) -> TensorGroup:
-        """Return the totals of all groups."""
+        """The totals of all groups."""
         return TensorGroup(
             "total",
             sum(group.n_tensors for group in self.groups),
@@ -127,22 +135,27 @@ class Summary:
 
     @property
     def optimizer_title(self) -> str | None:
-        """Return the optimizer's form in words, or None."""
+        """Description of the optimizer's form; None without an optimizer."""
         return None if self.optimizer is None else TITLES[self.optimizer]
 
 
 @gc_paused()
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """Return everything that ``ckpt inspect`` shows, except for single tensors."""
-    # Bring the model into its global form where the layout is understood.
+    """Build the summary that ``ckpt inspect`` shows.
+
+    Raises:
+        CheckpointingException: an object or an entry of the metadata cannot be read.
+    """
+    # Convert the model to its global form if the layout can be determined.
     catalog = checkpoint.catalog
-    unsharded = _unsharded(checkpoint)
-    view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
-    n_files, file_bytes, n_writers = _files(checkpoint)
+    unsharded = _unshard(checkpoint)
+    view = _global_view(unsharded.catalog, catalog)
+    # Count files and ranks, and recognise the optimizer by the keys without their ranks.
+    n_files, file_bytes, n_writers = _count_files(checkpoint)
     ranks = catalog.facet(RankFacts)
     bare = dict.fromkeys(bare_key(key, catalog) for key in catalog.tensors)
     bare_objects = dict.fromkeys(bare_key(key, catalog) for key in catalog.objects)
-    optimizer = optim_format_of(bare, bare_objects, has_flattened=_has_flattened(catalog))
+    optimizer = optim_format_of(bare, bare_objects, has_flattened=_has_flattened_states(catalog))
 
     # Collect the notes.
     notes = [*checkpoint.notes]
@@ -152,17 +165,16 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     n_unopened = 0 if ranks is None else ranks.n_unopened
     if n_unopened:
         notes.append(
-            f"opened {n_files - n_unopened:,} of {n_files:,} files, one per pipeline stage and length; --all opens all"
+            f"opened {n_files - n_unopened:,} of {n_files:,} files, one per pipeline stage and"
+            " length; --all opens all"
         )
-    notes += _warnings(checkpoint)
+    notes += _warn_of_pickles(checkpoint)
 
-    # Find out what can be done.
+    # Plan the conversions to find out which are possible.
     capabilities = capabilities_of(
         checkpoint,
         ModelTraits(
-            layout_refusal=None
-            if unsharded.catalog is not None
-            else unsharded.why or "the layout is not known",
+            layout_refusal=unsharded.refusal,
             is_hf=unsharded.is_hf,
             has_optimizer=optimizer is not None,
             has_scales=unsharded.has_scales,
@@ -170,7 +182,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     )
     if capabilities is None:
         notes.append(
-            "too large to try what can be done with it; use convert --dry-run and reshard --dry-run to find out"
+            "too large to try the possible conversions: use convert --dry-run or reshard --dry-run"
         )
     return Summary(
         path=str(checkpoint.path),
@@ -182,7 +194,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         file_bytes=file_bytes,
         parallel=parallel_sizes(catalog),
         n_ranks=n_writers if ranks is None else len(ranks.ranks),
-        model=_model(catalog),
+        model=_model_facts(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
         capabilities=capabilities or (),
@@ -197,7 +209,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 def groups_of(
     tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str
 ) -> tuple[TensorGroup, ...]:
-    """Return the totals of tensors by purpose; groups without tensors are left out.
+    """Return the totals of tensors by purpose, without empty groups.
 
     Args:
         bare: returns a key without its rank directory.
@@ -220,13 +232,13 @@ def groups_of(
 
 
 def path_of(key: str, view: Catalog) -> list[str]:
-    """Return the names on the way to a key in the tree; a rank directory is a name of its own."""
+    """Return the names on a key's path in the tree; a rank directory is a separate name."""
     rank, name = _split_rank(key, view)
     return components(name) if rank is None else [rank, *components(name)]
 
 
 def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
-    """Return the rank directory of a key, or None, and the rest of the key."""
+    """Split a key into its rank directory (None if it has none) and the name behind it."""
     if catalog.is_rank_local or catalog.facet(_RankKeys) is not None:
         rank, colon, name = key.partition(":")
         if colon and "." not in rank:
@@ -235,16 +247,16 @@ def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
 
 
 def bare_key(key: str, catalog: Catalog) -> str:
-    """Return a key without the rank directory before it."""
+    """Return a key without its rank directory."""
     return _split_rank(key, catalog)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsharded:
-    """The global form of a checkpoint with a known layout, or why there is none.
+    """The result of unsharding a checkpoint.
 
     Args:
-        catalog: the global form, or None.
+        catalog: the global form; None if there is none.
         why: the reason if there is none.
         has_scales: weights have scales, which were applied.
         is_hf: the source has Hugging Face's names.
@@ -255,9 +267,14 @@ class _Unsharded:
     has_scales: bool = False
     is_hf: bool = False
 
+    @property
+    def refusal(self) -> str | None:
+        """The reason why there is no global form; None if there is one."""
+        return None if self.catalog is not None else self.why or "the layout is not known"
 
-def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
-    """Return the global per-layer form of a checkpoint with Megatron's or Hugging Face's names."""
+
+def _unshard(checkpoint: Checkpoint) -> _Unsharded:
+    """Convert a checkpoint with Megatron's or Hugging Face's names to global per-layer form."""
     from core.hf import is_hf
     from core.megatron.reshard.reshard import load_rules, unshard
 
@@ -268,7 +285,8 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
         return _Unsharded(None, err.sentence)
     if is_hf(catalog, config):
         assert config is not None
-        return _of_hf(catalog, config)
+        return _unshard_hf(catalog, config)
+    # Megatron's layout follows from the training arguments, which torch_dist stores in an object.
     try:
         if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
@@ -284,14 +302,13 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
         return _Unsharded(None, err.sentence)
 
 
-def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
-    """Return the global form of a model with Hugging Face's names, its scales applied."""
+def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
+    """Convert a model with Hugging Face's names to Megatron's global form, with scales applied."""
     from core.convert.apply_changes import apply_changes
     from core.hf import to_megatron
 
-    catalog = without_optimizer(
-        catalog
-    ).catalog  # neither Megatron's form nor Hugging Face's can hold it
+    # Neither Megatron's global form nor Hugging Face's can hold the optimizer.
+    catalog = without_optimizer(catalog).catalog
     has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
@@ -308,9 +325,14 @@ class _RankKeys:
     """The facet of a global view whose optimizer keys still begin with rank directories."""
 
 
-def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
-    """Return the global view of the model, followed by the entries that stay rank-local."""
-    if not ranks.is_rank_local:
+def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
+    """Return the catalog to show: the global model, then the optimizer entries of the ranks.
+
+    Args:
+        unsharded: the global form of the model; None if there is none.
+        ranks: the catalog of the files.
+    """
+    if unsharded is None or not ranks.is_rank_local:
         return ranks
     local = {
         key: meta
@@ -329,23 +351,22 @@ def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
     ).with_facet(_RankKeys())
 
 
-def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
-    """Return number and bytes of the files, and how many ranks wrote ``.distcp`` or None."""
-    separate = tuple(f"{path}/" for path in checkpoint.below)
+def _count_files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
+    """Count the files, their bytes, and the ranks with ``.distcp`` files (None without any)."""
+    # Nested checkpoints are not part of this one.
+    nested = tuple(f"{path}/" for path in checkpoint.below)
     sizes = {
         name: size
         for name, size in list_files_below(checkpoint.store).items()
-        if not f"{name}/".startswith(separate)
+        if not f"{name}/".startswith(nested)
     }
     matches = (re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name) for name in sizes)
     writers = {match[1] for match in matches if match}
     return len(sizes), sum(sizes.values()), len(writers) or None
 
 
-def parallel_sizes(catalog: Catalog | None) -> dict[str, int]:
-    """Return the parallel sizes that the layout or the training arguments record, by name."""
-    if catalog is None:
-        return {}
+def parallel_sizes(catalog: Catalog) -> dict[str, int]:
+    """Return the parallel sizes by name, from the layout or else from the training arguments."""
     topology = catalog.facet(Topology)
     args = attributes(catalog.args) or {}
     sizes = {}
@@ -358,7 +379,7 @@ def parallel_sizes(catalog: Catalog | None) -> dict[str, int]:
     return sizes
 
 
-def _model(catalog: Catalog) -> dict[str, object]:
+def _model_facts(catalog: Catalog) -> dict[str, object]:
     """Return the training arguments that describe the model; enums and dtypes by name."""
     args = attributes(catalog.args) or {}
     facts = {name: args[name] for name in _MODEL_ARGS if args.get(name) is not None}
@@ -371,8 +392,8 @@ def _model(catalog: Catalog) -> dict[str, object]:
     }
 
 
-def _has_flattened(catalog: Catalog) -> bool:
-    """Return whether torch_dist's facts show flattened optimizer states."""
+def _has_flattened_states(catalog: Catalog) -> bool:
+    """Return whether torch_dist's metadata records flattened optimizer states."""
     facts = catalog.facet(TorchDistFacts)
     data = {} if facts is None or facts.mcore_data is None else facts.mcore_data
     return any(
@@ -381,29 +402,31 @@ def _has_flattened(catalog: Catalog) -> bool:
     )
 
 
-def _warnings(checkpoint: Checkpoint) -> list[str]:
-    """Return warnings about code that the pickles name and that other software would run."""
+def _warn_of_pickles(checkpoint: Checkpoint) -> list[str]:
+    """Return warnings about code in the pickles that other software would run."""
     from core.formats.torch.nested_names import uses_in, with_nested
     from core.pickle.names import is_foreign, judge
 
-    values = [
-        item.value for item in checkpoint.catalog.objects.values()
-    ]  # walked as one: ranks share most of theirs
-    uses = with_nested(checkpoint.uses) | uses_in(values) | _used_by_streams(checkpoint)
-    looked = _other_files(checkpoint)
-    uses = uses.union(*(item.uses for item in looked.values()))
+    # Collect the uses of names in all pickles. Objects are walked as one, because ranks share most
+    # of theirs.
+    values = [item.value for item in checkpoint.catalog.objects.values()]
+    uses = with_nested(checkpoint.uses) | uses_in(values) | _uses_in_streams(checkpoint)
+    other_files = _inspect_other_files(checkpoint)
+    uses = uses.union(*(item.uses for item in other_files.values()))
     dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
     foreign = {str(use.name) for use in uses if is_foreign(use)}
     warnings = []
     if dangerous:
         warnings.append(
-            f"WARNING: it refers to {_some(dangerous)}, which other software would run on loading it; ckpt runs nothing"
+            f"WARNING: it refers to {_some(dangerous)}, which other software would run on loading"
+            " it; ckpt runs nothing"
         )
     if foreign:
         warnings.append(
-            f"WARNING: it needs {_some(foreign)}, code of unknown modules that torch.load would run; ckpt runs nothing"
+            f"WARNING: it needs {_some(foreign)}, code of unknown modules that torch.load would"
+            " run; ckpt runs nothing"
         )
-    unread = {file for file, item in looked.items() if item.unread}
+    unread = {file for file, item in other_files.items() if item.unread}
     if unread:
         warnings.append(
             f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it"
@@ -411,8 +434,12 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     return warnings
 
 
-def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
-    """Return the files beside the checkpoint's own whose names say that they are pickles."""
+def _inspect_other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
+    """Inspect the files next to the checkpoint's own that have names of pickles.
+
+    Returns:
+        name → content, of the files with uses of names or parts that could not be read.
+    """
     from core.formats.torch.other_pickles import has_pickled_name, look_into
 
     if checkpoint.store.entry is not None:
@@ -423,45 +450,34 @@ def _other_files(checkpoint: Checkpoint) -> dict[str, PickledContent]:
         for name, size in sizes.items()
         if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)
     ]
-    looked = {
+    contents = {
         name: look_into(checkpoint.store, name, sizes[name]) for name in names[:_MOST_STREAMS]
     }
-    return {name: item for name, item in looked.items() if item.uses or item.unread}
+    return {name: item for name, item in contents.items() if item.uses or item.unread}
 
 
 def _some(names: set[str]) -> str:
-    """Return the first of many names as text, and how many more there are."""
+    """List the first of many names, and count the rest."""
     first = [name[:200] for name in sorted(names)[:_MOST_NAMES]]
     n_more = len(names) - len(first)
     return ", ".join(first) + (f" and {n_more} more" if n_more else "")
 
 
-_MOST_NAMES = 20
-
-
-_MOST_STREAMS = 512
-"""Maximum number of objects with a stream of their own that are read for their names."""
-
-
-def _used_by_streams(checkpoint: Checkpoint) -> set[Use]:
-    """Return what the first objects that have streams of their own do with names."""
+def _uses_in_streams(checkpoint: Checkpoint) -> set[Use]:
+    """Return the uses of names in the first objects that have streams of their own."""
     from core.formats.torch.nested_names import uses_of_stream
 
     catalog = checkpoint.catalog
-    raw = [item for item in catalog.objects.values() if item.raw_key is not None][:_MOST_STREAMS]
+    raw_keys = [item.raw_key for item in catalog.objects.values() if item.raw_key is not None]
     uses: set[Use] = set()
-    for item in raw:
-        stream = catalog.fragments(item.raw_key or "")[0].array
-        if (
-            stream is not None
-            and stream.extent.encoding is None
-            and stream.n_bytes <= _MAX_STREAM_BYTES
-        ):
+    for raw_key in raw_keys[:_MOST_STREAMS]:
+        stream = catalog.fragments(raw_key)[0].array
+        if stream is None or stream.extent.encoding is not None:
+            continue
+        if stream.n_bytes <= _MAX_STREAM_BYTES:
+            # ``ckpt validate`` reports damage.
             with suppress(CheckpointingException):
                 uses |= uses_of_stream(
                     checkpoint.store, stream.extent.file, stream.extent.offset, stream.n_bytes
                 )
     return uses
-
-
-_MAX_STREAM_BYTES = 64 << 20

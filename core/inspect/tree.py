@@ -1,9 +1,9 @@
-"""Build the tree of a checkpoint's tensors, with repeated layers folded into one.
+"""Build the tree of a checkpoint's tensors, with repeated layers folded into one node.
 
-Siblings whose names are numbers (``0`` … ``31``, or ``weight0`` … ``weight7``) fold if everything
-below them has equal names, dtypes and shapes. A chain of containers with one entry each becomes one
-node (``decoder.layers.[0-3]``). A sibling with another name but equal content (``exp_avg_sq``
-beside ``exp_avg``) refers to it instead of repeating it.
+Siblings whose names are numbers (``0`` … ``31``) or end with one (``weight0`` … ``weight7``) are
+folded if everything below them has equal names, dtypes and shapes. A chain of containers with one
+entry each becomes one node (``decoder.layers.[0-3]``). A sibling with another name but equal
+content (``exp_avg_sq`` next to ``exp_avg``) refers to it instead of repeating it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from core.catalog.key_patterns import ranges
 from core.pickle.reader import gc_paused
 
 MAX_DEPTH = 48
-"""Keys with more components keep the rest in one name, which bounds the recursion."""
+"""Maximum number of components; longer keys keep the rest in one, which bounds the recursion."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})")
-_MIN_SUFFIXED = 4  # fewer equal siblings such as w1, w2, w3 are different things
-_MIN_REPEATED = 3  # tensors below a node that is worth a reference to an equal sibling
+_MIN_SUFFIXED = 4
+"""Fewer equal siblings with a common stem, such as w1, w2, w3, usually differ in their meaning."""
+_MIN_REPEATED = 3
+"""Minimum number of tensors below a node that refers to an equal sibling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,14 @@ class Node:
 
     Args:
         label: name, or dot-joined names, relative to the parent; folded numbers are in brackets.
-        n_alike: how many equal subtrees the node stands for, below one instance of its parent.
+        n_alike: number of equal subtrees that the node represents, below one instance of its
+            parent.
         n_tensors, n_elements, n_bytes: totals of all ``n_alike`` subtrees, below one instance of
             the parent.
-        dtype, shape: dtype and shape of the tensor, where the node is one; else None.
+        dtype, shape: dtype and shape of the tensor, if the node is one; otherwise None.
         children: the nodes below one instance of the node.
-        same_as: label of an earlier sibling with equal content; None if there is none or it is
-            small.
+        same_as: label of an earlier sibling with equal content; None if there is none, or if the
+            node is too small.
     """
 
     label: str
@@ -53,17 +56,14 @@ class Node:
 
 @dataclass(slots=True)
 class _NameBranch:
-    """A name of the tree under construction, with the names below it."""
+    """A name in the tree before folding, with the names below it."""
 
     below: dict[str, _NameBranch] = field(default_factory=dict)
     meta: TensorMeta | None = None
 
 
 def components(key: str) -> list[str]:
-    r"""Return the parts of a key between dots, at most ``MAX_DEPTH``.
-
-    A dot written ``\\.`` does not separate parts.
-    """
+    r"""Split a key at its dots, except those written ``\\.``, into at most ``MAX_DEPTH`` parts."""
     if "\\" not in key:
         return key.split(".", MAX_DEPTH - 1)
     return re.split(r"(?<!\\)\.", key, maxsplit=MAX_DEPTH - 1)
@@ -76,12 +76,12 @@ def tree_of(
     split: Callable[[str], list[str]] = components,
     folds_roots: bool = False,
 ) -> tuple[Node, ...]:
-    """Return the folded tree of some tensors.
+    """Build the folded tree of some tensors.
 
     Args:
         split: returns the names on a key's path.
-        folds_roots: equal nodes of the first level fold whatever their names are (rank
-        directories).
+        folds_roots: equal nodes of the first level are folded regardless of their names (rank
+            directories).
 
     Returns:
         The nodes of the first level, in order of first appearance.
@@ -99,7 +99,7 @@ def tree_of(
 
 
 class _TreeFolder:
-    """Makes nodes from the bottom up.
+    """Builds nodes from the bottom up.
 
     Every distinct content gets a number and one node, so that equal subtrees cost nothing.
     """
@@ -109,13 +109,17 @@ class _TreeFolder:
         self._nodes: list[Node] = []
 
     def children_of(self, branch: _NameBranch, *, folds_any: bool = False) -> tuple[Node, ...]:
-        """Return the nodes below ``branch``."""
+        """Build the nodes below a branch."""
         return self._named_all(self._folded_groups(branch, folds_any=folds_any), is_root=folds_any)
 
     def _named_all(
         self, groups: list[tuple[str, int, int]], *, is_root: bool = False
     ) -> tuple[Node, ...]:
-        """Return the nodes of folded groups, with references to equal siblings."""
+        """Build the nodes of folded groups, with references to equal siblings.
+
+        Args:
+            groups: (label, number of names, number of the content) of each.
+        """
         first: dict[tuple[int, int], str] = {}
         nodes = []
         for label, n, content in groups:
@@ -129,48 +133,44 @@ class _TreeFolder:
     def _folded_groups(
         self, branch: _NameBranch, *, folds_any: bool = False
     ) -> list[tuple[str, int, int]]:
-        """Return (label, number of names, content) of what is below ``branch``, in order."""
-        # Group the names that may fold: equal stems before a number, with equal content.
+        """Return (label, number of names, number of the content) of the groups below a branch."""
+        # Group the names that may be folded: equal stems before a number, with equal content.
         names = list(branch.below)
         alike: dict[tuple[str, int], list[int]] = {}
         for position, (name, below) in enumerate(branch.below.items()):
-            match = (
-                _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None
-            )  # most names end in a letter
-            stem = "" if folds_any else match[1] if match else f"{name}."
+            stem = "" if folds_any else _stem(name)
             alike.setdefault((stem, self._content(below)), []).append(position)
-        # Label each group, or its members separately where they are too few.
+        # Label each group, or its members separately if they are too few.
         groups: list[tuple[int, str, int, int]] = []
         for (stem, content), positions in alike.items():
             if len(positions) == 1 or (stem and len(positions) < _MIN_SUFFIXED):
                 groups += [(position, names[position], 1, content) for position in positions]
                 continue
+            members = [names[position] for position in positions]
             if folds_any:
-                label = _listed([names[position] for position in positions])
+                label = ", ".join(members if len(members) <= 3 else (members[0], "…", members[-1]))
             else:
-                label = (
-                    f"{stem}[{ranges(int(names[position][len(stem) :]) for position in positions)}]"
-                )
+                label = f"{stem}[{ranges(int(name[len(stem) :]) for name in members)}]"
             groups.append((positions[0], label, len(positions), content))
         return [(label, n, content) for _, label, n, content in sorted(groups)]
 
     def _content(self, branch: _NameBranch) -> int:
-        """Return the number of a branch's content; its node, without a label, is in ``_nodes``."""
+        """Return the number of a branch's content; ``_nodes`` holds its node, without a label."""
         groups = self._folded_groups(branch) if branch.below else []
         meta = branch.meta
         signature = (None if meta is None else (meta.dtype, meta.shape), tuple(groups))
         number = self._number_of.setdefault(signature, len(self._nodes))
         if number == len(self._nodes):
+            # A name can be a tensor and a container of others at once.
             children = self._named_all(groups)
+            parts: list[Node | TensorMeta] = [*children, *([] if meta is None else [meta])]
             self._nodes.append(
                 Node(
                     label="",
                     n_alike=1,
                     n_tensors=sum(child.n_tensors for child in children) + (meta is not None),
-                    n_elements=sum(child.n_elements for child in children)
-                    + (meta.n_elements if meta else 0),
-                    n_bytes=sum(child.n_bytes for child in children)
-                    + (meta.n_bytes if meta else 0),
+                    n_elements=sum(part.n_elements for part in parts),
+                    n_bytes=sum(part.n_bytes for part in parts),
                     dtype=meta.dtype if meta else None,
                     shape=meta.shape if meta else None,
                     children=children,
@@ -179,8 +179,19 @@ class _TreeFolder:
         return number
 
 
+def _stem(name: str) -> str:
+    """Return the part of a name before its number; a name without number has a stem of its own."""
+    # Most names end with a letter, for which the pattern would be slow.
+    match = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None
+    return match[1] if match else f"{name}."
+
+
 def _named(node: Node, label: str, n_alike: int, *, is_root: bool = False) -> Node:
-    """Return the node under its label, ``n_alike`` times, joined with an only child."""
+    """Return ``n_alike`` copies of a node as one with a label, joined with an only child.
+
+    Args:
+        is_root: keep the node separate from its child (rank directories).
+    """
     named = replace(
         node,
         label=label,
@@ -200,8 +211,3 @@ def _named(node: Node, label: str, n_alike: int, *, is_root: bool = False) -> No
         shape=child.shape,
         children=child.children,
     )
-
-
-def _listed(names: list[str]) -> str:
-    """Return the names as text, shortened if there are more than three."""
-    return ", ".join(names if len(names) <= 3 else (names[0], "…", names[-1]))

@@ -1,4 +1,4 @@
-"""``ckpt validate``: runs the checks of a level and collects what they find.
+"""``ckpt validate``: runs the checks of a level and collects their findings.
 
 Start at ``run``; ``accepted`` is for ``--ignore`` and baselines, ``newest`` for ``--newest-valid``.
 Imports: checks, checks.content, checks.metadata, convert, device, errors, files, formats.dcp,

@@ -1,4 +1,4 @@
-"""Accepted findings: patterns of findings to ignore, and the baseline of an earlier run.
+"""Accepted findings: patterns of findings to ignore, and baselines from earlier runs.
 
 A baseline is a JSON file with one finding per line, meant to be kept with a project's code::
 
@@ -42,10 +42,7 @@ class Pattern:
     glob: str | None = None
 
     def matches(self, finding: Finding) -> bool:
-        """Return whether the pattern covers a finding.
-
-        Of several keys, the glob must match every one.
-        """
+        """Return whether the pattern covers a finding; the glob must match all of several keys."""
         if not finding.code.startswith(self.code):
             return False
         glob = self.glob
@@ -55,6 +52,7 @@ class Pattern:
             place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)
         ):
             return True
+        # A finding about several tensors must not disappear because one of them is to be ignored.
         keys = finding.keys or ((finding.key,) if finding.key is not None else ())
         return bool(keys) and all(fnmatchcase(key, glob) for key in keys)
 
@@ -66,7 +64,7 @@ def parse_patterns(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pat
         known: all existing codes.
 
     Raises:
-        UsageError: a text has another form, or no code begins like it.
+        UsageError: a text has another form, or no existing code begins with it.
     """
     patterns = []
     for text in texts:
@@ -88,10 +86,10 @@ def parse_patterns(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pat
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Which findings do not count, and whether warnings count as errors.
+    """The rules for counting findings.
 
     Args:
-        ignored: patterns of findings to leave out.
+        ignored: patterns of findings to ignore.
         known: ``Finding.fingerprint`` of the findings in the baseline; None without a baseline.
         is_strict: warnings count as errors.
     """
@@ -103,6 +101,7 @@ class Acceptance:
     def judge(self, findings: Iterable[Finding]) -> Judgement:
         """Sort findings into those that count, are ignored, or are in the baseline."""
         judgement = Judgement()
+        # The first rule that applies decides, so an ignored finding is not reported as known.
         for finding in findings:
             if any(pattern.matches(finding) for pattern in self.ignored):
                 judgement.ignored.append(finding)
@@ -118,7 +117,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The findings of a checkpoint, sorted by whether they count.
+    """The findings of a checkpoint, divided into those that count and those that do not.
 
     Args:
         counted: findings to report, the worst first.
@@ -131,17 +130,18 @@ class Judgement:
     known: list[Finding] = field(default_factory=list)
 
     def n_of(self, severity: Severity) -> int:
-        """Return how many findings of a severity count."""
+        """Return the number of counted findings of a severity."""
         return sum(finding.severity == severity for finding in self.counted)
 
     @property
     def is_valid(self) -> bool:
-        """No error counts."""
+        """No counted finding is an error."""
         return not any(finding.severity == Severity.ERROR for finding in self.counted)
 
 
 def baseline_text(findings: Sequence[Finding]) -> str:
     """Return the text of a baseline file for some findings, sorted and without duplicates."""
+    # One finding per line, so that changes of the file are easy to review.
     rows = {finding.fingerprint: finding for finding in findings}
     lines = [
         json.dumps(
@@ -160,8 +160,9 @@ def read_baseline(path: Path) -> frozenset[str]:
 
     Raises:
         UsageError: the file does not exist, or is not a baseline.
-        StorageError: the system cannot read the file.
+        StorageError: the file cannot be read (permission denied or I/O error).
     """
+    # Read at most one byte more than a baseline may have, because the path may be any file.
     with translate_os_errors(str(path), doing="read"):
         if not path.is_file():
             raise UsageError(
@@ -177,6 +178,7 @@ def read_baseline(path: Path) -> frozenset[str]:
         raise UsageError(
             f"--baseline: {err.message}", file=str(path), hint="create one with --write-baseline"
         ) from err
+    # Wording and checkpoint path are not part of a baseline, so fingerprints are sufficient.
     rows = content.get("findings")
     if content.get("schema") != SCHEMA or not isinstance(rows, list):
         raise UsageError(
@@ -188,9 +190,10 @@ def read_baseline(path: Path) -> frozenset[str]:
 
 
 def _fingerprint_of(row: object, *, file: str) -> str:
-    """Return the fingerprint of a row of a baseline file.
+    """Return the fingerprint of a finding in a baseline file.
 
-    Raise UsageError if it is not a finding.
+    Raises:
+        UsageError: the entry is not a finding.
     """
     values = [row.get(name) for name in _PLACE] if isinstance(row, dict) else [None]
     if not isinstance(values[0], str) or not all(

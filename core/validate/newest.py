@@ -1,4 +1,4 @@
-"""Find the newest valid iteration of a training root: the one that a job should resume from."""
+"""Find the newest valid iteration of a training root, for a job to resume from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from core.validate.run import Validation
 _UNFINISHED = re.compile(
     r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$"
 )
+"""Names of directories with an unfinished save or copy, for example Orbax's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +52,40 @@ class Newest:
 def newest_valid(
     root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE
 ) -> Newest:
-    """Return the newest valid iteration of a training root.
+    """Find the newest valid iteration of a training root.
 
     If a tracker (Megatron's, DeepSpeed's) names the last completed iteration, newer directories are
-    skipped: trackers are written last, and a user who set one back did so on purpose. Stages of
-    unfinished work are skipped by name.
+    skipped: trackers are written last, and a user who set one back did so on purpose. Staging
+    directories of unfinished work are skipped by name.
 
     Args:
-        root: the directory that holds the iterations, as ``core.opening.open`` accepts it.
+        root: the directory that contains the iterations.
         is_valid: returns whether an iteration may be used, and its validation; the same on all
             ranks of a team.
-        team: ranks that all call this and get the same answer.
+        team: ranks that all call this and get the same result.
 
     Raises:
         UsageError: the directory does not exist.
     """
-    iterations, last, unfinished = broadcast_result(
-        team, lambda: (_iterations(root), _last_completed(root), _unfinished(root))
-    )
+
+    # The lead lists the root, so that all ranks try the same iterations.
+    def list_root() -> tuple[list[tuple[int, Path]], tuple[int, str] | None, list[str]]:
+        iterations, last = _iterations(root), _last_completed(root)
+        folders = LocalStore(root).folders()
+        return iterations, last, [name for name in folders if _UNFINISHED.search(name)]
+
+    iterations, last, unfinished = broadcast_result(team, list_root)
     skipped = [
-        Skipped(str(root / name), "incomplete: the name is that of a stage") for name in unfinished
+        Skipped(str(root / name), "incomplete: the name is that of a staging directory")
+        for name in unfinished
     ]
+    # Try the newest iteration first.
     for number, path in reversed(iterations):
         if last is not None and number > last[0]:
-            why = f"newer than iteration {last[0]} in {last[1]}, which is written last, so this save was not completed"
+            why = (
+                f"newer than iteration {last[0]} in {last[1]}, which is written last, so this save"
+                " was not completed"
+            )
             skipped.append(Skipped(str(path), why))
             continue
         is_good, validation = is_valid(path)
@@ -95,13 +106,18 @@ def iteration_paths(root: Path) -> list[Path]:
         raise UsageError(
             "no iterations found",
             file=str(root),
-            hint="give the directory that holds iter_0000010, step-10, checkpoint-10, global_step10 or the like",
+            hint="pass the directory that contains iter_0000010, step-10, checkpoint-10,"
+            " global_step10 or the like",
         )
     return [path for _, path in iterations]
 
 
 def _iterations(root: Path) -> list[tuple[int, Path]]:
-    """Return (number, directory) of all iterations, in order."""
+    """Return (number, directory) of all iterations, sorted.
+
+    Raises:
+        UsageError: the path is a URL, or not a directory.
+    """
     refuse_url(root)
     if not root.is_dir():
         raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
@@ -110,16 +126,11 @@ def _iterations(root: Path) -> list[tuple[int, Path]]:
     ]
 
 
-def _unfinished(root: Path) -> list[str]:
-    """Return the names of directories that hold unfinished saves."""
-    return [name for name in LocalStore(root).folders() if _UNFINISHED.search(name)]
-
-
 def _last_completed(root: Path) -> tuple[int, str] | None:
-    """Return (iteration, file name) of the first tracker that names an iteration.
+    """Read the first tracker that names an iteration.
 
     Returns:
-        None if no tracker does.
+        (iteration, file name of the tracker); None if no tracker names one.
     """
     store = LocalStore(root)
     try:
@@ -142,13 +153,10 @@ def _last_completed(root: Path) -> tuple[int, str] | None:
 
 
 def _reason(validation: Validation) -> str:
-    """Return the worst finding as one clause, with the number of further errors."""
+    """Describe the worst finding in one clause, with the number of further errors."""
     errors = [finding for finding in validation.findings if finding.severity == Severity.ERROR]
     finding = (errors or validation.findings)[0]
-    where = (
-        f" ({finding.file or finding.key or finding.rank})"
-        if finding.file or finding.key or finding.rank
-        else ""
-    )
+    place = finding.file or finding.key or finding.rank
+    where = f" ({place})" if place else ""
     suffix = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
     return f"{finding.code} {finding.message}{where}{suffix}"

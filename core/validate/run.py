@@ -31,7 +31,6 @@ from core.team.figures import idle_figures, sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
-    from core.checks.comparison import ReferenceFingerprints
     from core.checks.plan_request import PlanRequest
 
 Progress = Callable[[int, int], None]
@@ -45,14 +44,15 @@ class Validation:
     Args:
         path: path of the checkpoint.
         format: name of its format; None if no format recognises it.
-        level: how much was read.
+        level: amount of data that was read.
         findings: findings, the worst first.
         n_files, n_bytes: number and total size of the regular files.
         n_tensors: number of global tensors in the metadata; 0 if unknown.
         n_checks: number of checks that ran.
         seconds: wall time.
-        notes: which checkpoint was chosen, and what lies near it and was not checked.
-        unchecked: what no level can check, because the expected content is unknown.
+        notes: notes on the choice of the checkpoint, and on files and checkpoints near it that were
+            not checked.
+        unchecked: notes on content that no level can check, because the expected one is unknown.
         against: (label, number of tensors) of the fingerprint comparison; None if not requested.
         figures: work of each rank, if several read the data.
     """
@@ -92,30 +92,34 @@ def validate(
     team: Team = ALONE,
     device: Device | None = None,
 ) -> Validation:
-    """Check one checkpoint and return what was found.
+    """Check one checkpoint and return the findings.
 
-    The ranks of a team share the reading of data; the lead alone runs the checks, and all return
-    its result.
+    The ranks of a team share the reading of data; only the lead runs the checks, and all ranks
+    return its result.
 
     Args:
         path: as for ``core.opening.open.open_checkpoint``.
-        level: how much to read.
+        level: amount of data to read.
         iteration: iteration of a training root to check.
         rules: TOML file with additional layout rules.
-        threads, memory_bytes: limits for reading data; threads None for one per processor.
+        threads: threads for reading data; None for one per processor.
+        memory_bytes: memory limit for reading data.
         progress: called with the bytes that this rank has read.
-        plan_for: also report whether the checkpoint can be loaded with these sizes.
-        against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
-        missing_chunks: what absent zarr chunks mean: ``fill``, or ``error`` to report each.
+        plan_for: also report whether the checkpoint can be loaded at these sizes.
+        against: also compare the tensors, by fingerprint, with this manifest or checkpoint.
+        missing_chunks: treatment of absent zarr chunks: ``fill``, or ``error`` to report each.
         team: ranks that work together; every rank calls this with the same arguments.
         device: accelerator for per-byte work; None for the CPU.
 
     Raises:
-        UsageError: the path does not exist, or holds another iteration.
+        UsageError: the path does not exist, it holds another iteration, or the manifest of
+            ``against`` has no usable fingerprints.
+        CheckpointingException: ``rules`` or ``against`` cannot be read.
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
     begun = time.monotonic()
 
+    # Opening reads file names and metadata only, on every rank.
     def open_subject() -> Subject:
         table = load_rules(rules)
         location = locate_checkpoint(path, iteration=iteration)
@@ -139,9 +143,10 @@ def validate(
             team=team,
             device=device,
         )
+        # The caller closes the store of a subject, but not that of a rejected one.
         try:
             if not location.is_chosen:
-                _check_iteration(subject, iteration)
+                _require_iteration(subject, iteration)
         except BaseException:
             location.store.close()
             raise
@@ -151,7 +156,17 @@ def validate(
     subject = require_agreement(team, open_subject, _observed_state, subject=str(path))
     try:
         if against is not None:
-            subject.against = _read_reference(against, subject)
+            from core.checks.comparison import read_reference
+
+            subject.against = read_reference(
+                against,
+                rules=subject.rules,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                team=team,
+                device=device,
+            )
+        # A single process reads data during the checks; a team does so before, all ranks together.
         figures = _read_together(subject) if team.size > 1 else ()
         return broadcast_result(team, lambda: _run_checks(subject, begun, figures))
     finally:
@@ -159,7 +174,12 @@ def validate(
 
 
 def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
-    """Return a note on the iterations of a training root that are not checked."""
+    """Return a note on the iterations of a training root that are not checked.
+
+    Args:
+        root: the path that the user gave.
+        taken: the checkpoint that was chosen below it.
+    """
     if taken == root or not root.is_dir():
         return ()
     passed = {taken, *taken.parents}
@@ -172,7 +192,7 @@ def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
 
 
 def _observed_state(subject: Subject) -> object:
-    """Return what all ranks must see alike: the chosen checkpoint, its format and its files."""
+    """Return the state that all ranks must agree on: the checkpoint, its format and its files."""
     files = {} if subject.format is None else subject.files
     return (
         str(subject.path),
@@ -183,9 +203,7 @@ def _observed_state(subject: Subject) -> object:
 
 
 def _read_together(subject: Subject) -> tuple[Figures, ...]:
-    """Run the passes over data, which the ranks of a team share.
-
-    The checks use their results on the lead.
+    """Run the passes over data, which the ranks of a team share; the checks use their results.
 
     Returns:
         The work of each rank, on the lead.
@@ -200,7 +218,7 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
         except WorkerError:
             raise
         except CheckpointingException:
-            pass  # all ranks fail the same way, and the checks report it
+            pass  # all ranks fail in the same way, and the checks report the error
     if subject.against is not None:
         from core.checks.content.fingerprints import read_together
 
@@ -209,16 +227,21 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
 
 
 def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Validation:
-    """Run the checks of the subject's level and return the result."""
+    """Run the checks of the subject's level and return the result.
+
+    Args:
+        begun: time at which the validation began, by ``time.monotonic``.
+        figures: work of each rank.
+    """
     n_checks = 0
     format = None if subject.format is None else subject.format.name
     with gc_paused(), read_once():
         for check in checks(subject.level, format):
             _run_check(check, subject)
             n_checks += 1
-    files = (
-        {} if format is None else subject.files
-    )  # a path that is not a checkpoint may be a whole file system
+    # A path that is not a checkpoint may be a complete file system, which is not listed.
+    files = {} if format is None else subject.files
+    form = subject.canonical
     reference = subject.against
     return Validation(
         path=str(subject.path),
@@ -227,7 +250,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
         findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
         n_files=len(files),
         n_bytes=sum(files.values()),
-        n_tensors=_n_tensors(subject),
+        n_tensors=len(form.catalog.tensors) if form is not None and form.is_global else 0,
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         notes=subject.notes,
@@ -237,28 +260,9 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     )
 
 
-def _n_tensors(subject: Subject) -> int:
-    """Return the number of global tensors; 0 if the layout is unknown."""
-    form = subject.canonical
-    return len(form.catalog.tensors) if form is not None and form.is_global else 0
-
-
-def _read_reference(path: Path, subject: Subject) -> ReferenceFingerprints:
-    """Return the fingerprints of ``--against``."""
-    from core.checks.comparison import read_reference
-
-    return read_reference(
-        path,
-        rules=subject.rules,
-        threads=subject.threads,
-        memory_bytes=subject.memory_bytes,
-        team=subject.team,
-        device=subject.device,
-    )
-
-
 def _run_check(check: Check, subject: Subject) -> None:
-    """Run one check; an error that ends it becomes a finding, so that the others can go on."""
+    """Run one check; an error that ends it becomes a finding, so that the others still run."""
+    # Findings are added one by one: a check sees its own, and those before an error are kept.
     try:
         subject.findings += check.run(subject)
     except CheckpointingException as err:
@@ -270,13 +274,11 @@ def _run_check(check: Check, subject: Subject) -> None:
         subject.findings.append(finding)
 
 
-def _check_iteration(subject: Subject, requested: int | None) -> None:
-    """Raise unless the checkpoint is the requested iteration.
-
-    One that cannot be opened is not judged.
+def _require_iteration(subject: Subject, requested: int | None) -> None:
+    """Raise unless the checkpoint is the requested iteration, or cannot be opened.
 
     Raises:
-        UsageError: the checkpoint has another iteration, or states none.
+        UsageError: the checkpoint has another iteration, or does not record it.
     """
     if requested is None or subject.iteration == requested or subject.failure is not None:
         return
@@ -284,20 +286,20 @@ def _check_iteration(subject: Subject, requested: int | None) -> None:
     if iteration is None and subject.catalog is not None:
         iteration = subject.catalog.iteration
     if iteration != requested:
+        actual = (
+            "the checkpoint does not record its iteration"
+            if iteration is None
+            else f"this is iteration {iteration}"
+        )
         raise UsageError(
-            f"--iteration {requested} was requested, but "
-            + (
-                "the checkpoint does not state its iteration"
-                if iteration is None
-                else f"this is iteration {iteration}"
-            ),
+            f"--iteration {requested} was requested, but {actual}",
             file=str(subject.root),
-            hint="give the directory that holds the iterations",
+            hint="pass the directory that contains the iterations",
         )
 
 
 def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
-    """Return the result for a path that cannot be checked, among those of other paths."""
+    """Build the result for a path that cannot be checked, among those of other paths."""
     finding = UNREADABLE.finding(error.message, hint=error.hint)
     return Validation(
         path=str(path),
@@ -315,14 +317,14 @@ def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
 def distinct_paths(
     paths: Iterable[Path], *, iteration: int | None = None
 ) -> dict[Path, UsageError | None]:
-    """Return the paths without those that lead to the same checkpoint as an earlier one.
+    """Drop paths that lead to the same checkpoint as an earlier one.
 
     Several files of one directory, for example, are one checkpoint.
 
     Returns:
-        path → the error that keeps it from being checked, such as a missing file; None without
-            error.
+        path → the error that prevents checking it, such as a missing file; None without an error.
     """
+    # real path of a checkpoint → the first path that leads to it
     path_of: dict[str, Path] = {}
     errors: dict[Path, UsageError | None] = {}
     for path in paths:

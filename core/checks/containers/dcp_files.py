@@ -1,4 +1,4 @@
-"""CK101, CK103, CK106, CK150–CK153: the files of a DCP checkpoint against its ``.metadata``.
+"""CK101, CK103, CK106, CK150–CK153: compare the files of a DCP checkpoint with ``.metadata``.
 
 Every file that ``.metadata`` names must exist and be long enough for its items. From the headers
 level on, every item is opened where ``.metadata`` places it: it must be a complete torch zip, and
@@ -41,29 +41,32 @@ _SUFFIX = ".distcp"
 
 
 def check_data_files(subject: Subject) -> Iterator[Finding]:
-    """Check that the files named by ``.metadata`` exist and no others do.
+    """Check that the files named by ``.metadata`` exist, and that there are no others.
 
     Codes: CK101, CK103, CK106, CK110, CK150.
     """
     problems: list[CheckpointingException] = []
     facts = None if subject.catalog is None else subject.catalog.facet(DcpFacts)
+    # If the metadata could be read, all files of items are known to exist and to be long enough.
     if facts is not None:
         names: Sequence[str] = facts.item_files
         orphans = facts.orphans
+    # Otherwise read it leniently, and compare the files with the remaining entries.
     else:
-        # The metadata could not be read as a whole, so read it leniently and compare the files with what remains.
         if any(subject.files.get(name) == 0 for name in metadata_files(subject.store)):
             return
         try:
             metadata = _read_metadata(subject, problems.append)
         except CheckpointingException as err:
-            # A missing .metadata means an unfinished save (CK515); a missing part of it is reported here.
+            # A missing .metadata means an unfinished save (CK515). An error with a key is about an
+            # entry of it, which is reported here.
             if not isinstance(err, MissingShardError) or err.key is not None:
                 yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
             return
         names, orphans = metadata.files, metadata.orphans
-        yield from _missing_files(subject, metadata)
+        yield from _check_sizes(subject, metadata)
 
+    # Items in the files without an entry, and file names that lead out of the checkpoint.
     if orphans:
         yield DCP_ORPHAN.finding(
             f"no entry refers to the stored items of {len(orphans)} keys",
@@ -81,19 +84,19 @@ def check_data_files(subject: Subject) -> Iterator[Finding]:
             expected="names inside the checkpoint",
             found=len(unsafe),
         )
-    # If an item's file name could not be read, a file that seems unreferenced may be the one.
+    # If the file name of an item could not be read, a file that seems unreferenced may be that one.
     if not any(err.rule == "dcp.items" for err in problems):
-        yield from _unreferenced_files(subject, set(names))
+        yield from _find_unreferenced_files(subject, set(names))
 
 
 def _read_metadata(subject: Subject, report: Report) -> DcpMetadata:
-    """Return ``.metadata`` without invalid entries, which other checks report.
+    """Read ``.metadata`` without its invalid entries, which other checks report.
 
     Args:
-        report: called with an error for each entry left out.
+        report: called with an error for each omitted entry.
 
     Raises:
-        CheckpointingException: the file is missing, or nothing of it can be read.
+        CheckpointingException: the file is missing, or no part of it can be read.
     """
     failure = subject.failure if subject.catalog is None else None
     if (
@@ -111,26 +114,27 @@ def _read_metadata(subject: Subject, report: Report) -> DcpMetadata:
 
 
 def _is_of_an_entry(err: CheckpointingException) -> bool:
-    """Return whether an error concerns single entries of ``.metadata``, not the whole file."""
+    """Return whether an error concerns single entries of ``.metadata``, not the complete file."""
     return (err.rule or "").startswith("dcp.")
 
 
-def _missing_files(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
+def _check_sizes(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
     """Report files that are missing or too short for their items."""
     for err in collect_problems(lambda report: check_files(subject.store, metadata, report=report)):
         size = subject.files.get(err.file or "")
+        expected = "the file"
+        if isinstance(err, TruncatedError) and err.span is not None:
+            expected = f"at least {err.span[1]} bytes"
         yield finding_of(
             err,
             default=DCP_METADATA,
-            expected=f"at least {err.span[1]} bytes"
-            if isinstance(err, TruncatedError) and err.span
-            else "the file",
+            expected=expected,
             found="no such file" if size is None else f"{size} bytes",
         )
 
 
-def _unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Finding]:
-    """Report ``.distcp`` files that ``.metadata`` does not name; empty ones only as notes."""
+def _find_unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Finding]:
+    """Report ``.distcp`` files without items; empty ones, which torch creates, only as notes."""
     for name, size in subject.files.items():
         if name.endswith(_SUFFIX) and name not in referenced:
             yield EXTRA.finding(
@@ -143,26 +147,48 @@ def _unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator[Find
 
 
 def check_items(subject: Subject) -> Iterator[Finding]:
-    """Check that items lie where ``.metadata`` places them and do not overlap (CK151, CK152)."""
+    """Check that items are where ``.metadata`` places them, and do not overlap (CK151, CK152)."""
     try:
         metadata = _read_metadata(subject, lambda problem: None)
     except CheckpointingException:
         return  # reported by ``check_data_files``
-    with suppress(
-        CheckpointingException
-    ):  # a missing file, or one that kept the checkpoint from being opened
+    # Items of torch's Hugging Face storage are raw bytes in safetensors files. That can only be
+    # determined if those files can be read; errors in them are reported elsewhere.
+    with suppress(CheckpointingException):
         metadata = with_raw_files(subject.store, metadata)
+    # Look into every item within the size of its file; a truncated file is reported elsewhere.
     for key, item in _zip_items(metadata):
         if item.offset + item.n_bytes <= subject.files.get(item.file, -1):
             yield from _check_item(subject, key, item)
-    yield from _overlaps(metadata)
+    # Sort all items by file and position, then compare neighbours. Several entries may refer to the
+    # same item, so identical positions are no overlap. The last field only breaks ties.
+    items = [
+        (metadata.files[file], offset, n_bytes, row)
+        for row, (file, offset, n_bytes) in enumerate(
+            zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True)
+        )
+        if n_bytes
+    ]
+    n_tensor_items = len(items)
+    items += [
+        (item.file, item.offset, item.n_bytes, n_tensor_items + n)
+        for n, item in enumerate(metadata.objects.values())
+    ]
+    items.sort()
+    for before, after in pairwise(items):
+        end = before[1] + before[2]
+        if before[0] == after[0] and end > after[1] and before[1:3] != after[1:3]:
+            yield DCP_OVERLAP.finding(
+                "two items overlap",
+                file=after[0],
+                span=(after[1], end),
+                expected=f"an item that starts at byte {end} or later",
+                found=f"one at byte {after[1]}",
+            )
 
 
 def _zip_items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
-    """Yield (key, item) for every item stored as a torch zip.
-
-    Other kinds have checks of their own.
-    """
+    """Yield (key, item) for every item stored as a torch zip; other kinds have their own checks."""
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
             if (
@@ -184,6 +210,7 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
         archive, is_complete = open_archive(
             store, item.file, report, start=item.offset, n_bytes=item.n_bytes
         )
+        # In an incomplete directory, the record that identifies the kind may be the missing one.
         if is_complete:
             check_kind(archive)
         check_records(store, archive, report, reads=True)
@@ -191,48 +218,18 @@ def _check_item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
 
     problems = collect_problems(read_item)
     for err in problems:
+        # Without a zip directory, no zip begins or ends at these bytes: the position is wrong.
+        is_misplaced = err.rule in (None, "zip.directory")
         yield finding_of(
             err,
             default=DCP_ITEM,
-            code=DCP_ITEM
-            if err.rule in (None, "zip.directory")
-            else None,  # no zip begins or ends at these bytes
+            code=DCP_ITEM if is_misplaced else None,
             file=item.file,
             key=key,
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
         )
     if not problems:
         yield from check_descriptors(store, archives[0], keys_of=lambda record: (key,))
-
-
-def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
-    """Report items that share bytes.
-
-    Items at identical positions are one item with several entries.
-    """
-    items = [
-        (metadata.files[file], offset, n_bytes, row)
-        for row, (file, offset, n_bytes) in enumerate(
-            zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True)
-        )
-        if n_bytes
-    ]
-    # Sort all items by file and position, then compare neighbours; the last field only breaks ties.
-    n_tensor_items = len(items)
-    items += [
-        (item.file, item.offset, item.n_bytes, n_tensor_items + n)
-        for n, item in enumerate(metadata.objects.values())
-    ]
-    items.sort()
-    for before, after in pairwise(items):
-        if before[0] == after[0] and before[1] + before[2] > after[1] and before[1:3] != after[1:3]:
-            yield DCP_OVERLAP.finding(
-                "two items overlap",
-                file=after[0],
-                span=(after[1], before[1] + before[2]),
-                expected=f"an item that starts at byte {before[1] + before[2]} or later",
-                found=f"one at byte {after[1]}",
-            )
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""CK101, CK103: every stored array lies inside its file, in every format.
+"""CK101, CK103: check that stored arrays do not exceed their files, in every format.
 
 The readers of the built-in formats check most of this; this check covers formats of other packages
 as well.
@@ -21,13 +21,11 @@ CODES = ()
 
 
 def check_extents(subject: Subject) -> Iterator[Finding]:
-    """Compare the end of the last array in each file with the size of the file.
-
-    One finding per file.
-    """
+    """Compare the end of the last array in each file with the size of the file."""
     catalog = subject.catalog
     if catalog is None:
         return
+    # Find the array that ends last in each file, so that a truncated file gets one finding.
     last: dict[str, tuple[int, str]] = {}
     for key in (*catalog.tensors, *catalog.hidden):
         try:
@@ -42,24 +40,26 @@ def check_extents(subject: Subject) -> Iterator[Finding]:
             if not subject.is_covered_by_finding(err.file):
                 yield finding_of(err, default=MALFORMED, key=key)
     for file, (end, key) in sorted(last.items()):
-        yield from _check_size(subject, file, end, key)
-
-
-def _check_size(subject: Subject, file: str, end: int, key: str) -> Iterator[Finding]:
-    """Report a file that is missing or shorter than ``end`` bytes, unless a finding covers it."""
-    size = subject.files.get(file)
-    if (size is not None and size >= end) or subject.is_covered_by_finding(file):
-        return
-    yield (MISSING if size is None else TRUNCATED).finding(
-        "the file of a tensor is missing"
-        if size is None
-        else "a tensor extends beyond the end of the file",
-        file=file,
-        key=key,
-        span=None if size is None else (size, end),
-        expected=f"at least {end} bytes",
-        found="no such file" if size is None else f"{size} bytes",
-    )
+        size, expected = subject.files.get(file), f"at least {end} bytes"
+        if subject.is_covered_by_finding(file):
+            continue
+        if size is None:
+            yield MISSING.finding(
+                "the file of a tensor is missing",
+                file=file,
+                key=key,
+                expected=expected,
+                found="no such file",
+            )
+        elif size < end:
+            yield TRUNCATED.finding(
+                "a tensor extends beyond the end of the file",
+                file=file,
+                key=key,
+                span=(size, end),
+                expected=expected,
+                found=f"{size} bytes",
+            )
 
 
 CHECKS = (Check(check_extents, Level.HEADERS),)

@@ -1,8 +1,8 @@
-"""CK101–CK110: the files themselves: names, sizes and the first bytes of small ones.
+"""CK101–CK110: names and sizes of the files, and the first bytes of small ones.
 
-What a missing or shortened file means is for the checks of the format. This module needs no
-metadata: it finds entries that are not regular files, empty files, pointers and error pages saved
-in place of a file, and leftovers of unfinished writes and copies.
+This module needs no metadata: it finds entries that are not regular files, empty files, pointers
+and error pages saved in place of a file, and leftovers of unfinished writes and copies. Missing and
+truncated files are found by the checks of the formats.
 
 Source: names of temporary files of rsync, curl, wget, aria2, browsers and huggingface_hub; Git LFS
 specification 1.
@@ -25,43 +25,47 @@ from core.stage.stage import stage_dir_of
 CODES = ALL
 
 DATA = re.compile(
-    r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
+    r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$"
+    r"|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
 )
-"""Files that should not be empty. Chunks of zarr arrays have a check of their own."""
+"""Files that should not be empty. Chunks of zarr arrays are checked by ``zarr_chunks``."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
-"""torch creates a file even for a writer without items; ``.metadata`` tells which files hold
-some.
-"""
+"""torch creates a file even for a writer without items; ``.metadata`` lists those with items."""
 _LEFT_OVER = re.compile(
     r"\.(tmp|temp|part|partial|incomplete|crdownload|aria2|filepart|download)(\.[0-9]+)?$"
     r"|^\..*\.?(safetensors|bin|pt|pth|distcp|json|metadata|zarray)\.[A-Za-z0-9]{6}$"
     r"|^\.nfs[0-9a-f]{8,}$"
 )
-"""By suffix; rsync's ``.NAME.XXXXXX``; NFS files that were removed while open."""
+"""Suffixes of downloads; rsync's ``.NAME.XXXXXX``; NFS files that were removed while open."""
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
 _WEIGHTS = re.compile(
     r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$"
 )
-"""Files that are never text; other names may hold anything."""
+"""Files that are never text; files with other names may be."""
 _PAGE_BYTES = 1 << 20
 """Upper limit for the size of a server's error page."""
 
 
 def check_regular_files(subject: Subject) -> Iterator[Finding]:
-    """Check that every entry is a file or a directory, and can be listed (CK104, CK105)."""
+    """Check that every entry is a file or a directory and can be listed (CK104, CK105)."""
     for name, kind in subject.tree.irregular.items():
         if "cannot be" in kind:
             yield UNREADABLE_FILE.finding(kind, file=name or None, found=kind)
             continue
+        # A repeated link leads back to a folder that is walked anyway.
         is_harmless = kind == REPEATED_LINK or (kind == BROKEN_LINK and not DATA.search(name))
         severity = Severity.NOTE if is_harmless else None
         yield IRREGULAR.finding(
-            f"it is {kind}", file=name, expected="a regular file", found=kind, severity=severity
+            f"the entry is {kind}",
+            file=name,
+            expected="a regular file",
+            found=kind,
+            severity=severity,
         )
 
 
 def check_empty_files(subject: Subject) -> Iterator[Finding]:
-    """Report empty files whose names promise content (CK102)."""
+    """Report empty files that, by their names, should have content (CK102)."""
     for name, size in subject.files.items():
         # Megatron's zarr backend leaves empty lock files below folders NAME.sync.
         is_in_lock = any(part.endswith(".sync") for part in name.split("/"))
@@ -72,14 +76,14 @@ def check_empty_files(subject: Subject) -> Iterator[Finding]:
 
 
 def check_file_kinds(subject: Subject) -> Iterator[Finding]:
-    """Report Git LFS pointers and error pages of servers saved in place of weights (CK108)."""
+    """Report Git LFS pointers and servers' error pages saved in place of weights (CK108)."""
     for name, size in subject.files.items():
         if not 0 < size <= _PAGE_BYTES or not DATA.search(name) or name.endswith(".json"):
             continue
         try:
             head = subject.store.read(name, 0, min(size, HEAD_BYTES))
         except CheckpointingException:
-            continue  # the check that needs the file reports it
+            continue  # reported by the check that needs the file
         substitute = substitute_of(head)
         if substitute is not None and (substitute.is_download or _WEIGHTS.search(name)):
             yield NOT_ITS_KIND.finding(
@@ -101,19 +105,21 @@ def find_leftovers(subject: Subject) -> Iterator[Finding]:
             continue
         if _LEFT_OVER.search(name.rpartition("/")[2]):
             yield _leftover("the name is typical of an unfinished write or copy", name)
-    stage = stage_dir_of(subject.path)
-    if stage.is_dir():
+    # Our own staging directory is a sibling of the destination.
+    staging_dir = stage_dir_of(subject.path)
+    if staging_dir.is_dir():
         yield LEFT_OVER.finding(
-            "an unfinished write to this path lies next to it",
-            file=f"../{stage.name}",
+            "an unfinished write to this path exists next to it",
+            file=f"../{staging_dir.name}",
             expected="nothing",
-            found="an unfinished stage",
-            hint="rerun the same command, with --resume to continue it, or remove it if nothing is writing it",
+            found="an unfinished staging directory",
+            hint="rerun the same command (with --resume to continue it), or remove the directory if"
+            " nothing is writing it",
         )
 
 
 def _leftover(message: str, name: str) -> Finding:
-    """Return the finding for a leftover inside the checkpoint."""
+    """Build the finding for a leftover inside the checkpoint."""
     return LEFT_OVER.finding(message, file=name, expected="nothing", found="a leftover")
 
 

@@ -1,9 +1,9 @@
-"""CK207–CK209: stored items against the metadata.
+"""CK207–CK209: compare stored items with the metadata.
 
-DCP's ``.metadata`` states dtype and shape of every chunk, and so does the item in the file, which
-also states strides and the length of its storage. Items are torch zips, whose structure other
-checks cover. An object's item is read the way a conversion reads it, to find what a conversion
-would refuse.
+DCP's ``.metadata`` records dtype and shape of every chunk, and so does the item in the file, which
+also records strides and the length of its storage. Items are torch zips, whose structure is checked
+by ``dcp_files``. The item of an object is read as in a conversion, to find what a conversion would
+refuse.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Find
     assert extent.item_bytes is not None
     span = (extent.offset, extent.offset + extent.item_bytes)
     if subject.files.get(extent.file, 0) < span[1]:
-        return  # missing or truncated file: the checks of files report it
+        return  # missing or truncated file: reported by the checks of files
+    # If dtype and shape match, the strides may still exceed the storage: ``item_location`` raises.
     try:
         dtype, shape = stored_tensor(subject.store, array)
         if dtype == array.dtype and shape == array.shape:
@@ -99,7 +100,7 @@ def check_object_items(subject: Subject) -> Iterator[Finding]:
             continue
         file, span = array.extent.file, (array.extent.offset, array.extent.offset + array.n_bytes)
         if subject.files.get(file, 0) < span[1]:
-            continue  # missing or truncated file: the checks of files report it
+            continue  # missing or truncated file: reported by the checks of files
         try:
             value, _ = load_object(subject.store, array, key=key)
         except CheckpointingException as err:
@@ -110,12 +111,10 @@ def check_object_items(subject: Subject) -> Iterator[Finding]:
 
 
 def check_storages(subject: Subject) -> Iterator[Finding]:
-    """Report tensors whose storage has an unknown element type.
-
-    Torch could not load them either.
-    """
+    """Report tensors whose storage has an unknown element type, which torch cannot load either."""
     catalog = subject.catalog
     for key, item in {} if catalog is None else catalog.objects.items():
+        # Objects with streams of their own are covered by ``check_object_items``.
         if item.raw_key is None and type(item.value) not in PLAIN:
             yield from _unknown_storages(item.value, key=key, file=None)
 

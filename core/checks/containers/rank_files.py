@@ -1,8 +1,8 @@
-"""CK101, CK160, CK161: the files of every rank exist, for the parallel sizes that the files state.
+"""CK101, CK160, CK161: check that the files of all ranks exist, according to the recorded sizes.
 
 Megatron: the training arguments in any rank file determine the rank directories of the run, even if
-others are missing or damaged. DeepSpeed: the optimizer files state the number of ranks. A universal
-checkpoint has one directory per parameter, each with its fp32 master weight.
+others are missing or damaged. DeepSpeed: the optimizer files record the number of ranks. A
+universal checkpoint has one directory per parameter, each with its fp32 master weight.
 
 Source: ``core.megatron.model.topology``, ``core.formats.deepspeed.files``,
 ``core.formats.deepspeed.universal.format``.
@@ -41,8 +41,11 @@ _MOST_RANKS = 1 << 20
 def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     """Check the rank directories of a Megatron checkpoint and their files."""
     folders = [name for name in subject.tree.folders if _RANK_DIR.match(name)]
+    # If the catalog could be read, every rank has its model file.
     if subject.catalog is None:
-        yield from _missing_model_files(subject, folders)
+        yield from _check_model_files(subject, folders)
+    # Compare the directories with those that the training arguments imply. With expert parallelism
+    # there are several possible sets, depending on the version of Megatron.
     args = _read_args(subject, folders) if folders else None
     if args is None:
         return
@@ -54,14 +57,30 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
             cp=_int_argument(args, "context_parallel_size") or 1,
         )
     except CheckpointingException:
-        return  # impossible sizes: the checks of the layout report them
+        return  # impossible sizes: reported by the checks of the layout
     if subject.catalog is None:
         yield from _check_rank_dirs(set(folders), [set(names) for names in allowed], topology)
+    # With expert parallelism, some ranks rightly have no file of the distributed optimizer.
     if topology.ep == 1:
         yield from _check_optimizer_files(subject, folders)
 
 
-def _missing_model_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+    """Check that either all ranks or none have a file of the distributed optimizer."""
+    incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
+    if len(incomplete) == len(folders):
+        return
+    for folder in incomplete:
+        yield MISSING.finding(
+            "the distributed optimizer file of this rank is missing; other ranks have one",
+            file=f"{folder}/{OPTIM_FILE}",
+            rank=folder,
+            expected=OPTIM_FILE,
+            found="no such file",
+        )
+
+
+def _check_model_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
     """Report rank directories without a model file of a current or an old Megatron version."""
     for folder in folders:
         if not any(f"{folder}/{name}" in subject.files for name in (MODEL_FILE, *_OLD_FILES)):
@@ -81,7 +100,7 @@ def _int_argument(args: object, name: str) -> int | None:
 
 
 def _read_args(subject: Subject, folders: list[str]) -> object:
-    """Return the training arguments of the first rank whose file can be read."""
+    """Read the training arguments of the first rank whose file is intact; None if no file is."""
     if subject.catalog is not None:
         return subject.catalog.args
     for folder in folders:
@@ -104,7 +123,7 @@ def _check_rank_dirs(
     expected = max(allowed, key=lambda names: (len(names & folders), -len(names)))
     for name in sorted(expected - folders):
         yield RANK_MISSING.finding(
-            f"the training arguments state {topology}, but the directory of this rank is missing",
+            f"the directory of this rank is missing; the training arguments specify {topology}",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",
@@ -112,26 +131,11 @@ def _check_rank_dirs(
         )
     for name in sorted(folders - set().union(*allowed)):
         yield RANK_EXTRA.finding(
-            f"the training arguments state {topology}, which has no such rank",
+            f"there is no such rank with the sizes of the training arguments, {topology}",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",
             found=f"{len(folders)}",
-        )
-
-
-def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
-    """Check that either all ranks or none have a file of the distributed optimizer."""
-    incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
-    if len(incomplete) == len(folders):
-        return
-    for folder in incomplete:
-        yield MISSING.finding(
-            "the distributed optimizer file of this rank is missing; other ranks have one",
-            file=f"{folder}/{OPTIM_FILE}",
-            rank=folder,
-            expected=OPTIM_FILE,
-            found="no such file",
         )
 
 
@@ -141,14 +145,21 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
         return
     optim = _files_by_rank(subject, _OPTIM)
     models = _files_by_rank(subject, _ZERO_MODEL)
-    n_ranks = _count_ranks(subject, list(optim.values()))
-    for files, kind in ((optim, "optimizer"), (models, "model")):
-        if files:
-            yield from _missing_ranks(
-                files,
-                kind,
-                n_ranks=n_ranks if kind == "optimizer" or n_ranks is None else len(optim),
-            )
+    # Optimizer files record the number of ranks. Read three, because one may be damaged or from
+    # another run.
+    votes: Counter[int] = Counter()
+    for name in list(optim.values())[:3]:
+        try:
+            votes[parse_optim_states(read_state_file(subject.store, name)).n_ranks] += 1
+        except CheckpointingException:
+            continue
+    n_ranks = votes.most_common(1)[0][0] if votes else None
+    if optim:
+        yield from _missing_ranks(optim, "optimizer", n_ranks=n_ranks)
+    if models:
+        n_models = None if n_ranks is None else len(optim)
+        yield from _missing_ranks(models, "model", n_ranks=n_models)
+    # Without ZeRO-3, a single model file names the parameters.
     if optim and not models and not any(map(_MODEL.match, subject.files)):
         name = "mp_rank_00_model_states.pt"
         yield MISSING.finding(
@@ -160,32 +171,27 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
 
 
 def _files_by_rank(subject: Subject, pattern: re.Pattern[str]) -> dict[int, str]:
-    """Return rank → file name, for the files whose names match."""
+    """Return data-parallel rank → name of its file, for the files that match."""
     return {int(match[2]): name for name in subject.files if (match := pattern.match(name))}
-
-
-def _count_ranks(subject: Subject, files: list[str]) -> int | None:
-    """Return the number of data-parallel ranks that most of the first optimizer files state."""
-    votes: Counter[int] = Counter()
-    for name in files[:3]:
-        try:
-            votes[parse_optim_states(read_state_file(subject.store, name)).n_ranks] += 1
-        except CheckpointingException:
-            continue
-    return votes.most_common(1)[0][0] if votes else None
 
 
 def _missing_ranks(
     files: Mapping[int, str], kind: str, *, n_ranks: int | None
 ) -> Iterator[Finding]:
-    """Report the ranks without a file of one kind."""
+    """Report the ranks without a file of one kind.
+
+    Args:
+        files: data-parallel rank → name of its file; at least one.
+        kind: kind of the files, for the message.
+        n_ranks: recorded number of ranks; None if unknown.
+    """
     total = min(max(n_ranks or 0, max(files) + 1), _MOST_RANKS)
-    like = next(iter(files.values()))
+    sibling = next(iter(files.values()))
     for rank in range(total):
         if rank not in files:
             yield RANK_MISSING.finding(
                 f"the {kind} file of data-parallel rank {rank} is missing",
-                file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like),
+                file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", sibling),
                 rank=str(rank),
                 expected=f"files of {total} ranks",
                 found=f"files of {len(files)}",
@@ -193,7 +199,8 @@ def _missing_ranks(
 
 
 def check_universal_files(subject: Subject) -> Iterator[Finding]:
-    """Check the files of a universal checkpoint, in each parameter's directory as well."""
+    """Check the files of a universal checkpoint, including those in the parameters' directories."""
+    # The files of the model's state and of the optimizer's groups.
     models = _files_by_rank(subject, _ZERO_MODEL)
     if models:
         yield from _missing_ranks(models, "model", n_ranks=None)
@@ -231,7 +238,7 @@ def check_universal_files(subject: Subject) -> Iterator[Finding]:
 
 
 def _missing_file(file: str, message: str, *, found: str, key: str | None = None) -> Finding:
-    """Return the finding for a missing file of a universal checkpoint."""
+    """Build the finding for a missing file of a universal checkpoint."""
     return MISSING.finding(
         message, file=file, key=key, expected=file.rpartition("/")[2], found=found
     )

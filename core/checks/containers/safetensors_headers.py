@@ -1,9 +1,9 @@
-"""CK103, CK130–CK135: safetensors files, each on its own.
+"""CK103, CK130–CK135: check the header of each safetensors file.
 
-A header describes its file completely: its length, the tensor names, and that the tensors follow
-each other without gap or overlap up to the end of the file. If the checkpoint's metadata could be
-read, the headers of its own files are known to be valid; other files are opened from the headers
-level on. Otherwise every file is opened.
+A header describes its file completely: its length, and the names and byte ranges of the tensors,
+which must follow each other without gap or overlap up to the end of the file. If the checkpoint's
+metadata could be read, the headers of its own files are known to be valid; other files are opened
+from the headers level on. Otherwise every file is opened.
 
 Source: ``core.formats.safetensors.header``.
 """
@@ -37,13 +37,14 @@ def check_headers(subject: Subject) -> Iterator[Finding]:
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
     is_safetensors = subject.format is not None and subject.format.name == "safetensors"
-    valid = set(_read_files(subject)) if is_safetensors and subject.catalog is not None else set()
+    # A file with a finding is a pointer or an error page saved in its place.
+    skipped = {finding.file for finding in subject.findings}
+    if is_safetensors:
+        skipped.update(_files_of_catalog(subject))
     for name, size in subject.files.items():
         is_candidate = name.endswith(_SUFFIX) or (is_safetensors and name == subject.store.entry)
-        if size == 0 or name in valid or not is_candidate:
+        if size == 0 or name in skipped or not is_candidate:
             continue
-        if any(finding.file == name for finding in subject.findings):
-            continue  # a pointer or an error page instead of the file
         problems = collect_problems(partial(_read_header, subject.store, name))
         yield from findings_of(problems, default=ST_HEADER, file=name)
 
@@ -52,8 +53,10 @@ def _read_header(store: ReadStore, name: str, report: Report) -> None:
     read_header(store, name, report=report)
 
 
-def _read_files(subject: Subject) -> Sequence[str]:
+def _files_of_catalog(subject: Subject) -> Sequence[str]:
     """Return the files whose headers were read for the catalog, and are therefore valid."""
+    if subject.catalog is None:
+        return ()
     entry = subject.store.entry
     if entry is not None and not entry.endswith(INDEX_SUFFIX):
         return (entry,)

@@ -1,9 +1,10 @@
-"""CK103, CK111, CK120–CK129: files written by ``torch.save``, each on its own.
+"""CK103, CK111, CK120–CK129: check each file written by ``torch.save``.
 
-The lowest level opens one file of each group with similar names and one size, higher levels every
-file: its zip directory, the local header and the descriptor of each record, the byte order, and the
-CRCs of the pickle and of other small records. If the checkpoint's metadata could not be read, the
-pickles are parsed one by one as well, so that every damaged file is found and not just the first.
+The lowest level opens one file of each group with similar names and equal sizes, higher levels
+every file: its zip directory, the local header and the descriptor of each record, the byte order,
+and the CRCs of the pickle and of other small records. If the checkpoint's metadata could not be
+read, the pickles are parsed one by one as well, so that every damaged file is found and not just
+the first.
 
 Source: ``core.formats.torch.zip.container``.
 """
@@ -36,13 +37,12 @@ _SMALL_BYTES = 1 << 20
 
 
 def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
-    """Yield the names of the files of ``torch.save`` to open at the subject's level.
-
-    Empty ones are skipped.
+    """Yield the names of non-empty files of ``torch.save`` to open at the subject's level.
 
     Args:
-        or_others: include files that only have such a name and may be pickles that torch would run.
+        or_others: include files that may be other pickles, judging by their names.
     """
+    # The lowest level opens one file of each group: names that differ only in numbers, equal size.
     opened: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
         if size == 0 or not (
@@ -64,17 +64,17 @@ def _is_torch(subject: Subject, name: str, size: int) -> bool:
     try:
         return stream_kind(subject.store, name, 0, size) in ("zip", "legacy")
     except CheckpointingException:
-        return True
+        return True  # whoever opens the file reports the error
 
 
 def check_torch_files(subject: Subject) -> Iterator[Finding]:
     """Check every file of ``torch.save`` (CK120–CK129 and other damage)."""
     for name in torch_files(subject):
-        yield from _check_file(subject, name)
+        yield from _check_torch_file(subject, name)
 
 
-def _check_file(subject: Subject, name: str) -> Iterator[Finding]:
-    """Check one file of ``torch.save``."""
+def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
+    """Check the container of one file, and parse its pickle if reading the metadata did not."""
     store, size = subject.store, subject.files[name]
     try:
         kind = stream_kind(store, name, 0, size)
@@ -90,40 +90,45 @@ def _check_file(subject: Subject, name: str) -> Iterator[Finding]:
                 found=f"{size} bytes beginning with {store.read(name, 0, min(size, 8)).hex(' ')}",
             )
         return
-    # Check the zip container; where that finds nothing, parse the pickle if no one else has.
+    # Check the zip container: its directory, and the records themselves from the headers level on.
     problems: list[CheckpointingException] = []
     archives: list[Archive] = []
+    has_data = subject.level >= Level.HEADERS
+
+    def check_zip(report: Report) -> None:
+        archive, is_complete = open_archive(store, name, report)
+        # A TorchScript program (constants.pkl) is an intact container; parsing it reports the kind.
+        if is_complete and "constants.pkl" not in archive.records:
+            check_kind(archive)
+        check_records(store, archive, report, reads=has_data)
+        archives.append(archive)
+
     if kind == "zip":
-        problems = collect_problems(
-            lambda report: archives.append(_check_zip(store, name, report, level=subject.level))
-        )
+        problems = collect_problems(check_zip)
         yield from findings_of(problems, default=MALFORMED, file=name)
+    # Parse the pickle of an intact container, unless that was done to read the metadata.
     if not problems and (subject.catalog is None or kind == "legacy"):
         yield from findings_of(
             collect_problems(lambda report: parse(store, name)), default=MALFORMED, file=name
         )
-    if archives and not problems and subject.level >= Level.HEADERS:
+    # Descriptors come last: if the directory is wrong, they would be looked for in wrong places.
+    if archives and not problems and has_data:
         names = subject.tensor_names
         yield from check_descriptors(
             store, archives[0], keys_of=lambda record: names.at(name, *record.span)
         )
 
 
-def _check_zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
-    """Read a zip's directory, report what is wrong with it and its small records, and return it."""
-    archive, is_complete = open_archive(store, name, report)
-    if is_complete and "constants.pkl" not in archive.records:
-        check_kind(archive)
-    check_records(store, archive, report, reads=level >= Level.HEADERS)
-    return archive
-
-
 def open_archive(
     store: ReadStore, name: str, report: Report, *, start: int = 0, n_bytes: int | None = None
 ) -> tuple[Archive, bool]:
-    """Read a zip's directory.
+    """Read the directory of a zip.
 
-    Return it and whether all records were read without a reported problem.
+    Args:
+        start, n_bytes: byte range of the zip in the file; by default the complete file.
+
+    Returns:
+        The directory, and whether it was read without a reported problem.
     """
     problems: list[CheckpointingException] = []
     archive = read_archive(store, name, start=start, n_bytes=n_bytes, report=problems.append)
@@ -138,24 +143,25 @@ def check_records(store: ReadStore, archive: Archive, report: Report, *, reads: 
         is_big_endian(store, archive)
     except CheckpointingException as err:
         report(err)
-    for record in _small(archive) if reads else ():
+    # All records but the tensor storages are small; the byte order has just been read.
+    for name, record in archive.records.items() if reads else ():
+        if name.startswith("data/") or name == "byteorder" or record.n_bytes > _SMALL_BYTES:
+            continue
         try:
             read_record(store, archive.file, record)
         except CheckpointingException as err:
             report(err)
 
 
-def _small(archive: Archive) -> Iterator[Record]:
-    """Yield the records that are not tensor storages."""
-    for name, record in archive.records.items():
-        if not name.startswith("data/") and name != "byteorder" and record.n_bytes <= _SMALL_BYTES:
-            yield record
-
-
 def check_descriptors(
     store: ReadStore, archive: Archive, *, keys_of: Callable[[Record], Sequence[str]]
 ) -> Iterator[Finding]:
-    """Check that the data descriptor behind each record matches the directory (CK126)."""
+    """Check that the data descriptor behind each record matches the directory (CK126).
+
+    Args:
+        keys_of: returns the names of the tensors in a record, for the finding.
+    """
+    # A descriptor directly follows its record; the last one ends where the directory begins.
     end = archive.directory
     spans = [
         (record.span[1], min(DESCRIPTOR64.size, end - record.span[1]))
@@ -176,13 +182,15 @@ def check_descriptors(
 
 
 def _differing_descriptor(data: bytes, record: Record) -> tuple[int, int] | None:
-    """Return (CRC, bytes) of a data descriptor that differs from its record.
+    """Return (CRC, size in bytes) of a data descriptor that differs from its record.
 
     Returns:
-        None if it matches or is missing.
+        None if the descriptor matches or is missing.
     """
     stored = record.span[1] - record.span[0]
     different = None
+    # Nothing in the file marks the width of the sizes (8 or 4 bytes), so try both, and report the
+    # one whose packed size is right.
     for layout in (DESCRIPTOR64, DESCRIPTOR32):
         if len(data) < layout.size:
             continue

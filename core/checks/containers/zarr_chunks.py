@@ -1,9 +1,9 @@
-"""CK140–CK148, CK162: zarr arrays stored as directories, with their metadata, chunks and shards.
+"""CK140–CK148, CK162: check the metadata, chunks and shards of zarr arrays in directories.
 
-If the checkpoint's metadata could be read, every array's chunks are checked for presence and size;
-if not, every array is examined on its own. From the headers level on, the index of every shard is
-read. Chunks that are not stored because they equal the fill value are counted in a note
-(``core.formats.zarr.fill``).
+If the checkpoint's metadata could be read, the chunks of its arrays are known to exist and are
+checked again only from the headers level on, which also reads the index of every shard. Otherwise
+every array is examined separately. Chunks that are not stored because they equal the fill value are
+counted in a note (``core.formats.zarr.fill``).
 
 Source: ``core.formats.zarr.metadata2``, ``metadata3``, ``chunks``, ``shards``.
 """
@@ -48,7 +48,7 @@ CODES = ()
 _MAX_METADATA_BYTES = 256 << 20
 _MOST_NAMED = 100
 ParseArray = Callable[[ReadStore, str, str], ZarrArray | None]
-"""(store, metadata file, tensor name) → the array; None if it is a group."""
+"""(store, metadata file, tensor name) → the array; None for a group."""
 
 
 def _parse_v2(store: ReadStore, file: str, key: str) -> ZarrArray | None:
@@ -74,7 +74,15 @@ _VERSIONS: dict[str, tuple[str, ParseArray, Callable[[ReadStore], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """The directory of one array, its files with their sizes, and its metadata."""
+    """The directory of one array.
+
+    Args:
+        path: path of the directory in the checkpoint; "" for the checkpoint itself.
+        file: path of the array's metadata file.
+        key: tensor name.
+        listing: name of each file in the directory → its size in bytes.
+        array: the parsed metadata.
+    """
 
     path: str
     file: str
@@ -89,10 +97,11 @@ def check_arrays(subject: Subject) -> Iterator[Finding]:
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
     marker, parse, stores_every_chunk = _VERSIONS[subject.format.name]
+    # Listing the files that must have existed is slow and only needed if chunks are absent.
     lost = cache(partial(lost_files, subject.store))
     try:
         fills = not stores_every_chunk(subject.store)
-        for folder in _folders(subject, marker, parse):
+        for folder in _find_arrays(subject, marker, parse):
             if isinstance(folder, Finding):
                 yield folder
             else:
@@ -101,11 +110,16 @@ def check_arrays(subject: Subject) -> Iterator[Finding]:
         yield finding_of(err, default=ZARR_METADATA)
 
 
-def _folders(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Folder | Finding]:
-    """Yield the directories of arrays, and findings about those that should be arrays."""
+def _find_arrays(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Folder | Finding]:
+    """Yield the directories of arrays, and findings about those that should be arrays.
+
+    Args:
+        marker: name of the metadata file of an array.
+        parse: parses that file.
+    """
     store = subject.store
     groups: set[str] = set()
-    bare: list[str] = []
+    bare_prefixes: list[str] = []
     pending: list[_Folder | Finding] = []
 
     def is_array(folder: str, listing: Mapping[str, int]) -> bool:
@@ -125,43 +139,49 @@ def _folders(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_Fold
         pending.append(_Folder(folder, file, key, listing, array))
         return True
 
-    # ``folders_of`` calls ``is_array`` for each folder, which queues what it learns in ``pending``.
+    # ``folders_of`` calls ``is_array`` for each folder before it yields the folder; meanwhile the
+    # array or the finding is queued in ``pending``.
     for folder, listing, is_array_folder in folders_of(store, is_array=is_array):
         yield from pending
         pending.clear()
-        if is_array_folder or folder in groups or folder.startswith(tuple(bare)):
+        if is_array_folder or folder in groups or folder.startswith(tuple(bare_prefixes)):
             continue
-        for finding in _bare_folder(subject, folder, listing, marker):
-            bare.append(_joined(folder, ""))
+        # The subfolders of a reported directory hold its chunks, and are not reported again.
+        finding = _missing_metadata(subject, folder, listing, marker)
+        if finding is not None:
+            bare_prefixes.append(_joined(folder, ""))
             yield finding
 
 
-def _bare_folder(
+def _missing_metadata(
     subject: Subject, folder: str, listing: Mapping[str, int], marker: str
-) -> Iterator[Finding]:
-    """Report a directory without metadata that looks like an array's."""
+) -> Finding | None:
+    """Return the finding for a directory that looks like an array's but has no metadata."""
     chunk = next(filter(is_like_a_chunk, listing), None)
     prefix = f"{folder}/" if folder else ""
+    # The chunks of zarr 3 are usually in a folder "c".
     if chunk is None and f"{prefix}c" in subject.tree.folders:
         chunk = "c/…"
     if chunk is not None:
-        yield ZARR_METADATA.finding(
+        return ZARR_METADATA.finding(
             f"{marker} is missing, but the chunk {chunk} exists",
             file=_joined(folder, marker),
             key=folder or None,
             expected=marker,
             found="chunks without metadata",
         )
-    elif folder and not any(
+    # A directory with anything below it may be a group without metadata.
+    if not folder or any(
         path.startswith(prefix) for path in (*subject.files, *subject.tree.folders)
     ):
-        yield ZARR_METADATA.finding(
-            "the directory of a tensor is empty",
-            file=folder,
-            key=folder,
-            expected=marker,
-            found="no file",
-        )
+        return None
+    return ZARR_METADATA.finding(
+        "the directory of a tensor is empty",
+        file=folder,
+        key=folder,
+        expected=marker,
+        found="no file",
+    )
 
 
 def _check_chunks(
@@ -174,6 +194,7 @@ def _check_chunks(
         lost: returns the names of files that are known to have existed.
     """
     array, store = folder.array, subject.store
+    # Compare the files with the chunk grid.
     chunks: list[Chunks] = []
     problems = collect_problems(
         lambda report: chunks.append(
@@ -189,23 +210,29 @@ def _check_chunks(
             )
         )
     )
-    # If chunks are missing or surplus, they may all be present under another naming scheme.
+    # If chunks are missing or surplus, they may all exist under another naming scheme: that is one
+    # finding about the metadata, not one for each chunk.
     is_misplaced = any(err.rule in ("zarr.missing", "zarr.beyond") for err in problems)
     other = _matching_names(subject, folder) if is_misplaced else None
     if other is not None:
+        last = tuple(max(count - 1, 0) for count in array.grid.counts)
         yield ZARR_SEPARATOR.finding(
             "the chunks exist, but their names do not follow the metadata",
             file=folder.file,
             key=folder.key,
-            expected=f"names like {array.names.name(_last(array))}",
-            found=f"names like {other.name(_last(array))}",
+            expected=f"names like {array.names.name(last)}",
+            found=f"names like {other.name(last)}",
         )
         return
+    # Otherwise report each problem. Only the chunks of a plain array have a known size.
+    expected = f"{array.grid.n_chunks} chunks"
+    if array.sharding is None and array.coding.is_plain:
+        expected += f" of {array.coding.n_bytes} bytes"
     for err in problems:
-        yield finding_of(
-            err, default=ZARR_METADATA, expected=_chunks_text(array), found=_size_text(subject, err)
-        )
-    # Chunks of a sharded array have chunks inside.
+        size = None if err.file is None else subject.files.get(err.file)
+        size_text = "no such file" if size is None else f"{size} bytes"
+        yield finding_of(err, default=ZARR_METADATA, expected=expected, found=size_text)
+    # The chunks of a sharded array are shards, with an index of the chunks inside.
     if array.sharding is not None and not problems:
         for err in collect_problems(
             lambda report: fragments_of_chunks(
@@ -215,29 +242,11 @@ def _check_chunks(
             yield finding_of(err, default=ZARR_METADATA)
 
 
-def _chunks_text(array: ZarrArray) -> str:
-    """Describe the chunks that an array should have."""
-    if array.sharding is None and array.coding.is_plain:
-        return f"{array.grid.n_chunks} chunks of {array.coding.n_bytes} bytes"
-    return f"{array.grid.n_chunks} chunks"
-
-
-def _size_text(subject: Subject, err: CheckpointingException) -> str | None:
-    """Describe the size of the file that an error names."""
-    size = None if err.file is None else subject.files.get(err.file)
-    return "no such file" if size is None else f"{size} bytes"
-
-
-def _last(array: ZarrArray) -> tuple[int, ...]:
-    """Return the grid index of the last chunk."""
-    return tuple(max(count - 1, 0) for count in array.grid.counts)
-
-
 def _matching_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
     """Return another naming scheme under which every chunk exists.
 
     Returns:
-        None if some follow the stated one.
+        None if there is none, or if some files follow the scheme of the metadata.
     """
     array, grid = folder.array, folder.array.grid
     names = subject.tree.below(folder.path)
@@ -254,8 +263,9 @@ def _matching_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
 
 
 def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
-    """Report chunks that are not stored (CK148), as errors if the user rejects them; inside shards
-    only from the headers level on.
+    """Report chunks that are not stored (CK148), as errors if the user rejects them.
+
+    Chunks inside shards are only looked up from the headers level on.
     """
     if subject.catalog is None:
         return
@@ -263,16 +273,16 @@ def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
         if subject.missing_chunks == ERROR:
             yield finding_of(missing_chunk(tensor), default=ZARR_METADATA)
             continue
+        chunks_read = "chunk reads" if tensor.n_chunks == 1 else "chunks read"
         yield ZARR_UNSTORED.finding(
-            f"{tensor.n_chunks} {'chunk reads' if tensor.n_chunks == 1 else 'chunks read'} as the fill value "
-            f"({tensor.n_bytes:,} bytes)",
+            f"{tensor.n_chunks} {chunks_read} as the fill value ({tensor.n_bytes:,} bytes)",
             file=tensor.chunk_file,
             key=tensor.key,
         )
 
 
 def check_object_shards(subject: Subject) -> Iterator[Finding]:
-    """Check that a ShardedObject with some shards has all of its grid (CK162)."""
+    """Check that each ShardedObject has all shards of its grid (CK162)."""
     for grid in shard_grids(
         path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")
     ):
@@ -292,7 +302,8 @@ def find_two_versions(subject: Subject) -> Iterator[Finding]:
         folder, _, last = name.rpartition("/")
         if last == ARRAY_FILE and _joined(folder, METADATA_FILE) in subject.files:
             yield ZARR_TWO.finding(
-                f"{ARRAY_FILE} and {METADATA_FILE} describe the same directory; readers may use either",
+                f"{ARRAY_FILE} and {METADATA_FILE} describe the same directory; readers may use"
+                " either",
                 file=name,
                 key=folder or None,
                 expected="one of them",
@@ -301,7 +312,7 @@ def find_two_versions(subject: Subject) -> Iterator[Finding]:
 
 
 def _joined(folder: str, name: str) -> str:
-    """Return the path of a file in a folder; "" is the checkpoint's own folder."""
+    """Join a folder and a name; "" is the folder of the checkpoint."""
     return f"{folder}/{name}" if folder else name
 
 

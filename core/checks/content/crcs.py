@@ -1,17 +1,16 @@
-"""CK701–CK704: bytes that do not match their checksums, or cannot be read or decoded.
+"""CK701–CK704: find bytes that do not match their checksums, or cannot be read or decoded.
 
 Checksums are stored in torch zips, one CRC-32 per record (0 if torch was told to omit them), and
 therefore in ``.distcp`` items, rank files and ``.bin`` shards; in zarr 3 chunks with the codec
 crc32c; in gzip, zlib and bz2 chunks; in indexes of shards and nodes of an OCDBT database (read with
 the metadata). Safetensors, torch files from before 1.6, plain zarr chunks, ``.metadata`` and JSON
 files have none. There, only a manifest (``ckpt manifest``) or ``integrity.json`` can reveal a
-flipped bit; one note states how many bytes of tensors are not covered.
+flipped bit; one note gives the number of bytes of tensors that are not covered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from core.catalog.stored import n_stored_bytes
 from core.checks.check import Check, Code
@@ -21,9 +20,6 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import TruncatedError
 from core.formats.zarr.fill import fill_of
-
-if TYPE_CHECKING:
-    from core.scan.sums import ReadProblem
 
 _AGAIN = "copy the checkpoint again, or use an older one"
 
@@ -43,76 +39,74 @@ CODES = (WRONG_CRC, UNDECODED, UNREAD, UNPROVEN)
 
 def check_crcs(subject: Subject) -> Iterator[Finding]:
     """Report every record whose bytes do not match the CRC stored in its container (CK701)."""
-    for wrong in subject.byte_scan.scanned.mismatches:
-        stated = wrong.stated
+    for mismatch in subject.byte_scan.scanned.mismatches:
+        stated = mismatch.stated
         span = (stated.start, stated.stop)
+        # The checks of containers verify the CRCs of small records.
         is_reported = any(
             finding.severity == Severity.ERROR
-            and finding.file == wrong.file
+            and finding.file == mismatch.file
             and finding.span == span
             for finding in subject.findings
         )
         if is_reported:
             continue
-        keys = subject.tensor_names.at(wrong.file, *span)
+        # Name the tensors whose bytes are in the record.
+        keys = subject.tensor_names.at(mismatch.file, *span)
         place = f"{stated.name}, {stated.stop - stated.start:,} bytes"
-        victims = "the tensor is" if len(keys) == 1 else f"{len(keys)} tensors are"
+        tensors_are = "the tensor is" if len(keys) == 1 else f"{len(keys)} tensors are"
         yield WRONG_CRC.finding(
-            f"{victims} damaged: {place}" if keys else f"damaged: {place}",
-            file=wrong.file,
+            f"{tensors_are} damaged: {place}" if keys else f"damaged: {place}",
+            file=mismatch.file,
             keys=keys,
             span=span,
             expected=f"CRC-32 {stated.crc:08x}",
-            found=f"{wrong.actual_crc:08x}",
+            found=f"{mismatch.actual_crc:08x}",
         )
 
 
 def report_unreadable(subject: Subject) -> Iterator[Finding]:
-    """Report everything that could not be read or decoded, unless its file has an error already."""
-    scanned = subject.byte_scan.scanned
-    reported = {finding.file for finding in subject.findings if finding.severity == Severity.ERROR}
-    for problem in scanned.problems:
-        file = problem.error.file or problem.file
-        if file in reported:
-            continue
-        if problem.array is None:
-            reported.add(file)
-        yield _unread(subject, problem, file)
-
-
-def _unread(subject: Subject, problem: ReadProblem, file: str) -> Finding:
-    """Return the finding for an array or a file that could not be read or decoded.
+    """Report arrays and files that could not be read or decoded, unless the file has an error.
 
     Codes: CK702, CK703.
     """
-    error, array = problem.error, problem.array
-    is_encoded = array is not None and array.extent.encoding is not None
-    code = UNDECODED if is_encoded and not isinstance(error, TruncatedError) else UNREAD
-    # Errors of arrays name the tensors at the array's bytes, others those at the error's.
-    span = error.span
-    if array is not None:
-        span = array.extent.offset, array.extent.offset + max(n_stored_bytes(array), 1)
-    keys = subject.tensor_names.at(file, *span) if span is not None else ()
-    name = error.key if array is None else array.name
-    return code.finding(
-        error.message,
-        file=file,
-        keys=keys or ([] if name is None else [name]),
-        span=error.span,
-        hint=error.hint,
-    )
+    scanned = subject.byte_scan.scanned
+    reported = {finding.file for finding in subject.findings if finding.severity == Severity.ERROR}
+    for problem in scanned.problems:
+        error, array = problem.error, problem.array
+        file = error.file or problem.file
+        if file in reported:
+            continue
+        # An array is one of several problems of a file; the file itself is reported once.
+        if array is None:
+            reported.add(file)
+            code, span, name = UNREAD, error.span, error.key
+        else:
+            is_decoding_error = array.extent.encoding is not None and not isinstance(
+                error, TruncatedError
+            )
+            code = UNDECODED if is_decoding_error else UNREAD
+            span = array.extent.offset, array.extent.offset + max(n_stored_bytes(array), 1)
+            name = array.name
+        # Name the tensors at these bytes; where none are known, the array or the error has a name.
+        keys = subject.tensor_names.at(file, *span) if span is not None else ()
+        yield code.finding(
+            error.message,
+            file=file,
+            keys=keys or ([] if name is None else [name]),
+            span=error.span,
+            hint=error.hint,
+        )
 
 
 def report_uncovered(subject: Subject) -> Iterator[Finding]:
-    """Report how many bytes of tensors no checksum covers (CK704).
-
-    Only if nothing else is wrong.
-    """
+    """Report the number of bytes of tensors without a checksum (CK704), if there is no error."""
     scanned, catalog = subject.byte_scan.scanned, subject.catalog
     if catalog is None or any(finding.severity == Severity.ERROR for finding in subject.findings):
         return
-    pieces = (piece.array for key in catalog.tensors for piece in catalog.fragments(key))
-    stored = {array.extent.file for array in pieces if array is not None and fill_of(array) is None}
+    # Take the files with stored tensors, without those whose container or a record has checksums.
+    arrays = (fragment.array for key in catalog.tensors for fragment in catalog.fragments(key))
+    stored = {array.extent.file for array in arrays if array is not None and fill_of(array) is None}
     files = stored - scanned.covered - _recorded_files(subject)
     uncovered = {file: scanned.files[file].n_bytes for file in files if file in scanned.files}
     if any(uncovered.values()):
@@ -124,15 +118,12 @@ def report_uncovered(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _recorded_files(subject: Subject) -> set[str]:
-    """Return the files whose checksums a manifest or Megatron's ``integrity.json`` holds."""
-    record = subject.recorded
-    listed = (
-        set()
-        if record is None or record.manifest is None
-        else {file.path for file in record.manifest.files if file.crc}
-    )
-    return listed | sha256_names(subject)
+def _recorded_files(subject: Subject) -> frozenset[str]:
+    """Return the files with checksums in a manifest or in Megatron's ``integrity.json``."""
+    files = sha256_names(subject)
+    if subject.recorded is not None and subject.recorded.manifest is not None:
+        files |= {file.path for file in subject.recorded.manifest.files if file.crc}
+    return files
 
 
 CHECKS = (

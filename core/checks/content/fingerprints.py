@@ -1,8 +1,7 @@
-"""CK820–CK824: the tensors match those of a manifest or another checkpoint (``--against``).
+"""CK820–CK824: compare the tensors with a manifest or another checkpoint (``--against``).
 
-They are compared by fingerprint (``core.fingerprint.definition``), which covers every byte of the
-examined checkpoint. The other checkpoint's data are read only if it has no manifest with
-fingerprints.
+Tensors are compared by fingerprint (``core.fingerprint.definition``), which covers all their bytes.
+The data of the other checkpoint is read only if it has no manifest with fingerprints.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
 
 
 def watch(subject: Subject) -> Watch:
-    """Request the elements of all tensors if there is something to compare with."""
+    """Request the elements of all tensors if ``--against`` is given."""
     form = subject.canonical
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
@@ -51,19 +50,20 @@ def watch(subject: Subject) -> Watch:
 
 
 def read_together(subject: Subject) -> tuple[Figures, ...]:
-    """Compute the fingerprints that the scan does not, on all ranks of a team.
+    """Compute the fingerprints that the scan did not compute, on all ranks of a team.
 
-    The check uses them later.
+    They are stored in ``subject.shared`` for the check.
 
     Returns:
         The work of each rank, on the lead.
 
     Raises:
-        WorkerError: a rank failed.
+        WorkerError: a rank failed, or the ranks see different data.
     """
     team = subject.team
     if subject.against is None:
         return ()
+    # Agree on the canonical form. If no rank can build it, the check reports the reason.
     try:
         form = require_agreement(
             team,
@@ -75,7 +75,7 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     except WorkerError:
         raise
     except CheckpointingException:
-        return ()  # all ranks fail the same way, and the check reports it
+        return ()
     if form is None:
         return ()
     # Only the lead runs the check; the others can free the memory of the scan.
@@ -100,7 +100,7 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
 
 
 def compare_with_reference(subject: Subject) -> Iterator[Finding]:
-    """Check that every tensor has the expected dtype, shape and fingerprint."""
+    """Check that every tensor has the expected dtype, shape and fingerprint (CK820–CK824)."""
     if subject.against is None:
         return
     try:
@@ -110,40 +110,50 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         yield UNREAD.finding(f"nothing can be compared: {err.message}", file=err.file, key=err.key)
     if form is None:
         return
-    expected = subject.against.fingerprints
-    # Without a common name, every tensor would be missing or surplus; the likely reason is one finding.
+    expected, label = subject.against.fingerprints, subject.against.label
+    # Without a common name, every tensor would be missing or surplus. Report the likely reason
+    # instead, as one finding.
     common = [key for key in form.catalog.tensors if key in expected]
     if expected and not common:
         yield MISSING.finding(
-            f"no tensor names in common with {subject.against.label}",
+            f"no tensor names in common with {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="names of Megatron and Hugging Face differ: convert one of the checkpoints, or use ckpt diff",
+            hint="names of Megatron and Hugging Face differ: convert one of the checkpoints, or use"
+            " ckpt diff",
         )
         return
-    # Names first, then the fingerprints of the tensors that both have.
+    # Compare the names, then the fingerprints of the common tensors.
     yield from _compare_names(subject, form)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)
     yield from problems
     for key in common:
-        if key in fingerprints:
-            yield from _compare_fingerprints(
-                key, expected[key], fingerprints[key], subject.against.label
+        if key not in fingerprints:
+            continue  # one of the problems
+        wanted, actual = expected[key], fingerprints[key]
+        if (wanted.dtype, wanted.shape) != (actual.dtype, actual.shape):
+            yield OTHER_KIND.finding(
+                f"dtype or shape differs from {label}",
+                key=key,
+                expected=_type_text(wanted),
+                found=_type_text(actual),
+            )
+        elif wanted.text != actual.text:
+            yield DIFFERENT.finding(
+                f"the fingerprint differs from {label}",
+                key=key,
+                expected=f"{wanted.text[:16]}…",
+                found=f"{actual.text[:16]}…",
             )
 
 
 def _canonical_form(subject: Subject) -> Canonical | None:
-    """Return the canonical form of all files.
-
-    At the lowest level the subject's covers only a sample.
-    """
-    if (
-        subject.level == Level.METADATA
-        and subject.format is not None
-        and subject.format.sample is not None
-    ):
-        return canonical_of(subject.format.read(subject.store), subject.store, rules=subject.rules)
+    """Return the canonical form of all files; None if the checkpoint cannot be read."""
+    format = subject.format
+    # At the lowest level, the subject's own canonical form covers only a sample of the files.
+    if subject.level == Level.METADATA and format is not None and format.sample is not None:
+        return canonical_of(format.read(subject.store), subject.store, rules=subject.rules)
     return subject.canonical
 
 
@@ -173,7 +183,7 @@ def _compare_names(subject: Subject, form: Canonical) -> Iterator[Finding]:
 def _collect_fingerprints(
     subject: Subject, form: Canonical, keys: list[str]
 ) -> tuple[dict[str, Fingerprint], list[Finding]]:
-    """Return the fingerprints of tensors, and findings about those that have none."""
+    """Return the fingerprints of tensors, and findings about those that cannot be read."""
     fingerprints = _scanned_fingerprints(subject)
     _release_observers(subject)
     missing = [key for key in keys if key not in fingerprints]
@@ -181,7 +191,8 @@ def _collect_fingerprints(
         return fingerprints | _read_missing(subject, form, missing), []
     except CheckpointingException:
         problems = []
-    for key in missing:  # one by one, so that a damaged tensor does not hide the others
+    # Read the tensors one by one, so that a damaged one does not hide the others.
+    for key in missing:
         try:
             fingerprints |= _read_missing(subject, form, [key])
         except CheckpointingException as err:
@@ -214,7 +225,7 @@ def _observers(subject: Subject) -> list[ArrayFeeds]:
 
 
 def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
-    """Return fingerprints of tensors; those that the team did not compute are read now."""
+    """Return fingerprints of tensors, computing those that the team has not computed."""
     threads = subject.threads or _DEFAULT_THREADS
     fingerprints = {key: subject.shared[key] for key in keys if key in subject.shared}
     missing = [key for key in keys if key not in fingerprints]
@@ -230,28 +241,8 @@ def _read_missing(subject: Subject, form: Canonical, keys: list[str]) -> dict[st
     return fingerprints
 
 
-def _compare_fingerprints(
-    key: str, expected: Fingerprint, actual: Fingerprint, label: str
-) -> Iterator[Finding]:
-    """Report a tensor whose dtype, shape or fingerprint differs."""
-    if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
-        yield OTHER_KIND.finding(
-            f"dtype or shape differs from {label}",
-            key=key,
-            expected=_type_text(expected),
-            found=_type_text(actual),
-        )
-    elif expected.text != actual.text:
-        yield DIFFERENT.finding(
-            f"the fingerprint differs from {label}",
-            key=key,
-            expected=f"{expected.text[:16]}…",
-            found=f"{actual.text[:16]}…",
-        )
-
-
 def _type_text(fingerprint: Fingerprint) -> str:
-    """Return dtype and shape of a tensor as text."""
+    """Format the dtype and shape of a tensor."""
     return f"{fingerprint.dtype} of shape {list(fingerprint.shape)}"
 
 

@@ -1,4 +1,4 @@
-"""CK810–CK813: Megatron's ``integrity.json``, which ``--verify-integrity`` makes it write last::
+"""CK810–CK813: check Megatron's ``integrity.json``, written last with ``--verify-integrity``::
 
     {"algorithm": "sha256", "files": {"__0_0.distcp": "9f86d081…", "metadata.json": "…"}}
 
@@ -40,20 +40,21 @@ CODES = (BROKEN, MISSING, CONTENT, UNLISTED)
 
 
 class _Hashes:
-    """Computes the SHA-256 of files during the scan; a ``core.scan.observer.FileObserver``."""
+    """The SHA-256 of files, computed during the scan (a ``core.scan.observer.FileObserver``)."""
 
-    def __init__(self, check_listed_files: frozenset[str]) -> None:
-        self._names = check_listed_files
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._open: dict[str, hashlib._Hash] = {}
         self._lock = Lock()
         self.sums: dict[str, str] = {}
 
     def reads(self, file: str, n_bytes: int) -> bool:
-        """Return whether the file is one of those to hash."""
+        """Return whether the file is to be hashed."""
         return file in self._names
 
     def feed_file(self, file: str, offset: int, data: memoryview) -> None:
         """Add the next bytes of a file to its hash."""
+        # Threads read different files, so only the table needs the lock.
         with self._lock:
             state = self._open.setdefault(file, hashlib.sha256())
         state.update(data)
@@ -61,11 +62,12 @@ class _Hashes:
     def finish_file(self, file: str) -> None:
         """Store the hash of a file, which has been read to its end."""
         with self._lock:
+            # An empty file has no bytes to feed.
             state = self._open.pop(file, None) or hashlib.sha256()
             self.sums[file] = state.hexdigest()
 
     def state(self) -> dict[str, str]:
-        """Return the hashes of this rank, to be merged on the lead."""
+        """Return the hashes computed on this rank, to be merged on the lead rank."""
         return self.sums
 
     def merge(self, state: dict[str, str]) -> None:
@@ -80,20 +82,18 @@ def watch(subject: Subject) -> Watch:
 
 
 def sha256_names(subject: Subject) -> frozenset[str]:
-    """Return the existing files whose SHA-256 is listed."""
+    """Return the names of existing files whose SHA-256 is listed."""
     listed = _read_listed(subject)
-    return (
-        frozenset(name for name in listed if name in subject.files)
-        if isinstance(listed, Mapping)
-        else frozenset()
-    )
+    if not isinstance(listed, Mapping):
+        return frozenset()
+    return frozenset(name for name in listed if name in subject.files)
 
 
 def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | None:
-    """Return file name → SHA-256, or the error if that cannot be read.
+    """Read ``integrity.json``.
 
     Returns:
-        None without ``integrity.json``.
+        file name → SHA-256; the error if it cannot be read; None without such a file.
     """
     if subject.store.entry is not None or INTEGRITY not in subject.files:
         return None
@@ -105,7 +105,7 @@ def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException
         if not isinstance(files, dict) or not all(
             isinstance(value, str) for value in files.values()
         ):
-            raise CorruptError("no file names with checksums", file=INTEGRITY)
+            raise CorruptError("not a list of file names with checksums", file=INTEGRITY)
     except CheckpointingException as err:
         return err
     return files
@@ -134,7 +134,7 @@ def check_listed_files(subject: Subject) -> Iterator[Finding]:
 
 
 def check_hashes(subject: Subject) -> Iterator[Finding]:
-    """Check that every listed file has the stated SHA-256 (CK812)."""
+    """Compare the SHA-256 of every listed file with the list (CK812)."""
     listed = _read_listed(subject)
     if not isinstance(listed, Mapping):
         return

@@ -1,12 +1,13 @@
-"""CK801–CK806: the checkpoint against its manifest (``core.manifest.file``).
+"""CK801–CK806: compare the checkpoint with its manifest (``core.manifest.file``).
 
-Names and sizes are checked without reading data; CRCs and digests of files and arrays at the
+Names and sizes are checked without reading data, CRCs and digests of files and arrays at the
 deepest level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from core.arrays.checksum import ALGORITHM, BLOCK_BYTES, RunSum, digest_of_blocks
 from core.arrays.dtypes import itemsize
@@ -21,7 +22,10 @@ from core.manifest.fingerprint_feeds import is_dense_in_file
 from core.manifest.lookup import is_manifest
 from core.scan.sums import Sum
 
-_AGAIN = "copy the checkpoint again, or write a new manifest if it was changed on purpose: ckpt manifest --force"
+_AGAIN = (
+    "copy the checkpoint again, or write a new manifest if it was changed on purpose:"
+    " ckpt manifest --force"
+)
 
 BROKEN = Code(
     "CK801", Severity.ERROR, "the manifest cannot be read", "write a new one: ckpt manifest --force"
@@ -54,10 +58,7 @@ def _manifest(subject: Subject) -> Manifest | None:
 
 
 def check_files(subject: Subject) -> Iterator[Finding]:
-    """Check that every listed file exists and has the stated size, and that no others exist.
-
-    Codes: CK801–CK804.
-    """
+    """Compare the names and sizes of the files with the manifest (CK801–CK804)."""
     record = subject.recorded
     if record is None:
         return
@@ -67,15 +68,15 @@ def check_files(subject: Subject) -> Iterator[Finding]:
     assert record.manifest is not None
     for file in record.manifest.files:
         if not subject.is_covered_by_finding(file.path):
-            yield from _check_file(subject, file, record.name)
+            yield from _check_listed_file(subject, file, record.name)
     listed = {file.path for file in record.manifest.files}
     for name in subject.files:
         if name not in listed and not is_manifest(name) and not subject.is_covered_by_finding(name):
             yield EXTRA.finding(f"{record.name} does not list the file", file=name)
 
 
-def _check_file(subject: Subject, file: FileSum, manifest_name: str) -> Iterator[Finding]:
-    """Check that one listed file exists and has the stated size."""
+def _check_listed_file(subject: Subject, file: FileSum, manifest_name: str) -> Iterator[Finding]:
+    """Check that one listed file exists and has the recorded size."""
     size = subject.files.get(file.path)
     if size is None:
         is_other = file.path in subject.tree.irregular
@@ -99,8 +100,9 @@ def check_contents(subject: Subject) -> Iterator[Finding]:
     manifest = _manifest(subject)
     if manifest is None:
         return
+    # Digests of another algorithm cannot be compared, but CRCs can.
     digests = manifest.digest == ALGORITHM
-    sums = _scanned_arrays(subject)
+    sums = _collect_array_sums(subject)
     arrays: dict[str, list[ManifestArray]] = {}
     for array in manifest.arrays:
         arrays.setdefault(array.file, []).append(array)
@@ -108,11 +110,15 @@ def check_contents(subject: Subject) -> Iterator[Finding]:
         actual = subject.byte_scan.scanned.files.get(file.path)
         if actual is None or actual.n_bytes != file.n_bytes:
             continue  # reported by ``check_files``
-        # A damaged array is reported in place of its file.
-        wrong = list(_wrong_arrays(subject, arrays.get(file.path, ()), sums, digests=digests))
-        yield from wrong
+        # A damaged array is reported instead of its file.
+        wrong_arrays = [
+            finding
+            for array in arrays.get(file.path, ())
+            for finding in _compare_array(subject, array, sums, digests=digests)
+        ]
+        yield from wrong_arrays
         difference = _first_difference(file.crc, file.digest if digests else None, actual)
-        if difference is not None and not wrong:
+        if difference is not None and not wrong_arrays:
             yield CONTENT.finding(
                 "the file was changed or damaged",
                 file=file.path,
@@ -134,8 +140,8 @@ SumsByRange = dict[tuple[str, int, int], Sum]
 """(file, byte offset, size in bytes) → checksums of the array there."""
 
 
-def _scanned_arrays(subject: Subject) -> SumsByRange:
-    """Return the checksums of the arrays that lie contiguously in their files."""
+def _collect_array_sums(subject: Subject) -> SumsByRange:
+    """Return the checksums, computed by the scan, of arrays that are contiguous in their files."""
     sums: SumsByRange = {}
     catalog = subject.catalog
     if catalog is None:
@@ -145,6 +151,7 @@ def _scanned_arrays(subject: Subject) -> SumsByRange:
         actual = None if array is None else subject.byte_scan.scanned.arrays.get(array.name)
         if array is None or actual is None:
             continue
+        # The position of an array inside an item or a zip is only known after binding it.
         try:
             extent = catalog.bind(subject.store, array).extent
         except CheckpointingException:
@@ -154,56 +161,49 @@ def _scanned_arrays(subject: Subject) -> SumsByRange:
     return sums
 
 
-def _wrong_arrays(
-    subject: Subject,
-    arrays: list[ManifestArray] | tuple[ManifestArray, ...],
-    sums: SumsByRange,
-    *,
-    digests: bool,
+def _compare_array(
+    subject: Subject, array: ManifestArray, sums: SumsByRange, *, digests: bool
 ) -> Iterator[Finding]:
-    """Report the arrays of one file whose checksums differ from the manifest (CK806)."""
-    for array in arrays:
-        try:
-            n_bytes = itemsize(array.dtype)
-        except CheckpointingException as err:
-            yield BROKEN.finding(err.message, file=array.file, key=array.key)
-            continue
-        for extent in array.shape:
-            n_bytes *= extent
-        actual = sums.get((array.file, array.offset, n_bytes)) or _sum_of_range(
-            subject, array, n_bytes
+    """Compare the checksums of one array with the manifest (CK806)."""
+    try:
+        n_bytes = itemsize(array.dtype) * prod(array.shape)
+    except CheckpointingException as err:
+        yield BROKEN.finding(err.message, file=array.file, key=array.key)
+        return
+    # The metadata may have changed since the manifest was written, so that the bytes of an array
+    # are no longer one; they are read separately then.
+    actual = sums.get((array.file, array.offset, n_bytes))
+    actual = actual or _read_range_sums(subject, array, n_bytes)
+    if actual is None:
+        return
+    difference = _first_difference(array.crc, array.digest if digests else None, actual)
+    if difference is not None:
+        yield ARRAY.finding(
+            "the array was changed or damaged",
+            file=array.file,
+            key=array.key,
+            span=(array.offset, array.offset + n_bytes),
+            expected=difference[0],
+            found=difference[1],
         )
-        difference = (
-            None
-            if actual is None
-            else _first_difference(array.crc, array.digest if digests else None, actual)
-        )
-        if difference is not None:
-            yield ARRAY.finding(
-                "the array was changed or damaged",
-                file=array.file,
-                key=array.key,
-                span=(array.offset, array.offset + n_bytes),
-                expected=difference[0],
-                found=difference[1],
-            )
 
 
-def _sum_of_range(subject: Subject, array: ManifestArray, n_bytes: int) -> Sum | None:
-    """Return the checksums of bytes that are not an array of the checkpoint.
+def _read_range_sums(subject: Subject, array: ManifestArray, n_bytes: int) -> Sum | None:
+    """Compute the checksums of bytes that are not an array of the checkpoint.
 
     Returns:
-        None if they cannot be read.
+        None if the bytes cannot be read.
     """
+    # A manifest from elsewhere may list any offset and shape.
     if array.offset < 0 or n_bytes < 0 or array.offset + n_bytes > subject.files.get(array.file, 0):
         return None
     run = RunSum(0, n_bytes, crc=True, digest=True)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
     try:
         for start in range(0, n_bytes, BLOCK_BYTES):
-            piece = buffer[: min(BLOCK_BYTES, n_bytes - start)]
-            subject.store.read_into(array.file, array.offset + start, piece)
-            run.feed(piece)
+            block = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+            subject.store.read_into(array.file, array.offset + start, block)
+            run.feed(block)
     except CheckpointingException:
         return None
     return Sum(n_bytes, run.crc, digest_of_blocks(run.blocks).hex())

@@ -2,7 +2,7 @@
 
 NumPy's object arrays, joblib files and compressed pickles are inspected as far as Python's standard
 library allows (``core.formats.torch.other_pickles``), whatever their names;
-``core.checks.metadata.unsafe`` judges what they call. Files that hold the checkpoint itself are for
+``core.checks.metadata.unsafe`` judges their calls. Files of the checkpoint itself are inspected by
 other checks.
 """
 
@@ -29,11 +29,10 @@ CODES = (NOT_INSPECTED,)
 def report_uninspected(subject: Subject) -> Iterator[Finding]:
     """Report files with a pickle that is too large, or packed in an unsupported way (CK607)."""
     for (file, key), content in subject.other_pickles.items():
-        for reason in content.unread[:1]:
+        if content.unread:
             n_more = len(content.unread) - 1
-            message = f"not inspected: {reason[:200]}" + (
-                f"; nor were {n_more} other parts" if n_more else ""
-            )
+            suffix = f"; nor were {n_more} other parts" if n_more else ""
+            message = f"not inspected: {content.unread[0][:200]}{suffix}"
             yield NOT_INSPECTED.finding(message, file=file, key=key)
 
 

@@ -1,4 +1,4 @@
-"""Find where two replicas of a box differ, and by how much, by reading both again band by band."""
+"""Locate and count the differences of two replicas of a box, by reading both again in bands."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BAND_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two replicas differ.
+    """The difference of two replicas.
 
     Args:
-        n_different: elements of which any bit differs.
+        n_different: number of elements with any different bit.
         index: index of the first such element, in the tensor.
         first, other: bytes of that element in the two replicas, in hexadecimal digits.
     """
@@ -49,10 +49,10 @@ def first_difference(
     """Compare two fragments with the same box; return None if they are equal bit for bit.
 
     Args:
-        device: accelerator that may compare them; None for the CPU.
+        device: accelerator that may compare the bytes; None for the CPU.
 
     Raises:
-        CheckpointingException: one of them cannot be read.
+        CheckpointingException: a fragment cannot be read.
     """
     import numpy as np
 
@@ -61,9 +61,10 @@ def first_difference(
     decoded = DecodedStore(store)
     compare_device = choose_device(device, [COMPARE], threads=1)
     sources = [
-        SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind)
-        for piece in (first, other)
+        SourceTensor(meta.key, meta.dtype, meta.shape, (fragment,), catalog.bind)
+        for fragment in (first, other)
     ]
+    # Read row bands of both, so that memory stays small whatever the size of the box.
     n_different = 0
     index: Shape | None = None
     elements = ("", "")
@@ -72,16 +73,16 @@ def first_difference(
         contents = [source.read(decoded, band) for source in sources]
         if contents[0] == contents[1]:
             continue
-        differs = count_differing(
+        count = count_differing(
             compare_device, memoryview(contents[0]), memoryview(contents[1]), size
         )
-        n_different += differs.n
+        n_different += count.n
+        # Keep the index of the first difference, and the element in both replicas.
         if index is None:
-            # Keep where the first difference is, and both elements.
-            at = differs.first
-            assert at is not None
-            in_band = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
-            index = tuple(a + b for a, b in zip(band.offset, in_band, strict=True))
-            span = slice(at * size, (at + 1) * size)
+            first_in_band = count.first
+            assert first_in_band is not None
+            in_band = np.unravel_index(first_in_band, shape) if shape else ()
+            index = tuple(a + int(b) for a, b in zip(band.offset, in_band, strict=True))
+            span = slice(first_in_band * size, (first_in_band + 1) * size)
             elements = (bytes(contents[0][span]).hex(), bytes(contents[1][span]).hex())
     return None if index is None else Difference(n_different, index, *elements)

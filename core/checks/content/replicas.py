@@ -1,8 +1,8 @@
-"""CK720, CK721: replicas that must be equal: boxes stored by several ranks, and tied tensors.
+"""CK720, CK721: compare replicas, which must be equal: boxes stored by several ranks, tied tensors.
 
-If ranks that hold the same box hold different bytes, one of them diverged or was damaged. Arrays
-are compared by their digests, which the scan computes; the boxes themselves are read and compared
-only if the digests differ, or if a replica is part of an array.
+If the bytes of a box differ between ranks, one of the ranks diverged or its file was damaged.
+Arrays are compared by their digests, which the scan computes; the boxes themselves are read and
+compared only if the digests differ, or if a replica is part of an array.
 
 Source: docs/facts/reshard.md 3; the layout rules determine the ranks that hold a tensor
 (``core.megatron.reshard.from_ranks``).
@@ -26,13 +26,13 @@ from core.errors import CheckpointingException
 if TYPE_CHECKING:
     from core.arrays.box import Box
     from core.catalog.catalog import Catalog, Fragment
-    from core.scan.sums import Sum
 
 DIFFERENT = Code(
     "CK720",
     Severity.ERROR,
     "replicas differ",
-    "use an older checkpoint; or convert with --on-replica-mismatch first, which takes the first copy",
+    "use an older checkpoint; or convert with --on-replica-mismatch first, which takes the first"
+    " copy",
     Level.DEEP,
 )
 UNCOMPARED = Code(
@@ -55,29 +55,23 @@ class _Replicas:
     fragments: Sequence[Fragment]
 
     @property
-    def are_alike(self) -> bool:
-        """All fragments lie at the same place of equally shaped arrays, so equal arrays mean equal
-        replicas.
-        """
-        return (
-            len(
-                {
-                    (piece.at, piece.array.shape)
-                    for piece in self.fragments
-                    if piece.array is not None
-                }
-            )
-            == 1
-        )
+    def are_comparable_by_array(self) -> bool:
+        """The fragments have equal positions in arrays of one shape: compare the arrays."""
+        positions = {
+            (fragment.at, fragment.array.shape)
+            for fragment in self.fragments
+            if fragment.array is not None
+        }
+        return len(positions) == 1
 
 
 def watch(subject: Subject) -> Watch:
     """Request the digests of arrays that have replicas."""
     names = (
-        piece.array.name
+        fragment.array.name
         for replicas in _all_replicas(subject)
-        for piece in replicas.fragments
-        if piece.array
+        for fragment in replicas.fragments
+        if fragment.array
     )
     return Watch(digests_of=frozenset(names))
 
@@ -89,13 +83,14 @@ def _all_replicas(subject: Subject) -> Iterator[_Replicas]:
         return
     catalog = canonical.catalog
     for key in catalog.tensors:
+        # Two fragments in the same array are the same bytes, so each array counts once.
         groups: dict[Box, dict[str, Fragment]] = {}
-        for piece in catalog.fragments(key):
-            if piece.array is not None and not piece.box.is_empty:
-                groups.setdefault(piece.box, {})[piece.array.name] = piece
-        for box, pieces in groups.items():
-            if len(pieces) > 1:
-                yield _Replicas(key, box, tuple(pieces.values()))
+        for fragment in catalog.fragments(key):
+            if fragment.array is not None and not fragment.box.is_empty:
+                groups.setdefault(fragment.box, {})[fragment.array.name] = fragment
+        for box, fragments in groups.items():
+            if len(fragments) > 1:
+                yield _Replicas(key, box, tuple(fragments.values()))
 
 
 def check_replicas(subject: Subject) -> Iterator[Finding]:
@@ -105,66 +100,69 @@ def check_replicas(subject: Subject) -> Iterator[Finding]:
         return
     sums = subject.byte_scan.scanned.arrays
     for replicas in _all_replicas(subject):
-        digests = _digests(replicas, sums) if replicas.are_alike else {}
-        if len(digests) < len(replicas.fragments):
-            digests = {}  # not all are comparable by digest, so all boxes are read
+        # Number of each fragment → digest of its array, where the scan could read it.
+        digests: dict[int, str] = {}
+        for number, fragment in enumerate(replicas.fragments):
+            array_sum = None if fragment.array is None else sums.get(fragment.array.name)
+            if array_sum is not None and array_sum.digest is not None:
+                digests[number] = array_sum.digest
+        # Unless all replicas can be compared by digest, all boxes are read.
+        if len(digests) < len(replicas.fragments) or not replicas.are_comparable_by_array:
+            digests = {}
         elif len(set(digests.values())) == 1:
             continue
         yield from _compare_replicas(subject, canonical.catalog, replicas, digests)
 
 
-CHECKS = (Check(check_replicas, Level.DEEP),)
-
-
-def _digests(replicas: _Replicas, sums: Mapping[str, Sum]) -> dict[int, str]:
-    """Return number of a fragment → digest of its array, where it could be read."""
-    digests: dict[int, str] = {}
-    for number, piece in enumerate(replicas.fragments):
-        total = None if piece.array is None else sums.get(piece.array.name)
-        if total is not None and total.digest is not None:
-            digests[number] = total.digest
-    return digests
-
-
 def _compare_replicas(
     subject: Subject, catalog: Catalog, replicas: _Replicas, digests: Mapping[int, str]
 ) -> Iterator[Finding]:
-    """Compare the replicas with the first of those that most agree with."""
-    # The most frequent digest wins; without digests the first replica.
-    usual = Counter(digests.values()).most_common(1)
-    first = next((n for n, digest in digests.items() if digest == usual[0][0]), 0) if usual else 0
+    """Compare the replicas with the first one of the majority.
+
+    Args:
+        digests: number of each fragment → digest of its array; {} if they cannot be used.
+    """
+    # The most frequent digest has the majority; without digests, take the first replica.
+    first = 0
+    if digests:
+        usual, _ = Counter(digests.values()).most_common(1)[0]
+        first = next(number for number, digest in digests.items() if digest == usual)
     primary = replicas.fragments[first]
-    for number, piece in enumerate(replicas.fragments):
+    # Read and compare only replicas with another digest than the first one.
+    for number, fragment in enumerate(replicas.fragments):
         if number == first or (digests and digests.get(number) == digests.get(first)):
             continue
+        file, rank = _file(fragment), _rank(fragment)
         try:
             difference = first_difference(
-                subject.store, catalog, primary, piece, device=subject.device
+                subject.store, catalog, primary, fragment, device=subject.device
             )
         except CheckpointingException as err:
-            if not subject.is_covered_by_finding(err.file or _file(piece)):
-                yield UNCOMPARED.finding(
-                    err.message, key=replicas.key, file=err.file or _file(piece), rank=_rank(piece)
-                )
+            file = err.file or file
+            if not subject.is_covered_by_finding(file):
+                yield UNCOMPARED.finding(err.message, key=replicas.key, file=file, rank=rank)
             continue
         if difference is not None:
             yield DIFFERENT.finding(
-                f"{difference.n_different} of {replicas.box.n_elements} elements differ from the replica "
-                f"in {_file(primary)}, the first at index {difference.index}",
-                file=_file(piece),
+                f"{difference.n_different} of {replicas.box.n_elements} elements differ from the"
+                f" replica in {_file(primary)}, the first at index {difference.index}",
+                file=file,
                 key=replicas.key,
-                rank=_rank(piece),
+                rank=rank,
                 expected=f"{difference.first} as in {_rank(primary) or _file(primary)}",
                 found=difference.other,
             )
 
 
-def _file(piece: Fragment) -> str | None:
+def _file(fragment: Fragment) -> str | None:
     """Return the file of a fragment."""
-    return None if piece.array is None else piece.array.extent.file
+    return None if fragment.array is None else fragment.array.extent.file
 
 
-def _rank(piece: Fragment) -> str | None:
-    """Return the rank directory of a fragment."""
-    file = _file(piece)
+def _rank(fragment: Fragment) -> str | None:
+    """Return the rank directory of a fragment; None if its file is at the top level."""
+    file = _file(fragment)
     return None if file is None else file.rpartition("/")[0] or None
+
+
+CHECKS = (Check(check_replicas, Level.DEEP),)

@@ -1,4 +1,4 @@
-"""CK710–CK715: numbers that no trained model holds: NaN, infinities, huge or constant values.
+"""CK710–CK715: find values that a trained model does not have: NaN, infinite, huge or constant.
 
 Usual cases are not reported: norms that are all 1 and biases that are all 0 at the start (only
 tensors with two axes of more than one element are checked for that), second matrices of LoRA
@@ -6,7 +6,7 @@ adapters, which begin as zeros, masks that hold −inf, and the best value so fa
 (Lightning's ModelCheckpoint), which begins as infinity. Moments of an optimizer are zero for
 parameters without a gradient; one note covers all of them.
 
-Counts are those of the global tensor if the layout is known: replicas count once.
+If the layout is known, elements are counted in the global tensor, so replicas count once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ HUGE = Code(
 
 CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
 _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
-"""(code, field of ``Facts``, description)."""
+"""(code, field of ``ValueFacts``, description)."""
 
 _STATE = re.compile(
     r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)"
@@ -95,12 +95,13 @@ def watch(subject: Subject) -> Watch:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor and the facts about its numbers.
+    """A tensor and the facts about its values.
 
     Args:
         meta: name, dtype and shape.
-        is_padding: the tensor of a rank file that no global tensor needs; it may hold only padding.
-        parts: (fragment, facts) of its arrays, each box once.
+        is_padding: a tensor of a rank file that is not part of any global tensor; it may hold only
+            padding, or the flat buffer of several tensors.
+        parts: (fragment, facts) of its arrays; each box once, unless a replica has unusual values.
     """
 
     meta: TensorMeta
@@ -117,15 +118,16 @@ def check_values(subject: Subject) -> Iterator[Finding]:
     zero_states: list[str] = []
     for tensor in _tensors(subject, observer.facts):
         yield from _check_numbers(subject, tensor)
-        value = (
-            None if tensor.is_padding or not _is_matrix(tensor.meta.shape) else _only_value(tensor)
-        )
+        # Only matrices are checked for a single value: norms and biases often have one.
+        if tensor.is_padding or not _is_matrix(tensor.meta.shape):
+            continue
+        value = _only_value(tensor)
         if value is None:
             continue
-        # Zero may have a sign bit.
+        # Negative zero has the sign bit set.
         is_zero = value in (0, 1 << (8 * KINDS[tensor.meta.dtype].n_bytes - 1))
         if not _STATE.search(tensor.meta.key):
-            yield from _constant_weight(tensor, value, is_zero=is_zero)
+            yield from _report_constant_weight(tensor, value, is_zero=is_zero)
         elif is_zero:
             zero_states.append(tensor.meta.key)
     if zero_states:
@@ -134,14 +136,15 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[Finding]:
+def _report_constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[Finding]:
     """Report a weight matrix that holds a single value, unless such weights begin as zeros.
 
     Args:
         value: the bits of every element.
     """
     key, n_elements = tensor.meta.key, tensor.meta.n_elements
-    file = _file(tensor.parts[0][0].array)
+    array = tensor.parts[0][0].array
+    file = None if array is None else array.extent.file
     if not is_zero:
         yield CONSTANT.finding(
             f"all {n_elements} elements have the bits {value:#x}", key=key, file=file
@@ -150,16 +153,14 @@ def _constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[
         yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
 
 
-CHECKS = (Check(check_values, level=Level.DEEP),)
-
-
 def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor]:
-    """Yield every tensor with the facts about its arrays, under its most meaningful name.
+    """Yield every tensor with the facts about its values.
 
-    That is the global name for rank files with a known layout, else the stored name.
+    Tensors of rank files have their global names if the layout is known, otherwise those stored.
     """
     catalog = subject.salvaged.catalog
     assert catalog is not None
+    # First the global tensors, then the arrays of rank files that are in none of them.
     unassigned = dict(facts)
     canonical = subject.canonical
     is_joined = canonical is not None and canonical.has_layout and catalog.is_rank_local
@@ -183,6 +184,7 @@ def _tensors_of(
             if fragment.array is None or fragment.array.name not in facts:
                 continue
             unassigned.pop(fragment.array.name, None)
+            # A replica counts once, but a replica with unusual values must not be lost.
             if fragment.box not in boxes or not facts[fragment.array.name].is_usual:
                 boxes.add(fragment.box)
                 tensor.parts.append((fragment, facts[fragment.array.name]))
@@ -191,44 +193,63 @@ def _tensors_of(
 
 
 def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
-    """Report NaN, infinities and huge values in one tensor."""
-    key = tensor.meta.key
+    """Report NaN, infinities and huge values in one tensor (CK710, CK711, CK715)."""
+    key, n_elements = tensor.meta.key, tensor.meta.n_elements
     for code, name, description in _COUNTS:
-        # Add up the counts of all arrays, each once, and find the first such element.
-        total = 0
-        first: tuple[Shape, Fragment, int] | None = None
-        counted: set[str] = set()
-        for fragment, facts in tensor.parts:
-            count: ElementCount = getattr(facts, name)
-            assert fragment.array is not None
-            if count.first is None or fragment.array.name in counted:
-                continue
-            counted.add(fragment.array.name)
-            total += count.n
-            index = _index(fragment, count.first)
-            if first is None or index < first[0]:
-                first = index, fragment, count.first
+        total, first = _count_elements(tensor, name)
         if first is None:
             continue
+        index, array, number = first
+        file = array.extent.file
         # In a flat buffer of many tensors, name the one that the element belongs to.
-        array = first[1].array
-        owner = _tensor_at(subject, array, first[2]) if tensor.is_padding else None
+        owner = _tensor_at(subject, array, number) if tensor.is_padding else None
         prefix = f"{key}: " if owner not in (None, key) else ""
         yield code.finding(
-            f"{prefix}{total} of {tensor.meta.n_elements} elements are {description}, the first at index {first[0]}",
+            f"{prefix}{total} of {n_elements} elements are {description}, the first at index"
+            f" {index}",
             key=owner or key,
-            file=_file(array),
-            rank=_rank(array),
+            file=file,
+            rank=file.rpartition("/")[0] or None if array.coords else None,
             expected="finite numbers" if code is not HUGE else "numbers of a usual size",
             found=f"{total} {description}",
             severity=_severity(code, tensor),
         )
 
 
-def _tensor_at(subject: Subject, array: StoredArray | None, number: int) -> str | None:
-    """Return the tensor that an element of a flat buffer belongs to; None for other arrays."""
-    if array is None:
-        return None
+def _count_elements(
+    tensor: _Tensor, name: str
+) -> tuple[int, tuple[Shape, StoredArray, int] | None]:
+    """Add up the unusual elements of one kind in all arrays of a tensor.
+
+    Args:
+        name: field of ``ValueFacts`` with the count.
+
+    Returns:
+        Their number, and the first of them: (index in the tensor, array, element of the array).
+    """
+    total = 0
+    first: tuple[Shape, StoredArray, int] | None = None
+    # Several fragments may be parts of one array, whose count is that of the complete array.
+    counted: set[str] = set()
+    for fragment, facts in tensor.parts:
+        count: ElementCount = getattr(facts, name)
+        assert fragment.array is not None
+        if count.first is None or fragment.array.name in counted:
+            continue
+        counted.add(fragment.array.name)
+        total += count.n
+        index = _index_in_tensor(fragment, count.first)
+        if first is None or index < first[0]:
+            first = index, fragment.array, count.first
+    return total, first
+
+
+def _tensor_at(subject: Subject, array: StoredArray, number: int) -> str | None:
+    """Return the name of the tensor that an element of an array belongs to.
+
+    Returns:
+        None if the position of the element in the file is unknown.
+    """
     extent = array.extent
     if extent.strides is not None or extent.encoding is not None or extent.is_late:
         return None
@@ -237,22 +258,29 @@ def _tensor_at(subject: Subject, array: StoredArray | None, number: int) -> str 
 
 
 def _severity(code: Code, tensor: _Tensor) -> Severity:
-    """Return how serious unusual numbers are in a tensor, going by its name."""
+    """Return the severity of unusual values in a tensor, judging by its name."""
+    # The best value so far of a callback begins as infinity.
     if code is INFINITE and _CALLBACK.search(tensor.meta.key) and tensor.meta.shape == ():
         return Severity.NOTE
+    # Masks hold −inf, or huge values in its place, but never NaN.
     if code is NAN or not _MASK.search(tensor.meta.key):
         is_weight = _is_matrix(tensor.meta.shape) and not _STATE.search(tensor.meta.key)
         return Severity.WARNING if code is HUGE and is_weight else code.severity
     return Severity.NOTE
 
 
-def _index(fragment: Fragment, at: int) -> Shape:
-    """Return the index in the tensor of element ``at`` of a fragment's array."""
+def _index_in_tensor(fragment: Fragment, number: int) -> Shape:
+    """Return the index in the tensor of an element of a fragment's array.
+
+    Args:
+        number: flat index of the element in the array, in C order.
+    """
     assert fragment.array is not None
     local: list[int] = []
     for extent in reversed(fragment.array.shape):
-        at, inside = divmod(at, extent)
+        number, inside = divmod(number, extent)
         local.insert(0, inside)
+    # Array and box may differ in rank by leading axes of one element.
     inside_box = [i - start for i, start in zip(local, fragment.at, strict=True)]
     rank = fragment.box.rank
     aligned = ([0] * rank + inside_box)[-rank:] if rank else []
@@ -260,7 +288,7 @@ def _index(fragment: Fragment, at: int) -> Shape:
 
 
 def _only_value(tensor: _Tensor) -> int | None:
-    """Return the bits that all elements have; None if they differ or are not all known."""
+    """Return the bits that all elements share; None if they differ or were not all read."""
     distinct = {facts.value if facts.is_read else None for _, facts in tensor.parts}
     return distinct.pop() if len(distinct) == 1 else None
 
@@ -270,16 +298,4 @@ def _is_matrix(shape: Sequence[int]) -> bool:
     return sum(n > 1 for n in shape) >= 2
 
 
-def _file(array: StoredArray | None) -> str | None:
-    """Return the file of an array."""
-    return None if array is None else array.extent.file
-
-
-def _rank(array: StoredArray | None) -> str | None:
-    """Return the rank directory of an array of a rank file."""
-    file = _file(array)
-    return (
-        file.rpartition("/")[0] or None
-        if file is not None and array is not None and array.coords
-        else None
-    )
+CHECKS = (Check(check_values, level=Level.DEEP),)

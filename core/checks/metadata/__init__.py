@@ -1,4 +1,4 @@
-"""CK2xx to CK6xx: geometry, layout, optimizer, common state, trackers, indexes, safety.
+"""CK2xx–CK6xx: geometry, layout, optimizer, common state, trackers, indexes, safety.
 
 Start at ``geometry`` and ``layout``; ``unsafe`` finds pickles that would run code when loaded.
 Imports: arrays, catalog, changes, checks, checks.containers, errors, files, formats.dcp,

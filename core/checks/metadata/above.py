@@ -1,4 +1,4 @@
-"""All codes of files: those that a trainer saves above DeepSpeed's directory.
+"""Check the files that a trainer saves next to DeepSpeed's directory, with all codes.
 
 ::
 
@@ -33,13 +33,10 @@ CODES = ()
 
 
 def files_above(subject: Subject) -> Iterator[Finding]:
-    """Examine the files directly above the checkpoint at the subject's level.
-
-    Folders are skipped.
-    """
+    """Check the files (not the folders) directly above the checkpoint, at the subject's level."""
     if not subject.passed:
         return
-    # The files of that folder are a subject of their own.
+    # Those files are a checkpoint of their own: the weights that transformers or accelerate save.
     store = LocalStore(subject.passed[-1])
     above = Subject(
         path=store.root,
@@ -57,14 +54,15 @@ def files_above(subject: Subject) -> Iterator[Finding]:
     )
     try:
         for check in checks(above.level, above.format.name if above.format else None):
-            if check not in tracker.CHECKS:  # the subject's own checks follow all trackers
+            # The checks of the subject itself have followed the trackers of all folders above it.
+            if check not in tracker.CHECKS:
                 try:
                     above.findings += check.run(above)
                 except CheckpointingException as err:
                     above.findings.append(finding_of(err, default=MALFORMED))
     finally:
         store.close()
-    # Findings name files relative to the checkpoint.
+    # Name the files relative to the checkpoint, as in all other findings.
     for finding in above.findings:
         file = (
             None

@@ -1,8 +1,8 @@
-"""CK501–CK506: arguments, iteration, version, random states, and ``metadata.json``.
+"""CK501–CK506: check arguments, iteration, version, random states, and ``metadata.json``.
 
 Every rank file repeats this state, so ranks can disagree. torch_dist and zarr store it once, and
 random states as a grid of objects ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, which Megatron loads
-only if it runs with the sizes of the arguments.
+only if it runs at the sizes in the arguments.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``,
 ``load_checkpoint``; tests/golden.
@@ -59,7 +59,7 @@ BACKEND = Code(
 
 CODES = (NO_ARGS, NUMBER, RANKS, VERSION_ODD, RANDOM, BACKEND)
 
-_NEWEST = 3.0
+_NEWEST_VERSION = 3.0
 _MOST_RANKS = 1 << 16
 _MARKS = {"torch_dist": ".metadata", "zarr": ".zarray"}
 """Backend → name of a file that it always writes."""
@@ -67,13 +67,11 @@ _MARKS = {"torch_dist": ".metadata", "zarr": ".zarray"}
 
 def check_arguments(subject: Subject) -> Iterator[Finding]:
     """Report a Megatron model without training arguments (CK501)."""
-    catalog, format = subject.salvaged.catalog, subject.format
-    if catalog is None or format is None or not (format.is_mcore or format.name == "megatron"):
+    catalog = subject.salvaged.catalog
+    if catalog is None or not _holds_megatron_model(subject, catalog):
         return
-    # Rank files keep the model's names behind a prefix that ends with ":model.".
-    names = (key.partition(":model.")[2] or key for key in catalog.tensors)
-    has_model = any(name.startswith(subject.rules.main_stacks) for name in names)
-    if not has_model or any(err.rule == "dcp.common" for err in subject.salvaged.problems):
+    # If the common state is damaged, the arguments may be in it.
+    if any(err.rule == "dcp.common" for err in subject.salvaged.problems):
         return
     ranks = _roots(catalog)
     incomplete = [folder for folder, root in ranks.items() if "args" not in root]
@@ -87,16 +85,27 @@ def check_arguments(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _holds_megatron_model(subject: Subject, catalog: Catalog) -> bool:
+    """Return whether the checkpoint has a format of Megatron's and tensors of a model."""
+    format = subject.format
+    if format is None or not (format.is_mcore or format.name == "megatron"):
+        return False
+    # Tensor names of rank files have a prefix that ends with ":model.".
+    names = (key.partition(":model.")[2] or key for key in catalog.tensors)
+    return any(name.startswith(subject.rules.main_stacks) for name in names)
+
+
 def check_iteration(subject: Subject) -> Iterator[Finding]:
     """Compare the iteration stored in the checkpoint with the name of its directory (CK502)."""
     match, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
     if catalog is None:
         return
-    stated = [iteration_of(root) for root in _roots(catalog).values()]
-    iteration = _most_frequent(list(stated)) if stated else catalog.iteration
+    # Ranks that disagree are reported by ``check_agreement``; here the majority counts.
+    numbers: list[object] = [iteration_of(root) for root in _roots(catalog).values()]
+    iteration = _most_frequent(numbers) if numbers else catalog.iteration
     if match is not None and isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
-            f"the checkpoint holds iteration {iteration}, the directory name says {int(match[1])}",
+            f"the checkpoint holds iteration {iteration}, but is in {subject.path.name}",
             key="iteration",
             expected=f"iteration {int(match[1])} ({subject.path.name})",
             found=f"iteration {iteration}",
@@ -132,6 +141,7 @@ def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
 
 def _most_frequent(values: list[object]) -> object:
     """Return the most frequent of some values, which need not be hashable."""
+    # Group them by comparison (``same``), because containers cannot be counted.
     groups: list[list[object]] = []
     for value in values:
         group = next((group for group in groups if same(group[0], value)), None)
@@ -143,7 +153,7 @@ def _most_frequent(values: list[object]) -> object:
 
 
 def _value_text(value: object) -> str:
-    """Return a value as short text; of containers, only the type."""
+    """Format a value as short text; of containers, only the type."""
     return (
         repr(value)
         if isinstance(value, (int, float, str, type(None)))
@@ -152,7 +162,7 @@ def _value_text(value: object) -> str:
 
 
 def check_version(subject: Subject) -> Iterator[Finding]:
-    """Check that ``checkpoint_version`` is a number that Megatron writes (CK504)."""
+    """Check that ``checkpoint_version`` is one of Megatron's versions (CK504)."""
     catalog = subject.salvaged.catalog
     if catalog is None:
         return
@@ -160,11 +170,11 @@ def check_version(subject: Subject) -> Iterator[Finding]:
     if version is None:
         return
     is_number = isinstance(version, (int, float)) and not isinstance(version, bool)
-    if not is_number or not 0 <= float(str(version)) <= _NEWEST:
+    if not is_number or not 0 <= float(str(version)) <= _NEWEST_VERSION:
         yield VERSION_ODD.finding(
-            "Megatron writes no such checkpoint_version",
+            "Megatron does not write this checkpoint_version",
             key="checkpoint_version",
-            expected=f"a number up to {_NEWEST}",
+            expected=f"a number up to {_NEWEST_VERSION}",
             found=_value_text(version),
             severity=None if is_number else Severity.ERROR,
         )
@@ -176,7 +186,9 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
     if catalog is None:
         return
     ranks = _roots(catalog)
-    if ranks:
+    if not ranks:
+        yield from _check_random_grid(catalog)
+    else:
         incomplete = [folder for folder, root in ranks.items() if RNG not in root]
         for folder in incomplete if len(incomplete) < len(ranks) else ():
             yield RANDOM.finding(
@@ -186,12 +198,10 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
                 expected=RNG,
                 found="no such entry",
             )
-        return
-    yield from _check_random_grid(catalog)
 
 
 def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
-    """Check that the grid of random states is complete, and of the size of the arguments."""
+    """Check that the grid of random states is complete, and has the sizes of the arguments."""
     shards = [
         shard
         for key in catalog.objects
@@ -199,7 +209,7 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     ]
     if not shards:
         return
-    # Take the grid size that most shards state; others belong to another run.
+    # Each shard records the shape of its grid. The majority decides; others belong to another run.
     shape, _ = Counter(shape for _, _, shape in shards).most_common(1)[0]
     present = {offset for _, offset, other in shards if other == shape}
     if len(present) < len(shards):
@@ -210,25 +220,30 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
             expected=f"a grid {shape}",
             found=f"also {other}",
         )
-    yield from _missing_random_states(shape, present)
-    # Megatron asks for a grid of the parallel sizes in the arguments.
+    yield from _find_missing_states(shape, present)
+    # Megatron loads a grid with the parallel sizes of the arguments.
     try:
         run = topology_of(catalog.args)
     except CheckpointingException:
         return
     if len(shape) >= 2 and shape[:2] != (run.pp, run.tp):
         yield RANDOM.finding(
-            "the grid of random states does not match the arguments; Megatron would ask for another one",
+            "the grid of random states does not match the arguments, so Megatron cannot load it",
             key=RNG,
             expected=f"a grid {(run.pp, run.tp)} (PP, TP of the arguments)",
             found=f"a grid {shape}",
         )
 
 
-def _missing_random_states(
+def _find_missing_states(
     shape: tuple[int, ...], present: Set[tuple[int, ...]]
 ) -> Iterator[Finding]:
-    """Report the ranks of a grid without random states; nothing for absurdly large grids."""
+    """Report the cells of a grid without random states; nothing for absurdly large grids.
+
+    Args:
+        shape: shape of the grid, in ranks.
+        present: offsets of the cells that exist.
+    """
     if prod(shape) > _MOST_RANKS:
         return
     for offset in product(*map(range, shape)):
@@ -242,19 +257,26 @@ def _missing_random_states(
 
 
 def check_backend(subject: Subject) -> Iterator[Finding]:
-    """Compare the backend that ``metadata.json`` names with the files in the directory (CK506)."""
+    """Compare the backend in ``metadata.json`` with the files in the directory (CK506)."""
     if CONFIG not in subject.files or subject.store.entry is not None:
         return
     try:
         config = config_of(subject.store)
     except CheckpointingException:
         return  # reported by the checks of trackers (CK516)
+    # The backend must be a known one. Software other than Megatron-core may omit it.
     value = config.get(BACKEND_KEY)
     backend = value if isinstance(value, str) else None
     if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
         yield _unknown_backend(config)
-    if backend not in _MARKS:
-        return
+    if backend in _MARKS:
+        yield from _check_known_backend(subject, config, backend)
+
+
+def _check_known_backend(
+    subject: Subject, config: Mapping[str, object], backend: str
+) -> Iterator[Finding]:
+    """Check that a known backend wrote the files of the directory, at a known version."""
     # Each backend always writes one file by which it can be recognised.
     names = {file.rpartition("/")[2] for file in subject.files}
     present = {name for name, mark in _MARKS.items() if mark in names}
@@ -266,6 +288,7 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
             expected=f"{backend} ({_MARKS[backend]})",
             found=", ".join(f"{name} ({_MARKS[name]})" for name in sorted(present)),
         )
+    # All backends are at the same version.
     version = config.get("sharded_backend_version", VERSION)
     if version != VERSION:
         yield BACKEND.finding(
@@ -286,7 +309,7 @@ def _is_megatron_core(subject: Subject) -> bool:
 
 
 def _unknown_backend(config: Mapping[str, object]) -> Finding:
-    """Return the finding for a missing or unknown backend in ``metadata.json``."""
+    """Build the finding for a missing or unknown backend in ``metadata.json``."""
     has_key = BACKEND_KEY in config
     return BACKEND.finding(
         "metadata.json names an unknown backend" if has_key else "metadata.json names no backend",

@@ -1,11 +1,11 @@
-"""CK20x: the chunks of every tensor tile it, and each chunk is stored in a file.
+"""CK20x: check that the chunks of every tensor tile it, and that each chunk is stored in a file.
 
 Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slices that DeepSpeed's
-ranks state. If ``.metadata`` cannot be read as a whole, its valid part is checked, so that damage
+ranks record. If ``.metadata`` cannot be read completely, its valid part is checked, so that damage
 to one tensor does not hide damage to another.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``,
-which checks less: that chunks lie within their tensor, do not overlap, and add up to its size.
+which checks less: that chunks do not exceed their tensor, do not overlap, and add up to its size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from core.errors import CheckpointingException, UnsafeError
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
 GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
 OVERLAP = Code("CK202", Severity.ERROR, "chunks of a tensor overlap", _AGAIN)
-BOUNDS = Code("CK203", Severity.ERROR, "a chunk lies outside its tensor", _AGAIN)
+BOUNDS = Code("CK203", Severity.ERROR, "a chunk exceeds its tensor", _AGAIN)
 TWICE = Code(
     "CK204",
     Severity.WARNING,
@@ -48,12 +48,11 @@ _LISTS_CHUNKS = ("dcp", "torch_dist")
 
 
 def report_invalid_entries(subject: Subject) -> Iterator[Finding]:
-    """Report the entries that had to be left out of the metadata."""
+    """Report the entries that had to be dropped from the metadata (CK203, CK205, CK206)."""
     for err in subject.salvaged.problems:
         code = _BY_RULE.get(err.rule or "")
-        if code is not None and not isinstance(
-            err, UnsafeError
-        ):  # names that lead outside are reported by file
+        # File names that lead outside are reported by file (CK110).
+        if code is not None and not isinstance(err, UnsafeError):
             yield code.finding(err.message, file=err.file, key=err.key, span=err.span)
 
 
@@ -62,17 +61,19 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
     catalog = subject.salvaged.catalog
     if catalog is None or subject.format is None or catalog.is_rank_local:
         return  # each tensor of a rank file is a single array
+    # The omitted chunks of a tensor that has been reported would look like gaps.
     reported = {err.key for err in subject.salvaged.problems}
     lists_chunks = subject.format.name in _LISTS_CHUNKS
     for key, meta in catalog.tensors.items():
         if key in reported:
-            continue  # already reported: chunks that were left out would look like gaps
+            continue
         try:
             fragments = catalog.fragments(key)
         except CheckpointingException as err:  # the index of a zarr shard
             if not subject.is_covered_by_finding(err.file):
                 yield finding_of(err, default=ENTRY, key=key)
             continue
+        # The usual case, one chunk of the full shape, needs no geometry.
         if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
             continue
         yield from _check_chunks(meta, fragments, lists_chunks=lists_chunks)
@@ -81,33 +82,25 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
 def _check_chunks(
     meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool
 ) -> Iterator[Finding]:
-    """Check the chunks of one tensor."""
+    """Check the chunks of one tensor.
+
+    Args:
+        lists_chunks: the metadata lists each chunk once, so that equal boxes are an error.
+    """
     region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
-    # Chunks outside the tensor are reported and then ignored.
+    # Report chunks outside the tensor, and ignore them from here on.
     outside = [box for box in counts if box.rank != region.rank or not region.contains(box)]
     for box in outside:
         yield BOUNDS.finding(
-            f"a chunk of shape {box.shape} at {box.offset} lies outside the tensor",
+            f"a chunk of shape {box.shape} at {box.offset} exceeds the tensor",
             file=_file_of(fragments, box),
             key=meta.key,
             expected=f"within {meta.shape}",
             found=f"{box.offset} to {box.end}",
         )
         counts.pop(box)
-    if lists_chunks:
-        yield from _repeated_chunks(meta, fragments, counts)
-    # Finding the place of a gap or an overlap costs more than proving that there is none.
-    boxes = list(counts)
-    if not is_tiled(region, boxes):
-        yield from _gap_and_overlap(meta, fragments, boxes)
-
-
-def _repeated_chunks(
-    meta: TensorMeta, fragments: Sequence[Fragment], counts: Counter[Box]
-) -> Iterator[Finding]:
-    """Report chunks that are listed more than once."""
-    for box, n in counts.items():
+    for box, n in counts.items() if lists_chunks else ():
         if n > 1:
             yield TWICE.finding(
                 f"the chunk of shape {box.shape} at {box.offset} is listed {n} times",
@@ -116,9 +109,13 @@ def _repeated_chunks(
                 expected="once",
                 found=f"{n} times",
             )
+    # Proving that there is no gap or overlap is cheaper than locating one, so it comes first.
+    boxes = list(counts)
+    if not is_tiled(region, boxes):
+        yield from _locate_gap_and_overlap(meta, fragments, boxes)
 
 
-def _gap_and_overlap(
+def _locate_gap_and_overlap(
     meta: TensorMeta, fragments: Sequence[Fragment], boxes: Sequence[Box]
 ) -> Iterator[Finding]:
     """Report the first overlap and the first gap of chunks that do not tile their tensor."""
@@ -129,7 +126,8 @@ def _gap_and_overlap(
         common = first.intersect(second)
         assert common is not None
         yield OVERLAP.finding(
-            f"the chunks at {first.offset} and {second.offset} have {common.n_elements} elements in common",
+            f"the chunks at {first.offset} and {second.offset} have {common.n_elements} elements in"
+            " common",
             file=_file_of(fragments, second),
             key=meta.key,
             expected="each element in one chunk",
@@ -137,6 +135,7 @@ def _gap_and_overlap(
         )
     hole = first_hole(region, boxes)
     if hole is not None:
+        # If chunks overlap, the size of the gap does not follow from their sum.
         n_covered = sum(box.n_elements for box in boxes)
         missing = (
             f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
@@ -150,7 +149,7 @@ def _gap_and_overlap(
 
 
 def _file_of(fragments: Sequence[Fragment], box: Box) -> str | None:
-    """Return the file that holds a chunk."""
+    """Return the file that holds a chunk; None if no file does."""
     for fragment in fragments:
         if fragment.box == box and fragment.array is not None:
             return fragment.array.extent.file

@@ -1,11 +1,11 @@
-"""CK530–CK540: the tensors of a Hugging Face directory against its ``config.json``.
+"""CK530–CK540: compare the tensors of a Hugging Face directory with its ``config.json``.
 
 Conversions make the same comparison (``core.hf.proof.comparison``). A directory is checked if its
-weights lie in files that transformers loads; a single file only if it holds all tensors of a model
-and lies next to its ``config.json``. Adapters, and weights that other software wrote under names of
-its own (MLX), are not checked.
+weights are stored in files that transformers loads; a single file only if it holds all tensors of a
+model and is next to its ``config.json``. Adapters, and weights that other software wrote under
+names of its own (MLX), are not checked.
 
-Source: transformers 5.23 ``modeling_utils.py`` (which files are loaded, by which names).
+Source: transformers 5.23 ``modeling_utils.py`` (names of the files that are loaded).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, config_of
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.expected import HEAD, describe_model, is_tied, unchecked_text
-from core.hf.proof.problem import Kind, Problem
+from core.hf.proof.problem import Kind
 from core.hf.proof.proof import fitting_prefix
 
 _OTHER_CONFIG = "find the config.json of these weights, or an older copy of both"
@@ -69,7 +69,8 @@ UNTIED = Code(
     "CK539",
     Severity.WARNING,
     "the output layer differs from the embedding it is tied to",
-    "set tie_word_embeddings to false if the model was trained untied: transformers 4 drops this tensor, 5 keeps it",
+    "set tie_word_embeddings to false if the model was trained untied: transformers 4 drops this"
+    " tensor, 5 keeps it",
     Level.DEEP,
 )
 SISTERS = Code(
@@ -115,18 +116,25 @@ _FORMATS = ("safetensors", "torch_bin")
 
 def check_model(subject: Subject) -> Iterator[Finding]:
     """Compare the tensors with ``config.json`` (CK530–CK538, CK540)."""
-    config = _configuration(subject)
-    if subject.catalog is None or config is None:
+    config, catalog = _read_comparable_config(subject), subject.catalog
+    if catalog is None or config is None:
         return
-    catalog = subject.catalog
     problems = find_differences(catalog.tensors, config, files=subject.store.files())
+    # If all names would fit without a common prefix, the conversion forgot to remove it.
     prefix = fitting_prefix(catalog.tensors, config, problems)
     hint = None if prefix is None else f"convert it again with --strip-prefix {prefix}"
     # Name at most 100 problems of a kind, and count the rest.
     for kind, group in groupby(sorted(problems, key=attrgetter("kind")), key=attrgetter("kind")):
         same_kind = list(group)
         for problem in same_kind[:_MOST_NAMED]:
-            yield _finding(problem, hint=hint)
+            yield _CODE_OF[kind].finding(
+                problem.message,
+                file=CONFIG,
+                key=problem.key,
+                expected=problem.expected,
+                found=problem.found,
+                hint=hint,
+            )
         if len(same_kind) > _MOST_NAMED:
             yield _CODE_OF[kind].finding(
                 f"and {len(same_kind) - _MOST_NAMED:,} more of this kind", file=CONFIG, hint=hint
@@ -134,11 +142,11 @@ def check_model(subject: Subject) -> Iterator[Finding]:
 
 
 def unchecked(subject: Subject) -> tuple[str, ...]:
-    """Return what is not compared with a configuration because the model family is unknown."""
+    """Return a note if the tensors are not compared because the model family is unknown."""
     try:
-        config = _configuration(subject)
+        config = _read_comparable_config(subject)
     except CheckpointingException:
-        return ()  # reported by the check
+        return ()  # reported by ``check_model``
     text = None if config is None else unchecked_text(config)
     return () if text is None else (text,)
 
@@ -151,6 +159,7 @@ def watch(subject: Subject) -> Watch:
 def check_tied_tensors(subject: Subject) -> Iterator[Finding]:
     """Check that tied tensors hold the same values if both are stored (CK539)."""
     arrays = _tied_arrays(subject)
+    # An array that could not be read has no digest; other checks report it.
     sums = subject.byte_scan.scanned.arrays
     digests = {sums[array.name].digest for array in arrays if array.name in sums}
     if len(digests) > 1 and None not in digests:
@@ -165,11 +174,16 @@ def check_tied_tensors(subject: Subject) -> Iterator[Finding]:
 
 
 def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
-    """Return the arrays of embedding and output layer if they are tied and both stored."""
-    config = _configuration(subject)
+    """Return the arrays of embedding and output layer if they are tied, both stored and comparable.
+
+    Returns:
+        Both arrays, or ().
+    """
+    config = _read_comparable_config(subject)
     family = None if config is None else describe_model(config)
     if subject.catalog is None or config is None or family is None or not is_tied(config):
         return ()
+    # A tensor in several fragments has no digest of its own.
     (embedding,) = family.family.first[0].hf
     arrays = []
     for key in (embedding, HEAD):
@@ -183,12 +197,17 @@ def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
     return tuple(arrays) if is_comparable else ()
 
 
-def _configuration(subject: Subject) -> Mapping[str, object] | None:
-    """Return the configuration to compare the tensors with; None if they are not to be compared."""
+def _read_comparable_config(subject: Subject) -> Mapping[str, object] | None:
+    """Read the ``config.json`` to compare the tensors with.
+
+    Returns:
+        None if there is none, or if the tensors are not those of a complete model.
+    """
     catalog, store = subject.catalog, subject.store
     is_read = catalog is not None and subject.format is not None and subject.format.name in _FORMATS
     if catalog is None or not is_read or store.entry not in (None, *_ALONE):
         return None
+    # Files of other frameworks (format "mlx") and of adapters have names of their own.
     facts = catalog.facet(WeightFileFacts)
     is_torch = facts is None or facts.metadata.get("format", "pt") == "pt"
     if not is_torch or not all(_LOADED.fullmatch(name) for name in _weight_files(subject)):
@@ -208,18 +227,6 @@ def _weight_files(subject: Subject) -> set[str]:
         for fragment in subject.catalog.fragments(key)
     )
     return {array.extent.file for array in arrays if array is not None}
-
-
-def _finding(problem: Problem, *, hint: str | None) -> Finding:
-    """Return a problem of the comparison as a finding."""
-    return _CODE_OF[problem.kind].finding(
-        problem.message,
-        file=CONFIG,
-        key=problem.key,
-        expected=problem.expected,
-        found=problem.found,
-        hint=hint,
-    )
 
 
 CHECKS = (

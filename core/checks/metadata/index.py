@@ -1,9 +1,9 @@
-"""CK520–CK528: the index of sharded Hugging Face weights against the shards, and small files.
+"""CK520–CK528: compare the index of sharded Hugging Face weights with the shards; small files.
 
-If the checkpoint's metadata could be read, index and shards are known to agree; what remains are
-problems that readers overlook. Otherwise every entry of every index is looked up.
+If the checkpoint's metadata could be read, index and shards are known to agree, and only problems
+that readers overlook remain. Otherwise every entry of every index is looked up.
 
-Source: transformers 5.23 ``modeling_utils`` (a single file is taken before an index),
+Source: transformers 5.23 ``modeling_utils`` (a single file takes precedence over an index),
 huggingface_hub 2.4.
 """
 
@@ -84,19 +84,17 @@ def check_indexes(subject: Subject) -> Iterator[Finding]:
         except CheckpointingException as err:
             yield finding_of(err, default=BROKEN, file=name)
             continue
-        if subject.catalog is None and not _holds_pieces(subject, index):
+        # Entries are looked up only if the catalog does not prove them. An index next to the files
+        # of single ranks (torch's Hugging Face storage) names the merged files.
+        has_pieces = any(is_piece(file.rpartition("/")[2]) for file in subject.files)
+        is_unmerged = has_pieces and not subject.files.keys() & set(index.file_of.values())
+        if subject.catalog is None and not is_unmerged:
             yield from _compare_with_shards(subject, index)
         yield from _check_total(subject, index, is_only=len(names) == 1)
         yield from _check_other_files(subject, index)
     if not names:
         yield from _check_numbering(subject)
     yield from _check_pieces(subject)
-
-
-def _holds_pieces(subject: Subject, index: WeightIndex) -> bool:
-    """Return whether the tensors lie in files of single ranks, which the index does not name."""
-    has_pieces = any(is_piece(name.rpartition("/")[2]) for name in subject.files)
-    return has_pieces and not any(name in subject.files for name in set(index.file_of.values()))
 
 
 def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Finding]:
@@ -107,6 +105,7 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
     listed: dict[str, set[str]] = {}
     for key, name in index.file_of.items():
         listed.setdefault(name, set()).add(key)
+    # Shard by shard: it must exist, hold the listed tensors, and none of an earlier shard.
     shard_of: dict[str, str] = {}
     for name, keys in sorted(listed.items()):
         if name not in subject.files:
@@ -158,10 +157,10 @@ def _compare_shard(
 
 
 def _names_in_shard(subject: Subject, name: str) -> set[str] | None:
-    """Return the names of the tensors in a shard.
+    """Read the names of the tensors in a shard.
 
     Returns:
-        None if it cannot be read, which other checks report.
+        None if the shard cannot be read, which other checks report.
     """
     try:
         if name.endswith(".safetensors"):
@@ -172,14 +171,18 @@ def _names_in_shard(subject: Subject, name: str) -> set[str] | None:
 
 
 def _check_total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iterator[Finding]:
-    """Compare the total size in the index with that of its tensors (CK523)."""
+    """Compare the total size in the index with that of its tensors (CK523).
+
+    Args:
+        is_only: the directory has no other index, so the catalog holds the tensors of this one.
+    """
     catalog = subject.catalog
     if index.total_bytes is None or catalog is None or not is_only:
         return
     if not all(name in subject.files for name in set(index.file_of.values())):
         return  # the catalog lacks the tensors of missing files
     listed = [meta for key, meta in catalog.tensors.items() if key in index.file_of]
-    # Writers count tied tensors once or twice.
+    # Some writers count tied tensors once, others twice.
     n_bytes = sum(meta.n_bytes for meta in listed)
     n_tied = sum(meta.n_bytes for meta in listed if meta.key in catalog.aliases)
     if index.total_bytes not in (n_bytes, n_bytes - n_tied):
@@ -197,6 +200,7 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
     assert match is not None
     stem, suffix = match.groups()
     used = set(index.file_of.values())
+    # transformers looks for a single file first, and for an index only if there is none.
     single = f"{stem}.{suffix}"
     if single in subject.files and single not in used:
         yield SHADOWED.finding(
@@ -205,6 +209,7 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
             expected="only shards",
             found="a single file as well",
         )
+    # Shards of the same series that the index does not name.
     for name in subject.files:
         shard = _SHARD.match(name)
         if shard is not None and (shard[1], shard[4]) == (stem, suffix) and name not in used:
@@ -217,27 +222,19 @@ def _check_other_files(subject: Subject, index: WeightIndex) -> Iterator[Finding
 
 
 def _check_numbering(subject: Subject) -> Iterator[Finding]:
-    """Check the numbers of shards without an index (CK101, CK528).
-
-    A shard examined alone proves nothing.
-    """
+    """Check that shards without an index are complete, judging by their numbers (CK101, CK528)."""
     if subject.store.entry is not None:
-        return
-    # Group the shards by everything but their number: (stem, total, suffix) → numbers.
-    series: dict[tuple[str, str, str], set[int]] = {}
-    for name in subject.files:
-        shard = _SHARD.match(name)
-        if shard is not None and "/" not in name and not _PIECE.match(name):
-            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
-    for (stem, total, suffix), numbers in series.items():
+        return  # a shard that is examined alone
+    for (stem, total, suffix), numbers in _shard_series(subject).items():
         index = f"{stem}.{suffix}.index.json"
         if int(total) > 1 and index not in subject.files:
             yield NO_INDEX.finding(
-                "the shards are numbered, but no index states what they hold",
+                "the shards are numbered, but no index lists their tensors",
                 file=index,
                 expected=index,
                 found="no such file",
             )
+        # With a catalog, no shard is missing. Numbers from 0 are not those of transformers.
         if 0 in numbers or subject.catalog is not None:
             continue
         missing = (
@@ -252,8 +249,19 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _shard_series(subject: Subject) -> dict[tuple[str, str, str], set[int]]:
+    """Group the shards by everything but their number: (stem, total, suffix) → numbers."""
+    series: dict[tuple[str, str, str], set[int]] = {}
+    for name in subject.files:
+        shard = _SHARD.match(name)
+        if shard is not None and "/" not in name and not _PIECE.match(name):
+            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
+    return series
+
+
 def _check_pieces(subject: Subject) -> Iterator[Finding]:
     """Check that all ranks of torch's Hugging Face storage have the same set of files (CK163)."""
+    # folder → rank → what follows the rank in the file names (``model-00001-of-00002``).
     ranks_of: dict[str, dict[int, set[str]]] = {}
     for path in subject.files:
         folder, _, name = path.rpartition("/")
@@ -280,23 +288,24 @@ def check_json_files(subject: Subject) -> Iterator[Finding]:
     Below the headers level, only ``config.json`` is checked.
     """
     for name, size in subject.files.items():
-        is_read = name == "config.json" or (
-            subject.level >= Level.HEADERS and name.endswith(".json")
-        )
+        is_config = name == _CONFIGS[0]
+        is_read = is_config or (subject.level >= Level.HEADERS and name.endswith(".json"))
         if not is_read or "/" in name or not 0 < size <= _MAX_JSON_BYTES or _INDEX.match(name):
             continue
         try:
             data = read_small_file(subject.store, name, max_bytes=_MAX_JSON_BYTES)
-            if name == _CONFIGS[0]:
-                parse_json_object(data, file=name)  # with the limits of a conversion
-            elif data.lstrip()[:1] != b"[":  # some tools store lists, which are left alone
+            # A conversion reads config.json with these limits. In other files some tools store
+            # lists, which are not parsed.
+            if is_config:
+                parse_json_object(data, file=name)
+            elif data.lstrip()[:1] != b"[":
                 parse_json_object(data, file=name, max_values=1 << 24)
         except CheckpointingException as err:
             yield finding_of(err, default=SMALL, file=name, expected="a JSON object")
 
 
 def check_configuration(subject: Subject) -> Iterator[Finding]:
-    """Report weights without the configuration that libraries load a directory by (CK527)."""
+    """Report weights without a configuration, which libraries need to load them (CK527)."""
     has_weights = any(_INDEX.match(name) or _SINGLE.match(name) for name in subject.files)
     if (
         subject.store.entry is None

@@ -1,4 +1,4 @@
-"""CK30x, CK31x: the tensors form the model that the training arguments describe.
+"""CK30x, CK31x: check that the tensors form the model that the training arguments describe.
 
 These checks cover checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch
 files of such models. Consequences of a missing rank or of unreadable metadata are not reported
@@ -19,7 +19,10 @@ from core.megatron.model.args import fields_of, size_in
 from core.megatron.model.vocabulary import explains
 from core.megatron.reshard.problems import Understood
 
-_MIXED = "the rank directories come from different checkpoints, or one is damaged: use an older checkpoint"
+_MIXED = (
+    "the rank directories come from different checkpoints, or one is damaged: use an older"
+    " checkpoint"
+)
 _LOST = "use an older checkpoint: this one is incomplete"
 ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree on the training arguments", _MIXED)
 NOT_SAVED = Code(
@@ -82,11 +85,11 @@ def report_argument_differences(subject: Subject) -> Iterator[Finding]:
     """Report training arguments that differ between ranks (CK301)."""
     for err in subject.salvaged.problems:
         if err.rule == "ranks.arguments":
-            yield _finding(ARGUMENTS, err)
+            yield _layout_finding(ARGUMENTS, err)
 
 
 def check_model_layout(subject: Subject) -> Iterator[Finding]:
-    """Report everything that ``core.megatron.reshard.problems`` finds in the model."""
+    """Report the problems that ``core.megatron.reshard.problems`` finds in the model."""
     is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
     has_full_model = subject.format is not None and (
         subject.format.is_mcore or subject.format.partition == "ranks"
@@ -96,31 +99,22 @@ def check_model_layout(subject: Subject) -> Iterator[Finding]:
         code = _BY_RULE.get(err.rule or "", ENTRY)
         if is_incomplete and code in _FOLLOWS:
             continue
-        # Many ranks report the same problem; formats other than Megatron's own may hold part of a model on purpose.
-        identity = (
-            code.code,
-            err.key,
-            err.rank,
-            err.message if code is not NAMES else _listed_in(err),
-        )
-        if identity not in reported:
-            reported.add(identity)
-            yield _finding(
-                code,
-                err,
-                severity=None if has_full_model or code not in _FOLLOWS else Severity.NOTE,
-            )
+        # Many ranks report the same problem. In messages about names ("NAME is in RANK …") only the
+        # rank that has the tensor differs.
+        text = err.message.partition(" is in ")[0] if code is NAMES else err.message
+        identity = (code.code, err.key, err.rank, text)
+        if identity in reported:
+            continue
+        reported.add(identity)
+        # Formats other than Megatron's own may hold part of a model on purpose.
+        is_note = code in _FOLLOWS and not has_full_model
+        yield _layout_finding(code, err, severity=Severity.NOTE if is_note else None)
 
 
-def _listed_in(err: CheckpointingException) -> str:
-    """Return the part of a message that names what a rank lacks, without the rank that has it."""
-    return err.message.partition(" is in ")[0]
-
-
-def _finding(
+def _layout_finding(
     code: Code, err: CheckpointingException, *, severity: Severity | None = None
 ) -> Finding:
-    """Return an error as a finding."""
+    """Convert an error to a finding; its class may override the code."""
     if isinstance(err, UnknownTensorError):
         code = UNKNOWN
     elif isinstance(err, UnsupportedError):
@@ -137,10 +131,12 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
     if model is None:
         return
     fields = fields_of(subject.model.args)
-    stated, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
+    n_padded, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
+    # Outside rank files, other software may have padded the vocabulary anew.
     has_free_rows = subject.format is None or subject.format.partition != "ranks"
-    # Each tensor has at most one problem: too few rows, another number than stated, or odd padding.
-    for name, rows in _vocabulary(subject, model):
+    # Report at most one problem for each tensor: too few rows, or not as many as recorded, or odd
+    # padding.
+    for name, rows in _vocabulary_tensors(subject, model):
         is_plausible = n_rows is None or explains(model.facts, n_rows, rows)
         if n_rows is not None and rows < n_rows:
             yield VOCABULARY.finding(
@@ -150,14 +146,14 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
                 found=f"{rows} rows",
                 severity=Severity.ERROR,
             )
-        elif stated not in (None, rows) and not (has_free_rows and is_plausible):
+        elif n_padded not in (None, rows) and not (has_free_rows and is_plausible):
             yield VOCABULARY.finding(
                 "the number of rows does not match the training arguments",
                 key=name,
-                expected=f"{stated} rows (padded_vocab_size)",
+                expected=f"{n_padded} rows (padded_vocab_size)",
                 found=f"{rows} rows",
             )
-        elif stated is None and not is_plausible:
+        elif n_padded is None and not is_plausible:
             yield VOCABULARY.finding(
                 f"no tensor parallel size pads {n_rows} rows to {rows}",
                 key=name,
@@ -166,8 +162,8 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _vocabulary(subject: Subject, model: Understood) -> Iterator[tuple[str, int]]:
-    """Yield (name, rows) of the tensors with one row per token."""
+def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[str, int]]:
+    """Yield (name, number of rows) of the tensors with one row per token."""
     for name, shape in model.shapes.items():
         tensor = model.held.get(name)
         rule = subject.rules.rule_of(name) if tensor is None else tensor.rule

@@ -1,15 +1,15 @@
-"""CK403, CK404, CK409: named optimizer states belong to a parameter and have its shape.
+"""CK403, CK404, CK409: check that named optimizer states have a parameter, and its shape.
 
 ::
 
-    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight    Megatron's
-    app.optim.state.model.layers.0.mlp.up_proj.weight.exp_avg       torch's state dicts, as FSDP saves them
-    optimizer.state.0.exp_avg                                       numbered, in plain torch files: states are only
-                                                                    compared with each other
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight  Megatron
+    app.optim.state.model.layers.0.mlp.up_proj.weight.exp_avg     torch state dicts, saved by FSDP
+    optimizer.state.0.exp_avg                                     numbered, in plain torch files:
+                                                                  states are only compared with
+                                                                  each other
 
-Which of several optimizers a parameter has (Muon next to Adam) is unknown, so a state counts as
-missing only if it is one of a set that most parameters have, and this parameter has others of the
-set.
+A model may have several optimizers (Muon next to Adam), so a state counts as missing only if it is
+one of a set that most parameters have, and this parameter has no state outside that set.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/state_dict.py``;
 ``core.megatron.optimizer.sharded.read``; tests/golden.
@@ -44,23 +44,31 @@ NO_PARAMETER = Code(
 CODES = (NO_PARAMETER,)
 
 _NAMES = "|".join(sorted(MOMENTS | MASTERS, key=len, reverse=True))
-_MEGATRONS = re.compile(
+_MEGATRON_KEY = re.compile(
     rf"(?P<at>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>{_NAMES})\.(?P<param>.+)", re.DOTALL
 )
-_TORCHS = re.compile(rf"(?P<at>(?:.*\.)?state\.)(?P<param>.+)\.(?P<state>{_NAMES})", re.DOTALL)
+_TORCH_KEY = re.compile(rf"(?P<at>(?:.*\.)?state\.)(?P<param>.+)\.(?P<state>{_NAMES})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelMatch:
-    """The model's tensors that the optimizer's parameter names stand for.
+class _NamedStates:
+    """The named optimizer states of a checkpoint.
 
     Args:
-        tensors: parameter name → name of the model's tensor, where there is one.
+        keys_of: parameter name → state name → name of the state's tensor.
+        model_tensors: parameter name → name of the model's tensor, where there is one.
         are_model_names: parameter names correspond to tensor names of the model.
+        shapes: state and model tensors with the shapes that they have in the model.
+        usual: moments that more than half of the parameters have; empty if there is no such set.
+        has_masters: some parameters have an fp32 master weight.
     """
 
-    tensors: Mapping[str, str]
+    keys_of: Mapping[str, Mapping[str, str]]
+    model_tensors: Mapping[str, str]
     are_model_names: bool
+    shapes: Mapping[str, TensorMeta]
+    usual: frozenset[str]
+    has_masters: bool
 
 
 def check_named_states(subject: Subject) -> Iterator[Finding]:
@@ -68,63 +76,82 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
     catalog = subject.salvaged.catalog
     if catalog is None or catalog.is_rank_local:
         return
-    keys_of = _states_by_parameter(catalog)
-    if not keys_of:
+    states = _collect_states(catalog)
+    if states is None:
         return
     problems = {err.key for err in subject.salvaged.problems}
-    model = _match_model_tensors(catalog, keys_of)
-    shapes = _true_shapes(catalog, [key for keys in keys_of.values() for key in keys.values()])
-    usual = _usual_states(keys_of)
-    has_masters = any(MASTERS & keys.keys() for keys in keys_of.values())
-
-    for name, keys in keys_of.items():
+    for name, keys in states.keys_of.items():
         first_key = next(iter(keys.values()))
         file = _file_of(catalog, first_key)
-        tensor = model.tensors.get(name)
-        meta = None if tensor is None else shapes.get(tensor, catalog.tensors.get(tensor))
+        tensor = states.model_tensors.get(name)
+        meta = None if tensor is None else states.shapes.get(tensor, catalog.tensors.get(tensor))
 
         # The parameter must be in the model.
-        if model.are_model_names and meta is None and name not in problems:
+        if states.are_model_names and meta is None and name not in problems:
             yield NO_PARAMETER.finding(
-                f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model does not contain it",
+                f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model"
+                " does not contain it",
                 file=file,
                 key=first_key,
                 expected=f"the tensor {name}",
                 found="no such tensor",
             )
-        yield from _check_shapes(catalog, keys, meta, shapes)
+        yield from _check_shapes(catalog, keys, meta, states.shapes)
 
         # The states must be complete, unless entries of the metadata were lost anyway.
-        missing = _missing_states(keys, meta, usual=usual, has_masters=has_masters)
+        missing = _missing_states(states, keys, meta)
         if missing and not problems:
             yield STATES.finding(
                 f"the optimizer has no {' and no '.join(sorted(missing))} for this parameter",
                 file=file,
                 key=tensor or name,
-                expected=", ".join(sorted(usual)),
+                expected=", ".join(sorted(states.usual)),
                 found=", ".join(sorted(keys)),
             )
 
 
-def _states_by_parameter(catalog: Catalog) -> dict[str, dict[str, str]]:
-    """Return parameter name → state name → tensor name, for all named optimizer states."""
+def _collect_states(catalog: Catalog) -> _NamedStates | None:
+    """Group the named optimizer states by parameter; return None if there are none."""
     keys_of: dict[str, dict[str, str]] = {}
-    for key in catalog.tensors:
-        if (
-            is_optimizer_key(key)
-            and (match := _MEGATRONS.fullmatch(key) or _TORCHS.fullmatch(key)) is not None
-        ):
+    for key in filter(is_optimizer_key, catalog.tensors):
+        match = _MEGATRON_KEY.fullmatch(key) or _TORCH_KEY.fullmatch(key)
+        if match is not None:
             keys_of.setdefault(match["param"], {})[match["state"]] = key
-    return keys_of
+    if not keys_of:
+        return None
+    # Megatron stores some states flattened or transposed; without its metadata, the stored shapes
+    # have to do.
+    try:
+        state_keys = [key for keys in keys_of.values() for key in keys.values()]
+        shapes = in_true_shapes(catalog, state_keys).tensors
+    except CheckpointingException:
+        shapes = catalog.tensors
+    moments = Counter(frozenset(MOMENTS & keys.keys()) for keys in keys_of.values())
+    most_frequent, n_parameters = moments.most_common(1)[0]
+    model_tensors, are_model_names = _match_model_tensors(catalog, keys_of)
+    return _NamedStates(
+        keys_of,
+        model_tensors,
+        are_model_names,
+        shapes,
+        usual=most_frequent if 2 * n_parameters > len(keys_of) else frozenset(),
+        has_masters=any(MASTERS & keys.keys() for keys in keys_of.values()),
+    )
 
 
-def _match_model_tensors(catalog: Catalog, keys_of: Mapping[str, Mapping[str, str]]) -> _ModelMatch:
+def _match_model_tensors(
+    catalog: Catalog, keys_of: Mapping[str, Mapping[str, str]]
+) -> tuple[dict[str, str], bool]:
     """Match parameters with tensors of the model.
 
     The model's tensors may have a prefix that the optimizer omits (``app.model.``); the most
     frequent one is taken.
+
+    Returns:
+        parameter name → tensor name, and whether most parameter names are names of the model.
     """
-    # Try every suffix of each tensor name after a dot, and count the prefixes in front of matching ones.
+    # Try the complete name of each tensor and every suffix after a dot, and count the prefixes in
+    # front of those that are parameter names.
     prefixes = Counter[str]()
     for key in catalog.tensors:
         if is_optimizer_key(key):
@@ -137,46 +164,27 @@ def _match_model_tensors(catalog: Catalog, keys_of: Mapping[str, Mapping[str, st
             if start == 0:
                 break
     if not prefixes:
-        return _ModelMatch({}, are_model_names=False)
+        return {}, False
     prefix, n_matches = min(prefixes.items(), key=lambda item: (-item[1], len(item[0])))
     tensors = {name: prefix + name for name in keys_of if prefix + name in catalog.tensors}
-    return _ModelMatch(tensors, are_model_names=2 * n_matches > len(keys_of))
-
-
-def _true_shapes(catalog: Catalog, keys: list[str]) -> Mapping[str, TensorMeta]:
-    """Return tensors with the shapes that they have in the model; as stored if that cannot be
-    determined.
-    """
-    try:
-        return in_true_shapes(catalog, keys).tensors
-    except CheckpointingException:
-        return catalog.tensors
-
-
-def _usual_states(keys_of: Mapping[str, Mapping[str, str]]) -> frozenset[str]:
-    """Return the set of moments that more than half of the parameters have.
-
-    Empty if there is none.
-    """
-    sets = Counter(frozenset(MOMENTS & keys.keys()) for keys in keys_of.values())
-    usual, n = sets.most_common(1)[0]
-    return usual if 2 * n > len(keys_of) else frozenset()
+    return tensors, 2 * n_matches > len(keys_of)
 
 
 def _missing_states(
-    keys: Mapping[str, str], meta: TensorMeta | None, *, usual: frozenset[str], has_masters: bool
+    states: _NamedStates, keys: Mapping[str, str], meta: TensorMeta | None
 ) -> frozenset[str]:
     """Return the states that a parameter should have and lacks.
 
     Args:
-        keys: states that the parameter has.
-        meta: its tensor in the model; None if unknown.
-        usual: moments that most parameters have.
-        has_masters: some parameters have an fp32 master.
+        keys: state name → tensor name, of the states that the parameter has.
+        meta: the parameter's tensor in the model; None if unknown.
     """
-    missing = usual - keys.keys() if MOMENTS & keys.keys() <= usual else frozenset()
-    if has_masters and meta is not None and meta.dtype in HALF and not MASTERS & keys.keys():
-        missing |= {"a master"}
+    # A parameter with other moments has another optimizer.
+    missing = states.usual - keys.keys() if MOMENTS & keys.keys() <= states.usual else frozenset()
+    # Only parameters in half precision need a master weight.
+    needs_master = states.has_masters and meta is not None and meta.dtype in HALF
+    if needs_master and not MASTERS & keys.keys():
+        missing |= {"master weight"}
     return missing
 
 
@@ -186,12 +194,12 @@ def _check_shapes(
     meta: TensorMeta | None,
     shapes: Mapping[str, TensorMeta],
 ) -> Iterator[Finding]:
-    """Compare the shapes of a parameter's states with its own, or else with the first state."""
+    """Compare the shapes of a parameter's states with its own, or else with the first state's."""
     expected = meta or shapes[next(iter(keys.values()))]
     for key in keys.values():
         shape = shapes[key].shape
-        # FSDP flattens states; older Megatron cuts up or transposes those of experts, and a conversion without the
-        # metadata keeps that.
+        # FSDP flattens states. Older versions of Megatron split or transpose those of experts, and
+        # a conversion without the metadata keeps that arrangement.
         is_rearranged = len(shape) != len(expected.shape) or ".experts." in key
         if shape == expected.shape or (is_rearranged and prod(shape) == prod(expected.shape)):
             continue
@@ -205,8 +213,8 @@ def _check_shapes(
 
 
 def _file_of(catalog: Catalog, key: str) -> str | None:
-    """Return a file that holds part of a tensor."""
-    arrays = (piece.array for piece in catalog.fragments(key))
+    """Return a file that holds part of a tensor; None if no file does."""
+    arrays = (fragment.array for fragment in catalog.fragments(key))
     return next((array.extent.file for array in arrays if array is not None), None)
 
 

@@ -1,12 +1,13 @@
-"""CK40x: the optimizer of a Megatron checkpoint belongs to its parameters.
+"""CK40x: check that the optimizer of a Megatron checkpoint belongs to its parameters.
 
-Rank files number the parameters or lay them out in flat buffers, without names: which state belongs
-to which parameter follows from their order and is proven by the values
+Rank files number the parameters or arrange them in flat buffers, without names: the assignment of
+states to parameters follows from their order and is proven by the values
 (``core.megatron.reshard.rank_optimizer``). From the headers level on, a few elements of each master
 weight are compared with the weight.
 
 Master weights that do not round to their weights are only a warning: averaged or edited weights and
-those from float8 parameters look like that, and Megatron recomputes the weights from the masters.
+those from float8 parameters look like that, and Megatron recomputes the weights from the master
+weights.
 
 Source: the sources cited by ``core.megatron.reshard.rank_optimizer``,
 ``core.megatron.optimizer.sharded.read`` and ``core.megatron.optimizer.proof``.
@@ -78,51 +79,38 @@ _MOST = 1 << 12
 
 
 def check_rank_optimizers(subject: Subject) -> Iterator[Finding]:
-    """Check the optimizer in rank files, rank by rank."""
+    """Check the optimizer in rank files, rank by rank (CK401–CK411)."""
     view = subject.model
     model, catalog = view.understood, view.catalog
     ranks = None if catalog is None else catalog.facet(RankFacts)
-    if (
-        model is None
-        or catalog is None
-        or not model.files
-        or ranks is None
-        or ranks.optimizer_kind is None
-    ):
+    if model is None or catalog is None or ranks is None or ranks.optimizer_kind is None:
         return
-    if not _can_judge_ranks(subject, model):
+    if not model.files or not _can_judge_ranks(subject, model):
         return
     has_data = subject.level >= Level.HEADERS
-    problems, states = _read_states(subject, catalog, model, proves=has_data)
     mismatches: list[Finding] = []
-    if has_data and any(err.rule in ("optim.groups", "optim.buffers") for err in problems):
-        # The proof by values failed. If the states fit by their order, it is the values that are wrong, not the layout.
-        by_order, states = _read_states(subject, catalog, model, proves=False)
-        mismatches = list(_compare_masters(subject, catalog, states))
-        if mismatches:
-            problems = by_order
-    elif has_data:
-        mismatches = list(_compare_masters(subject, catalog, states))
+    if has_data:
+        problems, states, mismatches = _prove_states(subject, catalog, model)
+    else:
+        problems, states = _read_states(subject, catalog, model, proves=False)
     for err in problems:
-        yield from _finding(err, has_data=has_data)
+        yield from _report_problem(err, has_data=has_data)
+    # The float16 optimizer is not distributed: each rank has the states of its own parameters.
     if ranks.optimizer_kind == "float16":
-        yield from _untrained(states, {err.rank for err in problems})
+        yield from _find_missing_states(states, {err.rank for err in problems})
     yield from mismatches
 
 
 def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
     """Return whether parameters and rank files are complete enough to check the optimizer."""
     view = subject.model
-    if any(
-        err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ")
-        for err in view.problems
-    ):
-        return (
-            False  # the parameters are wrong themselves, so the optimizer would seem not to match
-        )
+    # If the parameters themselves are wrong, the optimizer would seem not to match.
+    wrong_parameters = ("layout.names", "layout.chunks", "layout.ranks_differ")
+    if any(err.rule in wrong_parameters for err in view.problems):
+        return False
     if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
         return False
-    # With expert parallelism, a sample of the ranks does not represent the whole optimizer.
+    # With expert parallelism, a sample of the ranks does not represent the complete optimizer.
     return (
         not view.is_sample
         or view.catalog is None
@@ -130,14 +118,17 @@ def _can_judge_ranks(subject: Subject, model: Understood) -> bool:
     )
 
 
-def _untrained(states: Sequence[ParamState], excluded: Container[str | None]) -> Iterator[Finding]:
-    """Report parameters without states that have some on other ranks of their stage.
+def _find_missing_states(
+    states: Sequence[ParamState], excluded: Container[str | None]
+) -> Iterator[Finding]:
+    """Report parameters without states that have some on other ranks of their pipeline stage.
 
-    A frozen parameter has no states, but then on no rank.
+    A frozen parameter has no states on any rank.
 
     Args:
-        excluded: ranks with problems of their own.
+        excluded: ranks with other problems, which may be the cause.
     """
+    # Pipeline stage → rank directory → names of the parameters with states.
     trained: dict[tuple[int, int], dict[str, set[str]]] = {}
     for state in states:
         ranks = trained.setdefault(state.param.chunk.where, {})
@@ -158,7 +149,14 @@ def _untrained(states: Sequence[ParamState], excluded: Container[str | None]) ->
 def _read_states(
     subject: Subject, catalog: Catalog, model: Understood, *, proves: bool
 ) -> tuple[list[CheckpointingException], Sequence[ParamState]]:
-    """Return the problems of the optimizer, and the states of all ranks."""
+    """Read the optimizer of all ranks.
+
+    Args:
+        proves: read data to prove which state belongs to which parameter.
+
+    Returns:
+        The problems, and the states of all ranks; no states if the last problem ended the reading.
+    """
     problems: list[CheckpointingException] = []
     store = subject.store if proves else None
     try:
@@ -170,8 +168,27 @@ def _read_states(
     return problems, result.states
 
 
-def _finding(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:
-    """Yield an error as a finding, unless only data can tell and none were read."""
+def _prove_states(
+    subject: Subject, catalog: Catalog, model: Understood
+) -> tuple[list[CheckpointingException], Sequence[ParamState], list[Finding]]:
+    """Read the optimizer with a proof by values, and compare the master weights with the weights.
+
+    Returns:
+        The problems, the states of all ranks, and the master weights that differ (CK407).
+    """
+    problems, states = _read_states(subject, catalog, model, proves=True)
+    if not any(err.rule in ("optim.groups", "optim.buffers") for err in problems):
+        return problems, states, list(_compare_masters(subject, catalog, states))
+    # The proof failed. Assign the states by their order alone: if master weights differ then, the
+    # values are wrong and not the layout; if none does, the problems of the proof stand.
+    problems_of_order, states = _read_states(subject, catalog, model, proves=False)
+    mismatches = list(_compare_masters(subject, catalog, states))
+    return problems_of_order if mismatches else problems, states, mismatches
+
+
+def _report_problem(err: CheckpointingException, *, has_data: bool) -> Iterator[Finding]:
+    """Convert an error to a finding, unless it only means that a proof needs data."""
+    # Without data, several assignments may be possible, which is an UnsupportedError.
     is_unknown = isinstance(err, UnsupportedError) and err.rule in (
         None,
         "optim.groups",
@@ -219,7 +236,7 @@ def _compare_master(
     except CheckpointingException:
         return  # a dtype without rounding, or damaged data, which other checks report
     yield MASTERS.finding(
-        "the fp32 master does not round to the weight, in a sample of the elements",
+        "the fp32 master weight does not round to the weight, in a sample of the elements",
         file=weight.extent.file,
         key=key,
         rank=rank,
@@ -234,7 +251,7 @@ def check_global_optimizer(subject: Subject) -> Iterator[Finding]:
     catalog, model = view.catalog, view.understood
     if catalog is None or model is None or model.files or subject.catalog is None or view.problems:
         return
-    # Unsharding reads the whole optimizer state; its error is the finding.
+    # Unsharding interprets the complete optimizer state; its error is the finding.
     has_data = subject.level >= Level.HEADERS
     try:
         unsharded = unshard(catalog, rules=subject.rules, store=subject.store if has_data else None)

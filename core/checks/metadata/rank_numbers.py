@@ -1,11 +1,11 @@
-"""CK507: every rank file lies in the directory of the rank that wrote it.
+"""CK507: check that every rank file is in the directory of the rank that wrote it.
 
 The arguments in each file hold the global number of the rank that wrote it (``args.rank``). However
 a run numbers its ranks, the numbers increase along each axis of the directory names while the other
 axes stay the same::
 
-    mp_rank_00_000  rank 0      mp_rank_00_001  rank 2        a step along TP, PP or EP: a larger number
-    mp_rank_01_000  rank 1      mp_rank_01_001  rank 3
+    mp_rank_00_000  rank 0      mp_rank_00_001  rank 2      a step along TP, PP or EP:
+    mp_rank_01_000  rank 1      mp_rank_01_001  rank 3      a larger number
 
 So directories that were swapped, and files copied over those of another rank, are detected although
 every tensor has the right shape. Conversion tools leave the same number in all files, which proves
@@ -18,7 +18,7 @@ tests/golden.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from core.catalog.facets import RankFacts
 from core.checks.check import Check, Code
@@ -42,28 +42,27 @@ CODES = (SWAPPED,)
 
 def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
     """Compare the rank numbers in the files with the names of the directories."""
-    numbers = _numbers(subject)
-    counts = Counter(numbers.values())
-    # Without a number in every file, or with the same number in all, nothing can be concluded.
-    if len(counts) < 2 or numbers.keys() != {folder for folder, _ in _ranks(subject)}:
+    catalog = subject.salvaged.catalog
+    facts = None if catalog is None else catalog.facet(RankFacts)
+    if facts is None:
         return
+    # Without a number in every file, or with the same number in all, nothing can be concluded.
+    numbers = _read_numbers(facts.ranks.values())
+    counts = Counter(numbers.values())
+    if len(counts) < 2 or numbers.keys() != {folder for folder, _ in facts.ranks.values()}:
+        return
+    # A number that occurs twice: one of the files is a copy of the other rank's.
     if max(counts.values()) > 1:
         for folder, number in numbers.items():
             if counts[number] > 1:
-                yield _finding(folder, number, "a number of its own", "the number of another rank")
+                yield _swapped(folder, number, "a number of its own", "the number of another rank")
         return
-    # Along each axis the numbers must be sorted; where they are not, the sorted order tells the expected number.
-    expected: dict[str, int] = {}
-    for line in _lines(numbers):
-        for folder, number in zip(line, sorted(numbers[name] for name in line), strict=True):
-            if number != numbers[folder]:
-                expected.setdefault(folder, number)
-    for folder, number in expected.items():
-        yield _finding(folder, numbers[folder], f"rank {number}", f"rank {numbers[folder]}")
+    for folder, number in _expected_numbers(numbers).items():
+        yield _swapped(folder, numbers[folder], f"rank {number}", f"rank {numbers[folder]}")
 
 
-def _finding(folder: str, number: int, expected: str, found: str) -> Finding:
-    """Return the finding for a directory with the wrong rank number."""
+def _swapped(folder: str, number: int, expected: str, found: str) -> Finding:
+    """Build the finding for a directory with the wrong rank number."""
     return SWAPPED.finding(
         f"rank {number} wrote this file, according to its arguments",
         rank=folder,
@@ -73,17 +72,14 @@ def _finding(folder: str, number: int, expected: str, found: str) -> Finding:
     )
 
 
-def _ranks(subject: Subject) -> Collection[tuple[str, object]]:
-    """Return (rank directory, content of its file) for every rank."""
-    catalog = subject.salvaged.catalog
-    facts = None if catalog is None else catalog.facet(RankFacts)
-    return () if facts is None else facts.ranks.values()
+def _read_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
+    """Return rank directory → number of the rank that wrote its file, where it is recorded.
 
-
-def _numbers(subject: Subject) -> dict[str, int]:
-    """Return rank directory → number of the rank that wrote its file, where it is stated."""
+    Args:
+        ranks: (rank directory, content of its file) of every rank.
+    """
     numbers: dict[str, int] = {}
-    for folder, root in _ranks(subject):
+    for folder, root in ranks:
         try:
             number = fields_of((as_mapping(root) or {}).get("args")).get("rank")
         except CheckpointingException:
@@ -93,8 +89,26 @@ def _numbers(subject: Subject) -> dict[str, int]:
     return numbers
 
 
-def _lines(folders: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the groups of directories whose names differ along one axis only, in its order."""
+def _expected_numbers(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return the directories whose number is out of order along an axis, with the expected one.
+
+    Args:
+        numbers: rank directory → number of the rank that wrote its file.
+    """
+    expected: dict[str, int] = {}
+    for line in _lines_along_axes(numbers):
+        for folder, number in zip(line, sorted(numbers[name] for name in line), strict=True):
+            if number != numbers[folder]:
+                expected.setdefault(folder, number)
+    return expected
+
+
+def _lines_along_axes(folders: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the groups of directories whose names differ along one axis only, in its order.
+
+    ``mp_rank_01_002`` has the axes 01 and 002. Nothing is yielded if a name has another form.
+    """
+    # The key of a line is its axis and the coordinates along the other axes.
     lines: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for folder in folders:
         parts = folder.split("_")[2:]

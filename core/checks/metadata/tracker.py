@@ -1,4 +1,4 @@
-"""CK510–CK516: which iteration a tracker file names, and whether a save was completed.
+"""CK510–CK516: check the iteration that a tracker file names, and that the save was completed.
 
 ::
 
@@ -75,27 +75,40 @@ _MAX_BYTES = 256
 
 
 def check_completion(subject: Subject) -> Iterator[Finding]:
-    """Check that the files that are written last exist, and so does the common state.
+    """Check that the files that are written last exist, and that the common state does.
 
     Codes: CK101, CK515, CK516.
     """
     files = subject.files
     if subject.store.entry is not None or subject.format is None:
         return
-    # metadata.json may state the backend.
+    # metadata.json usually names the backend.
     backend = None
     if CONFIG in files and subject.format.name in ("torch_dist", "zarr"):
         try:
             backend = config_of(subject.store).get("sharded_backend")
         except CorruptError as err:
             yield finding_of(err, default=UNREADABLE, file=CONFIG)
+    # torch writes .metadata last, and Megatron metadata.json after that.
     if subject.format.name in ("dcp", "torch_dist"):
-        yield from _missing_metadata(subject, backend)
-    if CONFIG not in files and _is_megatron(subject):
+        yield from _check_metadata_files(subject, backend)
+    if CONFIG not in files and _is_megatron_core(subject):
         yield _incomplete(CONFIG, "Megatron", found="no such file")
-    # Without the common state the checkpoint cannot be opened; torch_dist may keep it in .metadata instead.
-    if backend is None or subject.catalog is not None or COMMON_FILE in files:
+    if backend is not None:
+        yield from _check_common_state(subject, backend)
+
+
+def _check_common_state(subject: Subject, backend: object) -> Iterator[Finding]:
+    """Report a missing common state, without which the checkpoint cannot be opened (CK101).
+
+    Args:
+        backend: backend named by ``metadata.json``.
+    """
+    files = subject.files
+    if subject.catalog is not None or COMMON_FILE in files:
         return
+    # torch_dist may keep the common state in .metadata, so only an error that names it proves that
+    # it is missing.
     if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
         yield MISSING.finding(
             "the common state is missing",
@@ -105,15 +118,16 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
+def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding]:
     """Report missing ``.metadata`` files in a directory that holds the data of a DCP save.
 
     Args:
-        backend: backend that ``metadata.json`` names; None if unknown.
+        backend: backend named by ``metadata.json``; None if unknown.
     """
     files = subject.files
     if any(map(RANK_METADATA.fullmatch, files)):
         return  # every rank wrote metadata of its own
+    # An empty directory is not necessarily a DCP save.
     has_items = any("/" not in name and name.endswith(".distcp") for name in files)
     for name in metadata_files(subject.store):
         if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
@@ -123,8 +137,8 @@ def _missing_metadata(subject: Subject, backend: object) -> Iterator[Finding]:
             )
 
 
-def _is_megatron(subject: Subject) -> bool:
-    """Return whether an incomplete directory was to become a Megatron-core checkpoint."""
+def _is_megatron_core(subject: Subject) -> bool:
+    """Return whether a directory without ``metadata.json`` is a save of Megatron-core."""
     assert subject.format is not None
     if subject.format.name == "dcp":
         catalog = subject.salvaged.catalog
@@ -133,7 +147,7 @@ def _is_megatron(subject: Subject) -> bool:
 
 
 def _incomplete(name: str, software: str, *, found: str) -> Finding:
-    """Return the finding for a missing file that the software writes last."""
+    """Build the finding for a missing file that the software writes last."""
     message = f"{name} is missing; {software} writes it last, so the save was not completed"
     return UNFINISHED.finding(message, file=name, expected=name, found=found)
 
@@ -148,18 +162,18 @@ def check_trackers(subject: Subject) -> Iterator[Finding]:
             continue
         store = LocalStore(root)
         try:
-            yield from _check_root(subject, store, is_above=root in subject.passed)
+            yield from _check_trackers_in(subject, store, is_above=root in subject.passed)
         except CheckpointingException as err:
             yield finding_of(err, default=MALFORMED)
         finally:
             store.close()
 
 
-def _check_root(subject: Subject, store: LocalStore, *, is_above: bool) -> Iterator[Finding]:
-    """Check the trackers of one directory.
+def _check_trackers_in(subject: Subject, store: LocalStore, *, is_above: bool) -> Iterator[Finding]:
+    """Check the trackers in one directory, and report iterations that lack one (CK514).
 
     Args:
-        is_above: the directory lies above the checkpoint, so a tracker is expected.
+        is_above: the directory is above the checkpoint, so a tracker is expected.
     """
     files, folders = set(store.files()), store.folders()
     if TRACKER in files:
@@ -167,12 +181,22 @@ def _check_root(subject: Subject, store: LocalStore, *, is_above: bool) -> Itera
     for name in _DEEPSPEED:
         if name in files:
             yield from _check_deepspeed_tracker(subject, store, name)
-    if is_above and TRACKER not in files and not files.intersection(_DEEPSPEED):
-        yield from _no_tracker(subject, store, folders)
+    # Without any tracker, the software that looks for it would start over.
+    if not is_above or TRACKER in files or files.intersection(_DEEPSPEED):
+        return
+    for pattern, tracker, software in _TRACKED:
+        n_iterations = sum(pattern.match(name) is not None for name in folders)
+        if n_iterations:
+            yield NO_TRACKER.finding(
+                f"{n_iterations} iterations, but no {tracker}: {software} would start over",
+                file=_relative(subject, store, tracker),
+                expected=tracker,
+                found="no such file",
+            )
 
 
 def _read_tracker(store: LocalStore, name: str) -> str:
-    """Return the text of a tracker file."""
+    """Read the text of a tracker file."""
     return store.read(name, 0, min(store.size(name), _MAX_BYTES)).decode("utf-8", "replace").strip()
 
 
@@ -189,7 +213,7 @@ def _check_megatron_tracker(
     """Check Megatron's tracker: its text, the checkpoint that it names, and newer iterations."""
     text, file = _read_tracker(store, TRACKER), _relative(subject, store, TRACKER)
     numbers = {int(match[1]): name for name in folders if (match := ITERATION_DIR.match(name))}
-    # The text is "release" or the number of an iteration.
+    # The text must be "release" or the number of an iteration.
     if text == RELEASE:
         name = RELEASE
     elif text.isascii() and text.isdigit():
@@ -202,7 +226,7 @@ def _check_megatron_tracker(
             found=repr(text[:40]),
         )
         return
-    # The checkpoint that it names must exist, and should be the newest.
+    # The named checkpoint must exist and be complete, and should be the newest.
     if name not in folders:
         yield _missing_checkpoint(
             name, file, found=", ".join(map(str, sorted(numbers)[-4:])) or "no iteration"
@@ -212,7 +236,7 @@ def _check_megatron_tracker(
     newest = max(numbers, default=0)
     if text != RELEASE and newest > int(text):
         yield NEWER.finding(
-            "a newer iteration exists; its save may not have been completed, or the tracker was set back",
+            "a newer iteration exists: its save was not completed, or the tracker was set back",
             file=file,
             expected=f"iteration {newest}",
             found=f"iteration {int(text)}",
@@ -238,7 +262,7 @@ def _check_deepspeed_tracker(
 
 
 def _missing_checkpoint(name: str, file: str, *, found: str) -> Finding:
-    """Return the finding for a tracker that names a missing checkpoint."""
+    """Build the finding for a tracker that names a missing checkpoint."""
     return ABSENT.finding(
         f"the tracker names {name}, which does not exist", file=file, expected=name, found=found
     )
@@ -248,30 +272,16 @@ def _check_named_checkpoint(subject: Subject, name: str, file: str) -> Iterator[
     """Report a tracker that names the examined checkpoint although it is incomplete (CK512)."""
     if subject.path.name != name:
         return
-    if subject.format is None or any(
-        finding.code == UNFINISHED.code for finding in subject.findings
-    ):
+    is_unfinished = any(finding.code == UNFINISHED.code for finding in subject.findings)
+    if subject.format is None or is_unfinished:
         yield UNFINISHED_NAMED.finding(
             f"the tracker names {name}, which is not a complete checkpoint",
             file=file,
             expected="a complete checkpoint",
-            found="an incomplete one"
-            if subject.format is not None
-            else "no checkpoint in a known format",
+            found="not a known checkpoint format"
+            if subject.format is None
+            else "an incomplete checkpoint",
         )
-
-
-def _no_tracker(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
-    """Report iterations without the tracker that their software looks for (CK514)."""
-    for pattern, tracker, software in _TRACKED:
-        iterations = [name for name in folders if pattern.match(name)]
-        if iterations:
-            yield NO_TRACKER.finding(
-                f"there are {len(iterations)} iterations, but no {tracker}: {software} would start over",
-                file=_relative(subject, store, tracker),
-                expected=tracker,
-                found="no such file",
-            )
 
 
 CHECKS = (Check(check_completion), Check(check_trackers))

@@ -1,12 +1,12 @@
-"""CK601–CK606: pickles that would run code, executables, misleading links and names.
+"""CK601–CK606: find pickles that would run code, executables, misleading links and names.
 
 Nothing is executed here. Every pickle is read by the inert reader: ``.metadata``, the files of
-``torch.save``, objects with streams of their own, and streams inside bytes; values that a pickle
-discards count as well. A pickle may call the harmless constructors listed in ``pickle/calls.toml``.
-Any other callable of a known package is an error, whatever it does; a callable of an unknown module
-is a warning.
+``torch.save``, objects with streams of their own, and streams inside bytes, including the values
+that a pickle discards. A pickle may call the harmless constructors listed in ``pickle/calls.toml``.
+Any other callable of a known package is an error, even if it is harmless; a callable of an unknown
+module is a warning.
 
-The lowest level reads one file of each group with similar names and one size, and a few hundred
+The lowest level reads one file of each group with similar names and equal sizes, and a few hundred
 objects.
 """
 
@@ -78,32 +78,32 @@ _BLOBS = re.compile(r"(^|/)blobs/[0-9a-f]{40,64}$")
 """Paths in Hugging Face's hub cache that its directories link to."""
 
 Place = tuple[str, str | None]
-"""(file, name of the object in it)."""
+"""(file, name of the object in it; None for the complete file)."""
 
 
 def check_pickles(subject: Subject) -> Iterator[Finding]:
-    """Report dangerous names (CK601) at every place, names of unknown modules (CK602) once."""
+    """Report dangerous names (CK601) at every place, and names of unknown modules (CK602) once."""
+    # Collect the places of each name. The worst use of a name at a place comes last and is kept.
     dangerous: dict[Global, dict[Place, Use]] = {}
     foreign: dict[Global, list[Place]] = {}
     for place, uses in _uses_by_place(subject):
-        for use in sorted(
-            uses, key=lambda use: _HOW[use.how]
-        ):  # the worst use of a name comes last and is reported
+        for use in sorted(uses, key=lambda use: _RANK_OF_USE[use.how]):
             if judge(use) == "dangerous":
                 dangerous.setdefault(use.name, {})[place] = use
             elif is_foreign(use) and place not in foreign.setdefault(use.name, []):
                 foreign[use.name].append(place)
     for name in sorted(dangerous, key=str)[:_MOST_SHOWN]:
         for (file, key), use in list(dangerous[name].items())[:_MOST_SHOWN]:
-            message = f"{str(name)[:200]} {_DONE[use.how]}"
+            message = f"{str(name)[:200]} {_USE_TEXTS[use.how]}"
             yield DANGEROUS.finding(message, file=file, key=key, found=str(name)[:200])
-    yield from _foreign_names(foreign)
+    yield from _report_unknown_names(foreign)
 
 
-def _foreign_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
-    """Report names of unknown modules, each at its first place.
+def _report_unknown_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
+    """Report names of unknown modules, each at its first place; the last finding counts the rest.
 
-    The last finding counts those left out.
+    Args:
+        foreign: name → its places, at least one.
     """
     names = sorted(foreign, key=str)
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
@@ -116,35 +116,38 @@ def _foreign_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Finding]:
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 
-_DONE: dict[How, str] = {
+_USE_TEXTS: dict[How, str] = {
     "named": "is referenced, which would run code in software that unpickles it",
     "bound": "gets arguments bound by functools.partial, and is not known to be harmless",
     "made": "is instantiated, and is not a class known to be harmless",
     "called": "is called, and is not a function known to be harmless",
-    "changed": "gets attributes or items set, which changes it for the whole program that unpickles it",
+    "changed": "gets attributes or items set, which affects the entire program that unpickles it",
     "unread": "unpickles bytes that are refused or nested too deeply to be inspected",
 }
-_HOW: dict[How, int] = {how: number for number, how in enumerate(_DONE)}
+"""Kind of use → its description, the most harmful kind last."""
+_RANK_OF_USE: dict[How, int] = {how: number for number, how in enumerate(_USE_TEXTS)}
 
 
 def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
-    """Yield the uses of names by place, those that only the metadata reader saw last."""
+    """Yield the uses of names by place; last, those that only the metadata reader came across."""
     reported: set[Use] = set()
-    # 1. Streams that hold a pickle, one by one. Where the metadata reader kept its pickles, they are not read again.
+    # 1. Streams that hold a pickle, one by one. Pickles kept by the metadata reader are not read
+    # again.
     fully_read: set[str] = set()
     for file, start, n_bytes, key in _streams(subject):
         try:
             pickles = () if key is not None else subject.read_pickles(file)
             uses = uses_of_stream(subject.store, file, start, n_bytes, read=pickles)
             fully_read.update([file] if pickles else ())
-        except CheckpointingException:  # other checks report it
-            continue
+        except CheckpointingException:
+            continue  # reported by other checks
+        # Bytes of a damaged file cannot be inspected, and the damage has been reported.
         if subject.is_covered_by_finding(file):
             uses = {use for use in uses if use.how != "unread"}
         reported |= uses
         yield (file, key), uses
 
-    # 2. Files that are not part of the checkpoint.
+    # 2. Pickles that are not part of the checkpoint format.
     for place, content in subject.other_pickles.items() if subject.level >= Level.DEEP else ():
         reported |= content.uses
         yield place, {*content.uses}
@@ -155,7 +158,7 @@ def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
             reported |= uses
             yield place, uses
 
-    # 4. Everything else that reading the metadata came across.
+    # 4. All other uses in the pickles of the metadata, whose place is unknown.
     place = (_METADATA if _METADATA in subject.files else subject.store.label, None)
     yield place, with_nested(subject.uses) - reported
 
@@ -163,31 +166,30 @@ def _uses_by_place(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
 def _uses_in_objects(
     subject: Subject, catalog: Catalog, reported: Set[Use]
 ) -> list[tuple[Place, set[Use]]]:
-    """Return the uses of names in the objects of the metadata that have not been reported."""
+    """Return the uses of names in the objects of the metadata that have not been reported yet."""
     common = catalog.common
     objects = {item.key: item.value for item in catalog.objects.values()}
-    # Ranks share many objects: all are walked as one first, and one by one only if there is something to report.
+    # Ranks share many objects, so walk all of them as one first, and one by one only if there is
+    # something to report.
     if not uses_in([*objects.values(), common]) - reported:
         return []
-    by_place: list[tuple[Place, set[Use]]] = [
-        ((_file_of_array(subject, key), key), uses_in(value) - reported)
-        for key, value in objects.items()
-    ]
+    by_place: list[tuple[Place, set[Use]]] = []
+    for key, value in objects.items():
+        # An object that is stored in a zarr array is located by the metadata file of the array.
+        names = (f"{key}/{name}" for name in (ARRAY_FILE, METADATA_FILE))
+        file = next((name for name in names if name in subject.files), subject.store.label)
+        by_place.append(((file, key), uses_in(value) - reported))
     return [*by_place, ((subject.store.label, None), uses_in(common) - reported)]
-
-
-def _file_of_array(subject: Subject, key: str) -> str:
-    """Return the metadata file of an object stored in a zarr array; for others, the checkpoint."""
-    names = (f"{key}/{name}" for name in (ARRAY_FILE, METADATA_FILE))
-    return next((name for name in names if name in subject.files), subject.store.label)
 
 
 def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
     """Yield (file, first byte, size in bytes, object name) of everything that may hold a pickle."""
+    # Bare pickles by name; ``.metadata`` only if it has not been read for the catalog.
     for name, size in subject.files.items():
         is_read = name == _METADATA and subject.salvaged.catalog is not None
         if not is_read and _is_bare_pickle(name, size) and size > 0:
             yield name, 0, size, None
+    # Files of ``torch.save``, and objects with streams of their own.
     for name in torch_files(subject, or_others=True):
         size = subject.files[name]
         if not _is_bare_pickle(name, size):
@@ -234,6 +236,7 @@ def check_file_names(subject: Subject) -> Iterator[Finding]:
 def report_sparse_files(subject: Subject) -> Iterator[Finding]:
     """Report large sparse files, which ``--deep`` does not read (CK606)."""
     for name in sorted(subject.hollow):
+        # st_blocks counts blocks of 512 bytes, whatever the block size of the file system.
         stored = os.stat(subject.store.path(name)).st_blocks << 9
         yield HOLLOW.finding(
             "almost none of the file is stored on disk; --deep skips it",
