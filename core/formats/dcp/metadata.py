@@ -9,7 +9,7 @@
       planner_data         {fqn: path of the entry in the nested state dict} | None
       storage_data         {MetadataIndex{fqn, offset, index}:
                                _StorageInfo{relative_path, offset, length}}
-      storage_meta, version, and attributes of other programs: mcore_data, all_local_plans (Megatron)
+      storage_meta, version, and attributes of others: mcore_data, all_local_plans (Megatron)
 
 It is read into columns, because real checkpoints have 10⁶ chunks. A large file is first read with
 the C unpickler in a sandboxed child process (``_parse_by_c`` explains why that is safe). If that
@@ -184,7 +184,7 @@ _parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar(
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Cache the content of ``.metadata`` files in the block; checks read the same one repeatedly."""
+    """Cache the content of ``.metadata`` files within the block, as checks read them repeatedly."""
     token = _parsed_files.set({})
     try:
         yield
@@ -455,7 +455,7 @@ class _ColumnBuilder:
         first, start = len(self.item_offset), len(self.offsets)
         used_offsets = set()
         for chunk in chunks:
-            # Checking the values' types first would be slow, so a malformed chunk may fail anywhere.
+            # Checking all types first would be slow, so a malformed chunk may fail anywhere.
             # It is reported, and its numbers are removed from the columns.
             n_numbers = len(self.offsets)
             try:

@@ -98,7 +98,7 @@ class _MetadataWriter:
     ) -> bytes:
         """Return the pickle; the arguments are those of ``write_metadata``."""
         pickle = self._pickle
-        # Metadata(), built with no arguments; its attributes are the items of the dict that follows.
+        # Metadata(), called without arguments; its attributes are in the dict that follows.
         head = (
             pickle.name(Global(_METADATA, "Metadata"))
             + b")\x81}("

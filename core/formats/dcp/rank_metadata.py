@@ -54,7 +54,7 @@ def rank_files(store: ReadStore) -> list[str]:
         if rank not in ranks:
             later_file = data_files.get(rank) or ranks[max(ranks)]
             raise MissingShardError(
-                f"__{rank}.metadata is missing, but {later_file} exists; the save (or a copy of it) "
+                f"__{rank}.metadata is missing, but {later_file} exists; the save (or a copy) "
                 "did not finish",
                 file=f"__{rank}.metadata",
                 hint="copy the checkpoint again, or use an older one",

@@ -4,7 +4,7 @@ On disk::
 
     iter_0000010/
     ├── metadata.json      {"sharded_backend": "torch_dist", "sharded_backend_version": 1, …}
-    ├── common.pt          common state (arguments, iteration …); absent in dialect ``common_object``
+    ├── common.pt          common state (arguments, iteration …); not in dialect ``common_object``
     ├── .metadata          as in DCP, ``planner_data`` None
     └── __0_0.distcp …     as in DCP
 

@@ -401,7 +401,11 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
         "stream.zstd/2",
     ),
     (edit_info(transform_descriptors=["stream.zstd/1"] * 9), UnsupportedError, "stream.zstd/1"),
-    (edit_info(transform_descriptors="stream.zstd/1"), CorruptError, "an item has the invalid transforms"),
+    (
+        edit_info(transform_descriptors="stream.zstd/1"),
+        CorruptError,
+        "an item has the invalid transforms",
+    ),
     (edit_info(transform_descriptors=[3]), CorruptError, "an item has the invalid transforms"),
     (edit_info(transform_descriptors=laughs()), CorruptError, "an item has the invalid transforms"),
     (edit_index(fqn=3), CorruptError, "not text"),
