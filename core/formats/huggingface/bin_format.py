@@ -340,7 +340,7 @@ class _ShardMerger:
             isinstance(node, TensorLeaf) and node.key in tensors for node in walk(value)
         ):
             raise UnsupportedError(
-                "the entry contains nested tensors, which are not supported in a sharded checkpoint",
+                "the entry contains nested tensors, which sharded checkpoints do not support",
                 file=shard,
                 key=name,
                 hint="pass the shard itself to read it alone",
