@@ -253,7 +253,7 @@ def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
         told = capsys.readouterr().err
         assert "c.safetensors" in told
-        assert ("a web page" if bad == PAGE else "but its header alone ends at byte 24") in told
+        assert ("a web page" if bad == PAGE else "but its header ends at byte 24") in told
         assert "the other files can be read one by one: a.safetensors, b.safetensors" in told
 
 

@@ -1,8 +1,8 @@
-"""PyTorch's distributed checkpoint, and Megatron's torch_dist, which is a dialect of it.
+"""PyTorch's distributed checkpoint (DCP) and its dialect torch_dist, written by Megatron.
 
 Start at ``format`` and ``torch_dist``. ``metadata`` reads ``.metadata`` into the columns of
-``columns``; ``items`` finds tensors in .distcp files; ``zstd_streams`` and ``safetensors_items``
-are other ways that torch wrote them.
+``columns``; ``items`` lays out ``.distcp`` files; ``zstd_streams`` and ``safetensors_items`` handle
+the other encodings that torch has written.
 Imports: arrays, catalog, errors, files, formats, formats.mcore, formats.safetensors, formats.torch,
     pickle.
 """

@@ -1,5 +1,6 @@
-"""The content of DCP's ``.metadata`` as columns: 10⁶ chunks are a few arrays instead of as many
-objects.
+"""The content of DCP's ``.metadata`` as columns.
+
+A checkpoint may have 10⁶ chunks; they are a few integer arrays here instead of as many objects.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from core.arrays.box import Box, Shape
 
 
 class DcpItem(NamedTuple):
-    """The position of a stored item: bytes ``[offset, offset + n_bytes)`` of a file in the
-    checkpoint.
-    """
+    """Position of a stored item: bytes ``[offset, offset + n_bytes)`` of a checkpoint file."""
 
     file: str
     offset: int
@@ -23,21 +22,21 @@ class DcpItem(NamedTuple):
 
 
 class DcpChunk(NamedTuple):
-    """A box of a tensor and the item that holds it."""
+    """Box of a tensor and the item that stores it."""
 
     box: Box
     item: DcpItem
 
 
 class DcpTensor(NamedTuple):
-    """A global tensor.
+    """A global tensor and the rows of its chunks.
 
     Attributes:
         key: DCP's fqn.
         dtype: canonical dtype name.
         shape: global shape, in elements.
-        requires_grad: as stated.
-        first, n_chunks: its chunks are ``first … first + n_chunks - 1`` of the chunk columns.
+        requires_grad: as recorded in the file.
+        first, n_chunks: its chunks are rows ``first … first + n_chunks - 1`` of the chunk columns.
         start: index of its first number in the columns ``offsets`` and ``sizes``, which hold
             ``len(shape)`` numbers per chunk.
     """
@@ -53,26 +52,28 @@ class DcpTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """The content of a ``.metadata``.
+    """The content of a ``.metadata`` file.
 
-    Every chunk lies within its tensor and has an item; that they tile it is not checked.
+    Every chunk is within its tensor's shape and has an item. Whether the chunks of a tensor cover
+    it without overlap is not checked. The rows of chunks are in the order of ``tensors``.
 
     Args:
         tensors: by key, in the order of the file.
         offsets, sizes: chunk boxes in elements, one chunk after the other.
         files: names of the item files, relative to the checkpoint.
-        file_index, item_offset, item_bytes: per chunk, its item.
+        file_index, item_offset, item_bytes: position of each chunk's item; ``file_index`` indexes
+            ``files``, offset and size are in bytes.
         objects: non-tensor entries by key, in the order of the file.
         planner_data: fqn → path (str and int elements); None if the file has none.
-        mcore_data: Megatron's, or None.
-        version: None in files from before torch 2.3.
+        mcore_data: Megatron's attribute of that name; None if the file has none.
+        version: None in files written before torch 2.3.
         extras: names of other attributes, such as ``all_local_plans``.
         orphans: fqns of items that no tensor or object refers to.
-        descriptors: row of a chunk → the stream transforms that its item went through, as torch
-            lists them; rows of plain items are absent.
+        descriptors: row of a chunk → the stream transforms applied to its item, as torch lists
+            them; rows of plain items are absent.
         object_descriptors: the same for objects, by key.
-        raw_files: numbers of the files whose chunks are bare elements at ``item_offset``, not
-            items.
+        raw_files: indices into ``files`` of those whose chunks are bare elements at
+            ``item_offset``, not torch zips.
     """
 
     tensors: dict[str, DcpTensor]

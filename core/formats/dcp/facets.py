@@ -1,4 +1,4 @@
-"""The facts that a PyTorch distributed checkpoint states beyond its entries."""
+"""Facts about a PyTorch distributed checkpoint that are not entries of its catalog."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class DcpFacts:
     """A facet (``core.catalog.facets``) of catalogs that were read from DCP or torch_dist.
 
     Args:
-        item_files: names of the files that ``.metadata`` names.
+        item_files: files that ``.metadata`` lists.
         orphans: keys of items that no entry refers to.
-        meta_entries: names of the root of Lightning's ``meta.pt``; written as DCP they go into such
-            a file again.
-        unread: files next to the checkpoint's own that were not read, as a note says.
+        meta_entries: top-level names in Lightning's ``meta.pt``; DCP output writes these entries to
+            such a file again.
+        unread: files next to the checkpoint's own that were not read; a note gives the reason.
     """
 
     item_files: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
-"""Facts about the run that saved a DCP checkpoint, taken from its entries: iteration and arguments.
+"""Iteration and arguments of the run that saved a DCP checkpoint, taken from its entries.
 
-DCP itself stores neither. The systems that save with it put them among the entries, as a small
-object or a tensor of one element; the known names are in ``_ITERATIONS``.
+DCP itself stores neither. Training systems save them as entries, either as a small object or as a
+tensor of one element; the known names are in ``_ITERATIONS``.
 
 Source: torchtitan (``train_state.step``), Megatron-LM ``training/checkpointing.py`` (``iteration``,
-``args``), and the recipe for DCP with an ``AppState``, whose entries are below ``app``.
+``args``), and PyTorch's DCP recipe with an ``AppState``, whose entries are under ``app``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ _ARGUMENTS = "args"
 _MAX_ITERATION = 1 << 48
 
 
-def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Return a catalog with the ``iteration`` and ``args`` that its entries state.
+def with_run_facts(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Set ``iteration`` and ``args`` of a catalog from its entries.
 
-    Entries that cannot be read are named in notes.
+    Entries that cannot be read get a note instead.
     """
     iteration: int | None = None
     args: object = None
     notes: list[str] = []
+
+    # The first plausible number is the iteration; other programs may use these names differently.
     for key in (prefix + name for prefix in _PREFIXES for name in _ITERATIONS):
         try:
             number = _value_of(catalog, store, key)
@@ -44,6 +46,8 @@ def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
         if type(number) is int and 0 <= number < _MAX_ITERATION:
             iteration = number
             break
+
+    # Megatron's arguments are a Namespace; an entry "args" without attributes is something else.
     try:
         value = _value_of(catalog, store, _ARGUMENTS) if _ARGUMENTS in catalog.objects else None
     except CheckpointingException as err:
@@ -54,8 +58,10 @@ def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
-    """Return an object's value, or the number in a tensor of one element; None if the entry does
-    not exist.
+    """Return the value of an object or of an integer tensor with one element.
+
+    Returns:
+        None if the entry does not exist or is another kind of tensor.
 
     Raises:
         CheckpointingException: the entry cannot be read.
@@ -71,7 +77,7 @@ def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
 
 
 def _single_integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
-    """Return the element of an integer tensor that has exactly one; else None."""
+    """Return the element of a one-element integer tensor; None for other tensors."""
     meta = catalog.tensors[key]
     fragments = catalog.fragments(key)
     dtype = dtype_of(meta.dtype)

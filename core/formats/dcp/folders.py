@@ -1,17 +1,19 @@
-"""One save in several DCP directories: accelerate keeps a model and its optimizer apart.
+"""One save in several DCP directories: accelerate stores model and optimizer separately.
 
-On disk (``Accelerator.save_state`` with FSDP and sharded state dicts, and the Trainer of transformers)::
+On disk (``Accelerator.save_state`` and transformers' Trainer, with FSDP and sharded state dicts)::
 
     checkpoint_0/
     ├── pytorch_model_fsdp_0/    DCP: "model.<fqn>"
-    ├── optimizer_0/             DCP: "optimizer.state.<fqn>.exp_avg", "optimizer.param_groups.<fqn>.lr" …
-    ├── pytorch_model_fsdp_1/    a second model, its entries again below "model"
+    ├── optimizer_0/             DCP: "optimizer.state.<fqn>.exp_avg",
+    │                                 "optimizer.param_groups.<fqn>.lr" …
+    ├── pytorch_model_fsdp_1/    a second model, its entries again under "model"
     └── scheduler.bin  random_states_0.pkl …    not part of the DCP
 
-Together they are one checkpoint: entries keep their names, those of the second model and optimizer
-begin with ``model_1`` and ``optimizer_1``. Item files are named from the directory above.
+They are read as one checkpoint: entries keep their names, except that those of the second model and
+optimizer begin with ``model_1`` and ``optimizer_1``. Names of item files are relative to the parent
+directory.
 
-Not supported: shards of single ranks without DCP (``use_dcp=False``).
+Not supported: one file per rank without DCP (``use_dcp=False``).
 
 Source: accelerate 1.15.0 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``),
 whose directories are pinned in tests/golden (``accelerate/fsdp2_dp2``).
@@ -36,7 +38,7 @@ _MODEL = "pytorch_model_fsdp"
 
 
 def dcp_folders(store: ReadStore) -> tuple[str, ...]:
-    """Return the directories that make one checkpoint, models first; () if there is no model's."""
+    """Return the directories of one checkpoint, models first; () without a model's directory."""
     matches = [match for match in map(_FOLDER.fullmatch, store.folders()) if match is not None]
     if not any(match[1] == _MODEL for match in matches):
         return ()
@@ -46,14 +48,15 @@ def dcp_folders(store: ReadStore) -> tuple[str, ...]:
 
 
 def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
-    """Join the metadata of several directories into that of one checkpoint.
+    """Join the metadata of several directories into one.
 
     Args:
         parts: each directory with its metadata.
-        store: the directory above.
+        store: the parent directory.
 
     Raises:
-        UnsupportedError: two directories hold an entry with the same name.
+        CorruptError: planner_data gives an entry different paths in two directories.
+        UnsupportedError: two directories contain an entry with the same name.
     """
     shifted = [_as_seen_from_parent(metadata, folder) for folder, metadata in parts]
     owner: dict[str, str] = {}
@@ -61,7 +64,7 @@ def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMet
         for key in (*metadata.tensors, *metadata.objects):
             if owner.setdefault(key, folder) != folder:
                 raise UnsupportedError(
-                    f"{owner[key]} and {folder} both hold an entry with this name",
+                    f"{owner[key]} and {folder} both contain an entry with this name",
                     file=folder,
                     key=key,
                     hint="pass one of these directories as the source",
@@ -70,9 +73,10 @@ def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMet
 
 
 def _as_seen_from_parent(metadata: DcpMetadata, folder: str) -> DcpMetadata:
-    """Return the metadata of a directory as seen from its parent directory."""
+    """Return the metadata of a directory with keys and file names as seen from its parent."""
     match = _FOLDER.fullmatch(folder)
     assert match is not None, "only such directories are joined"
+    # accelerate names the entries of every model "model"; the number keeps them distinct.
     suffix = "" if int(match[2]) == 0 else f"_{int(match[2])}"
 
     def renamed(key: str) -> str:

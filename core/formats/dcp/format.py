@@ -3,30 +3,32 @@
 On disk::
 
     step-10/
-    ├── .metadata          one pickle: names, shapes, chunks, and where every item lies
-    ├── __0_0.distcp       items: whole torch zips, back to back (``core.formats.dcp.items``)
+    ├── .metadata          one pickle: names, shapes, chunks, and the position of every item
+    ├── __0_0.distcp       items: complete torch zips, back to back (``core.formats.dcp.items``)
     └── __1_0.distcp …     one or more files per writer
 
-Other forms of it that are read: items inside zstd frames (``core.formats.dcp.zstd_streams``), files
-that hold their chunks as safetensors (``core.formats.dcp.safetensors_items``), ``__0.metadata``,
-``__1.metadata`` … of single ranks (``core.formats.dcp.rank_metadata``), and directories in which
-accelerate keeps a model and its optimizer apart (``core.formats.dcp.folders``). What Lightning
-keeps in ``meta.pt`` beside such a checkpoint belongs to it (``core.formats.dcp.lightning_meta``).
+Variants that are also read:
+
+* items inside zstd frames (``core.formats.dcp.zstd_streams``);
+* files that store their chunks as safetensors (``core.formats.dcp.safetensors_items``);
+* one metadata file per rank, ``__0.metadata`` … (``core.formats.dcp.rank_metadata``);
+* accelerate's separate directories for model and optimizer (``core.formats.dcp.folders``);
+* Lightning's ``meta.pt`` next to the DCP files (``core.formats.dcp.lightning_meta``).
 
 Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of
     ``.metadata``.
 
-A catalog's extents are late-bound: where in an item the data begins, and with which strides, stands
-in the item. A tensor that was saved transposed or channels-last keeps its strides there while
-``.metadata`` says nothing of them. Objects are not read with the metadata: each is a hidden stream
-``raw:<key>``.
+A catalog's extents are late-bound: the start of the data inside an item and its strides are known
+only after reading the item. A tensor that was saved transposed or channels-last keeps its strides
+there; ``.metadata`` does not record them. Objects are not read with the metadata: each is a hidden
+stream ``raw:<key>``.
 
-Written objects: torch imports the classes that they name, so one that names Megatron's (the
-training arguments do) could be loaded nowhere else, and would stop ``dcp_to_torch_save``. Such an
-object is stored as plain containers (``core.formats.torch.weights_only``), and is itself again when
-it is read here.
+Written objects: torch imports the classes that a pickle names. An object that names Megatron's
+classes, as the training arguments do, could not be loaded without Megatron, and
+``dcp_to_torch_save`` would fail on it. Such an object is stored as plain containers
+(``core.formats.torch.weights_only``) and restored when it is read here.
 
-Several training systems save such directories, and name things their own way:
+Several training systems save such directories, each with its own names:
 
 * FSDP2 with an ``AppState``: ``app.model.<fqn>``, ``app.optim.state.<fqn>.exp_avg``,
   ``app.optim.param_groups.…``;
@@ -35,8 +37,8 @@ Several training systems save such directories, and name things their own way:
 * Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``,
   ``args``, ``iteration``.
 
-``Catalog.iteration`` and ``args`` are set where an entry of one of these systems says them. Facets:
-``DcpFacts``, and ``TorchDistFacts`` where Megatron added its ``mcore_data``.
+``Catalog.iteration`` and ``args`` are set from the entries of these systems. Facets: ``DcpFacts``,
+and ``TorchDistFacts`` where Megatron added its ``mcore_data``.
 
 Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
@@ -46,9 +48,12 @@ checkpoints written by it, pinned in tests/golden (``torch_dcp``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from math import prod
+from operator import add
+from posixpath import join
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
@@ -75,9 +80,9 @@ from core.errors import (
     raising,
 )
 from core.formats.dcp.facets import DcpFacts
-from core.formats.dcp.facts import with_stated_facts
+from core.formats.dcp.facts import with_run_facts
 from core.formats.dcp.folders import dcp_folders, joined
-from core.formats.dcp.items import Item, ItemLayout, lay_out_items
+from core.formats.dcp.items import ItemLayout, lay_out_items
 from core.formats.dcp.lightning_meta import meta_keys, split_meta, with_meta
 from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
@@ -101,67 +106,71 @@ METADATA = ".metadata"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory holds ``.metadata``, the rest of an unfinished save, or
-    accelerate's directories.
+    """Return whether the directory is a DCP checkpoint, including unfinished and split ones.
+
+    Unfinished saves have data files but no ``.metadata``; ``read`` refuses them with an error that
+    explains it. Split ones are accelerate's separate directories.
     """
     if store.entry is not None:
         return False
-    return store.exists(METADATA) or _unfinished(store) is not None or bool(dcp_folders(store))
+    return store.exists(METADATA) or _has_item_files(store) or bool(dcp_folders(store))
 
 
-def _unfinished(store: ReadStore) -> str | None:
-    """Return a file that shows that this was to become a DCP checkpoint, or None."""
-    for name in store.files():
-        if name == METADATA + ".tmp" or RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):
-            return name
-    return None
+def _has_item_files(store: ReadStore) -> bool:
+    """Return whether the directory has files of a DCP save other than ``.metadata``."""
+    return any(
+        name == METADATA + ".tmp" or RANK_METADATA.fullmatch(name) or name.endswith(".distcp")
+        for name in store.files()
+    )
 
 
 def read(store: ReadStore) -> Catalog:
     """Read the catalog of a plain DCP directory.
 
     Raises:
-        MissingShardError: ``.metadata`` or a file that it names is missing, or a save of Megatron's
-            did not finish.
-        TruncatedError: a file is shorter than ``.metadata`` states.
+        MissingShardError: ``.metadata`` or a file that it lists is missing, or Megatron did not
+            finish the save.
+        TruncatedError: a file is shorter than ``.metadata`` requires.
         CorruptError: ``.metadata`` contradicts itself.
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
     metadata = metadata_of(store)
+    # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
     if COMMON_OBJECT in metadata.objects:
         raise MissingShardError(
-            f"the checkpoint is Megatron's (it holds {COMMON_OBJECT}), but no {CONFIG} names its backend; Megatron "
-            "writes that file last, so the save did not finish",
+            f"the directory contains Megatron's {COMMON_OBJECT}, but {CONFIG} is missing; Megatron "
+            "writes it last, so the save did not finish",
             file=CONFIG,
             hint="use an older checkpoint",
         )
     catalog = with_meta(catalog_of(metadata, format="dcp", store=store), store)
-    catalog = with_stated_facts(catalog, store)
+    catalog = with_run_facts(catalog, store)
     folders = _folders(store)
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
 
 
-_JOINED = (
-    "{} are read as one checkpoint (Accelerator.load_state takes them only as separate directories)"
-)
+_JOINED = "{} are read as one checkpoint (Accelerator.load_state loads only separate directories)"
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read those parts of the catalog that make sense; files may be missing.
+    """Read the intact parts of the catalog; data files may be missing.
 
-    The rules are those of ``salvaged_metadata``.
+    Args:
+        store: the checkpoint.
+        report: receives the problems, see ``salvaged_metadata``.
 
     Raises:
         MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
     metadata = salvaged(store, report)
+    # Compressed objects would have to be inflated now, which may fail.
     return catalog_of(metadata, format="dcp", without=tuple(metadata.object_descriptors))
 
 
 def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
-    """Read the metadata without entries that make no sense; files may be missing.
+    """Read the metadata without its damaged entries; data files may be missing.
 
     Args:
         report: receives the problems, see ``salvaged_metadata``.
@@ -181,25 +190,19 @@ def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
 
 
 def metadata_files(store: ReadStore) -> list[str]:
-    """Return the names of ``.metadata`` in a checkpoint: one, or one in each of accelerate's
-    directories.
-    """
+    """Return the names of a checkpoint's ``.metadata`` files; accelerate writes several."""
     return [f"{folder}/{METADATA}" for folder in _folders(store)] or [METADATA]
 
 
 def _folders(store: ReadStore) -> tuple[str, ...]:
-    """Return accelerate's directories, unless the checkpoint lies directly in their parent
-    directory.
-    """
-    return () if store.exists(METADATA) or _unfinished(store) is not None else dcp_folders(store)
+    """Return accelerate's directories; () if the directory itself is a DCP checkpoint."""
+    return () if store.exists(METADATA) or _has_item_files(store) else dcp_folders(store)
 
 
 def metadata_of(store: ReadStore) -> DcpMetadata:
-    """Read ``.metadata`` and check it against the files that it names.
+    """Read ``.metadata``, or merge the ranks' metadata, and check that the data files are complete.
 
     Raises the errors of ``read``.
-
-    If there is no such file, the metadata of single ranks is merged.
     """
     metadata = stated_metadata(store)
     check_files(store, metadata)
@@ -207,9 +210,7 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 
 
 def stated_metadata(store: ReadStore) -> DcpMetadata:
-    """Read ``.metadata`` without looking at the files that it names; raises the errors of
-    ``read``.
-    """
+    """Read the metadata without checking the data files; raises the errors of ``read``."""
     if store.exists(METADATA):
         return _metadata_in(store, METADATA)
     if ranks := rank_files(store):
@@ -223,12 +224,14 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
 
 
 def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
+    """Read one metadata file, which must exist."""
     if not store.exists(name):
         raise _unwritten(name, file=name)
     return read_metadata(store.read(name, 0, store.size(name)), label=name)
 
 
 def _unwritten(name: str, *, file: str) -> MissingShardError:
+    """Build the error for a missing ``.metadata``."""
     return MissingShardError(
         f"{name} is missing; torch writes it last, so the save did not finish",
         file=file,
@@ -237,84 +240,82 @@ def _unwritten(name: str, *, file: str) -> MissingShardError:
 
 
 def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = raising) -> None:
-    """Check that every file that the metadata names exists and is long enough.
+    """Check that every file that the metadata lists exists and is long enough.
 
     Args:
+        store: the checkpoint.
+        metadata: its metadata.
         report: receives an error for each file that is missing or too short.
+
+    Raises:
+        MissingShardError, TruncatedError: a file is missing or too short (default ``report``).
     """
     # Each file must reach to the end of its last item.
     ends = [0] * len(metadata.files)
-    for file, offset, n_bytes in zip(
-        metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True
-    ):
-        if offset + n_bytes > ends[file]:
-            ends[file] = offset + n_bytes
-    number = {name: n for n, name in enumerate(metadata.files)}
-    for item in metadata.objects.values():
-        ends[number[item.file]] = max(ends[number[item.file]], item.offset + item.n_bytes)
+    for file, end in _item_ends(metadata):
+        ends[file] = max(ends[file], end)
 
-    # Directories are listed: 10⁵ missing files are not looked up one by one.
-    folders = {name.rpartition("/")[0] for name in metadata.files}
-    existing = {
-        f"{folder}/{name}" if folder else name for folder in folders for name in store.files(folder)
+    sizes = _sizes_of(store, metadata.files)
+    short_files = {
+        file: size for file, size in enumerate(sizes) if size is None or size < ends[file]
     }
-    sizes = [store.size(name) if name in existing else None for name in metadata.files]
-    short = {
-        n: size
-        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        if size is None or end > size
-    }
+    if not short_files:
+        return
 
-    # Report each file with an entry that is lost with it.
-    keys = _first_keys(metadata, {n: size or 0 for n, size in short.items()}) if short else {}
-    for n, size in short.items():
-        report(_short_file(metadata.files[n], size, ends[n], key=keys.get(n)))
-
-
-def _short_file(
-    name: str, size: int | None, end: int, *, key: str | None
-) -> CheckpointingException:
-    """Return the error about a file that ends before byte ``end``; its size is None if it is
-    missing.
-    """
-    if size is None:
-        return MissingShardError(
-            f"a file named by {METADATA} is missing",
-            file=name,
-            key=key,
-            hint="copy the checkpoint again, with all its files",
-        )
-    return TruncatedError(
-        f"the file has {size} bytes, but {METADATA} places items up to byte {end}",
-        file=name,
-        key=key,
-        span=(size, end),
-        hint="copy the checkpoint again, or use an older one",
-    )
+    # Report each of them with an entry that is lost with it.
+    lost_keys = _first_lost_keys(metadata, {file: size or 0 for file, size in short_files.items()})
+    for file, size in short_files.items():
+        if size is None:
+            error: CheckpointingException = MissingShardError(
+                f"a file listed in {METADATA} is missing",
+                hint="copy the checkpoint again, with all its files",
+            )
+        else:
+            error = TruncatedError(
+                f"the file has {size} bytes, but {METADATA} places items up to byte {ends[file]}",
+                span=(size, ends[file]),
+                hint="copy the checkpoint again, or use an older one",
+            )
+        error.file, error.key = metadata.files[file], lost_keys.get(file)
+        report(error)
 
 
-def _first_keys(metadata: DcpMetadata, limits: Mapping[int, int]) -> dict[int, str]:
-    """Return number of a file → first tensor, else object, with an item in it that ends after a
-    byte.
+def _sizes_of(store: ReadStore, names: Sequence[str]) -> list[int | None]:
+    """Return the sizes of files in bytes, None for missing ones."""
+    # Listing directories is faster than a look-up per file: 10⁵ of them may be missing.
+    folders = {name.rpartition("/")[0] for name in names}
+    existing = {join(folder, name) for folder in folders for name in store.files(folder)}
+    return [store.size(name) if name in existing else None for name in names]
+
+
+def _first_lost_keys(metadata: DcpMetadata, sizes: Mapping[int, int]) -> dict[int, str]:
+    """Return the first entry, tensors before objects, that is lost with each truncated file.
 
     Args:
-        limits: number of a file → the byte.
+        sizes: number of a truncated file → its size in bytes, 0 if it is missing.
+
+    Returns:
+        File number → key.
     """
-    first_of: dict[int, str] = {}
-    for tensor in metadata.tensors.values():
-        for row in range(tensor.first, tensor.first + tensor.n_chunks):
-            file = metadata.file_index[row]
-            if (
-                file in limits
-                and metadata.item_offset[row] + metadata.item_bytes[row] > limits[file]
-            ):
-                first_of.setdefault(file, tensor.key)
-    number = {name: n for n, name in enumerate(metadata.files)}
-    for key, item in metadata.objects.items():
-        file = number[item.file]
-        if file in limits and item.offset + item.n_bytes > limits[file]:
-            first_of.setdefault(file, key)
-    return first_of
+    chunk_keys = (repeat(tensor.key, tensor.n_chunks) for tensor in metadata.tensors.values())
+    keys = chain(chain.from_iterable(chunk_keys), metadata.objects)
+    lost_keys: dict[int, str] = {}
+    for key, (file, end) in zip(keys, _item_ends(metadata), strict=True):
+        if file in sizes and end > sizes[file]:
+            lost_keys.setdefault(file, key)
+    return lost_keys
+
+
+def _item_ends(metadata: DcpMetadata) -> Iterator[tuple[int, int]]:
+    """Yield file number and end, in bytes, of the items of all chunks and then of all objects."""
+    yield from zip(
+        metadata.file_index,
+        map(add, metadata.item_offset, metadata.item_bytes),
+        strict=True,
+    )
+    numbers = {name: file for file, name in enumerate(metadata.files)}
+    for item in metadata.objects.values():
+        yield numbers[item.file], item.offset + item.n_bytes
 
 
 def catalog_of(
@@ -324,49 +325,48 @@ def catalog_of(
     without: Sequence[str] = (),
     store: ReadStore | None = None,
 ) -> Catalog:
-    """Return the catalog of checked metadata.
+    """Build the catalog of checked metadata.
 
     Args:
+        metadata: metadata with tensors and objects.
         format: ``dcp`` or ``torch_dist``.
-        without: keys of objects to leave out.
+        without: keys of objects to skip.
         store: the checkpoint. Objects inside zstd frames are read at once, as their length is only
             known after inflating; without a store they are refused.
 
     Raises:
         UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
-    # Objects inside zstd frames are read now; all others become hidden streams.
     tensors = {
         key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()
     }
-    packed_items = {
-        key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects
-    }
-    objects, packed_arrays = _read_packed_objects(
-        metadata, {key: item for key, item in packed_items.items() if key not in without}, store
-    )
-    raw_of = {
-        key: _raw_key(key, tensors)
-        for key in metadata.objects
-        if key not in without and key not in packed_items
-    }
-    object_of = {raw: key for key, raw in raw_of.items()}
+    # Read the objects inside zstd frames. The tensors inside them are hidden.
+    objects, packed_arrays = _read_packed_objects(metadata, without, store)
+    hidden: dict[str, TensorMeta] = {}
+
+    # All other objects become hidden streams, to be read when they are needed.
+    stream_items: dict[str, DcpItem] = {}
+    for key, item in metadata.objects.items():
+        if key in without or key in objects:
+            continue
+        raw_key = f"raw:{key}"
+        while raw_key in tensors:
+            raw_key = f"raw:{raw_key}"
+        stream_items[raw_key] = item
+        hidden[raw_key] = TensorMeta(raw_key, "uint8", (item.n_bytes,))
+        objects[key] = StoredObject(key, raw_key=raw_key)
+    hidden |= metas_of(packed_arrays)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in tensors:
             return _chunks(metadata, key)
         array = packed_arrays.get(key)
-        if array is not None:
-            return (whole_fragment(key, array),)
-        return (whole_fragment(key, _object_stream(key, metadata.objects[object_of[key]])),)
+        if array is None:
+            item = stream_items[key]
+            array = StoredArray(key, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
+        return (whole_fragment(key, array),)
 
-    # Streams and the tensors inside objects are hidden.
-    hidden = {
-        raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,))
-        for key, raw in raw_of.items()
-    }
-    hidden |= metas_of(packed_arrays)
-    objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
+    # Entries keep the order of the file.
     catalog = Catalog(
         format=format,
         version=metadata.version,
@@ -383,30 +383,29 @@ def catalog_of(
 
 
 def _read_packed_objects(
-    metadata: DcpMetadata, items: Mapping[str, DcpItem], store: ReadStore | None
+    metadata: DcpMetadata, without: Sequence[str], store: ReadStore | None
 ) -> tuple[dict[str, StoredObject], dict[str, StoredArray]]:
-    """Read the values of transformed objects, and the tensors inside them."""
+    """Read the values of compressed objects, and the tensors inside them.
+
+    Args:
+        without, store: the arguments of ``catalog_of``.
+    """
     objects: dict[str, StoredObject] = {}
     arrays_inside: dict[str, StoredArray] = {}
-    for key, item in items.items():
+    for key, transforms in metadata.object_descriptors.items():
+        item = metadata.objects.get(key)
+        if item is None or key in without:
+            continue
         if store is None:
             raise UnsupportedError(
-                "the object is compressed, which this format does not support",
+                "compressed objects are not supported in this format",
                 file=item.file,
                 key=key,
             )
-        value, arrays = read_inflated_object(store, item, metadata.object_descriptors[key], key=key)
+        value, arrays = read_inflated_object(store, item, transforms, key=key)
         objects[key] = StoredObject(key, value=value)
         arrays_inside |= arrays
     return objects, arrays_inside
-
-
-def _raw_key(key: str, tensors: Mapping[str, TensorMeta]) -> str:
-    """Return a name for an object's stream that no tensor has."""
-    name = f"raw:{key}"
-    while name in tensors:
-        name = f"raw:{name}"
-    return name
 
 
 def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
@@ -422,27 +421,29 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
                 item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes)
             )
         elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
+            # Elements in a safetensors file: their position is final.
             extent = Extent(item.file, item.offset)
         else:
+            # A torch zip: `item_location` finds the elements in it later.
             extent = Extent(item.file, item.offset, item_bytes=item.n_bytes)
         array = StoredArray(array_name(key, box), tensor.dtype, box.shape, extent)
         fragments.append(Fragment(key, box, array, origin))
     return fragments
 
 
-def _object_stream(raw: str, item: DcpItem) -> StoredArray:
-    """Return the stream of an object as a stored array of bytes."""
-    return StoredArray(raw, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
-
-
 def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:
-    """Return the nesting that planner_data describes, or None if there is no planner_data."""
+    """Build the nesting that planner_data describes; None without planner_data.
+
+    Raises:
+        CorruptError: two entries have the same path, or a path is empty.
+    """
     if metadata.planner_data is None:
         return None
-    keys = [key for key in metadata.planner_data if key in metadata.tensors or key in objects]
-    keys += [key for key in (*metadata.tensors, *objects) if key not in metadata.planner_data]
+    # The order of planner_data is that of the state dict. Entries without a path are at the root.
+    keys = {**metadata.tensors, **objects}.keys()
+    ordered_keys = dict.fromkeys((*(key for key in metadata.planner_data if key in keys), *keys))
     leaves: dict[Path, object] = {}
-    for key in keys:
+    for key in ordered_keys:
         path = metadata.planner_data.get(key, (key,))
         full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
         if full_path in leaves or not full_path:
@@ -454,19 +455,22 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if there was
-    one, ``.metadata``.
+    """Lay out a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if needed, ``.metadata``.
 
     Args:
         target: every array becomes a chunk, every object an item. The paths of its skeleton become
-            ``planner_data``, so that ``dcp_to_torch_save`` rebuilds the nesting; without one every
-            key is its own path. Of the options, ``WriteOptions.max_file_bytes`` is used, see
+            ``planner_data``, so that ``dcp_to_torch_save`` rebuilds the nesting; without a skeleton
+            every key is its own path. Of the options, ``WriteOptions.max_file_bytes`` is used, see
             ``core.formats.dcp.items.lay_out_items``.
+
+    Returns:
+        The layouts of the files, ``.metadata`` last.
 
     Raises:
         UnsupportedError: the arrays are not chunks of their tensors.
     """
     target, meta_image = split_meta(target)
+    # torch could not load classes of Megatron without Megatron, see the module's docstring.
     objects = [
         replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()
     ]
@@ -480,9 +484,10 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
-    """Return key → path for every tensor and object.
+    """Return the path of every tensor and object in the nested state dict, by key.
 
-    A key that is not its dot-joined path is at the root.
+    torch flattens a state dict by joining paths with dots. An entry whose key is not its joined
+    path is placed at the root, under its key.
     """
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
@@ -506,31 +511,48 @@ def metadata_image(
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
     mcore_data: Mapping[str, object] | None = None,
 ) -> FileImage:
-    """Return the image of ``.metadata``.
+    """Write ``.metadata`` and return it as a file layout.
 
     Args:
         target: the catalog that is written.
         layout: the positions of its items.
         planner_data: paths of the keys; None for Megatron.
-        mcore_data: Megatron's facts about tensors; None to leave the attribute out.
+        mcore_data: Megatron's facts about tensors; None to omit the attribute.
     """
+    names = [image.path for image in layout.files]
+
+    def rows() -> Iterator[TensorRow | ObjectRow]:
+        for key in (*target.tensors, *layout.objects) if planner_data is None else planner_data:
+            meta = target.tensors.get(key)
+            if meta is None:
+                item = layout.objects[key]
+                yield ObjectRow(key, names[item.file], item.offset, item.size)
+                continue
+            chunks = []
+            for item in layout.chunks[key]:
+                assert item.box is not None, "the items of tensors have boxes"
+                chunks.append(
+                    ChunkRow(
+                        item.box.offset, item.box.shape, names[item.file], item.offset, item.size
+                    )
+                )
+            yield TensorRow(key, meta.dtype, meta.shape, chunks)
+
     attributes = {} if mcore_data is None else {"mcore_data": dict(mcore_data)}
-    keys = (*target.tensors, *layout.objects) if planner_data is None else tuple(planner_data)
-    data = write_metadata(
-        _rows(target, layout, keys), planner_data=planner_data, attributes=attributes
-    )
+    data = write_metadata(rows(), planner_data=planner_data, attributes=attributes)
     return literal_file(METADATA, data, is_metadata=True)
 
 
 def linked_metadata(catalog: Catalog) -> FileImage:
-    """Return the image of ``.metadata`` for entries that stay in the source's data files.
+    """Write a ``.metadata`` whose entries stay in the source's data files.
 
     Args:
-        catalog: a result of ``catalog_of``, with some entries left out or renamed; entries of
+        catalog: a result of ``catalog_of``, with some entries dropped or renamed; entries of
             ``meta.pt`` are ignored.
 
     Raises:
-        UnsupportedError: an entry is not an item of its own, so ``.metadata`` cannot refer to it.
+        UnsupportedError: an entry is compressed or not an item of its own, so ``.metadata`` cannot
+            refer to it.
     """
     in_meta = meta_keys(catalog)
     planner_data = {key: path for key, path in paths_of(catalog).items() if key not in in_meta}
@@ -542,57 +564,34 @@ def linked_metadata(catalog: Catalog) -> FileImage:
 
 def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
     """Return the row of ``.metadata`` for an entry in the source's data files."""
-
-    def refused() -> UnsupportedError:
-        return UnsupportedError(
-            "the entry is compressed or not an item of its own, so new metadata cannot refer to it",
-            key=key,
-            hint="leave --metadata-only out",
-        )
-
+    refusal = UnsupportedError(
+        "the entry is compressed or not an item of its own, so new metadata cannot refer to it",
+        key=key,
+        hint="run without --metadata-only",
+    )
     meta = catalog.tensors.get(key)
     if meta is None:
         raw_key = catalog.objects[key].raw_key
         array = None if raw_key is None else catalog.fragments(raw_key)[0].array
         if array is None or array.extent.encoding is not None:
-            raise refused()
+            raise refusal
         return ObjectRow(key, array.extent.file, array.extent.offset, array.n_bytes)
     rows = []
-    for piece in catalog.fragments(key):
-        array = piece.array
+    for chunk in catalog.fragments(key):
+        array = chunk.array
         item_bytes = None if array is None else array.extent.item_bytes
-        if array is None or item_bytes is None or array.shape != piece.box.shape:
-            raise refused()
+        if array is None or item_bytes is None or array.shape != chunk.box.shape:
+            raise refusal
         rows.append(
             ChunkRow(
-                piece.box.offset,
-                piece.box.shape,
+                chunk.box.offset,
+                chunk.box.shape,
                 array.extent.file,
                 array.extent.offset,
                 item_bytes,
             )
         )
     return TensorRow(key, meta.dtype, meta.shape, rows)
-
-
-def _rows(
-    target: TargetCatalog, layout: ItemLayout, keys: Iterable[str]
-) -> Iterator[TensorRow | ObjectRow]:
-    """Yield the rows of ``.metadata`` for keys, in order."""
-    names = [image.path for image in layout.files]
-    for key in keys:
-        meta = target.tensors.get(key)
-        if meta is not None:
-            yield TensorRow(key, meta.dtype, meta.shape, _chunk_rows(layout.chunks[key], names))
-        else:
-            item = layout.objects[key]
-            yield ObjectRow(key, names[item.file], item.offset, item.size)
-
-
-def _chunk_rows(chunks: Iterable[Item], names: Sequence[str]) -> Iterator[ChunkRow]:
-    for item in chunks:
-        assert item.box is not None
-        yield ChunkRow(item.box.offset, item.box.shape, names[item.file], item.offset, item.size)
 
 
 FORMAT = Format(

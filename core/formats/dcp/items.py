@@ -2,18 +2,18 @@
 
 On disk (``__<n>_0.distcp``)::
 
-    item · padding · item · padding · item …          every item begins at a multiple of 64
+    item · padding · item · padding · item …          every item begins at a multiple of 64 bytes
     ├── object: a torch zip ``archive/…`` of its value (or the source's own stream, verbatim)
     └── chunk:  a torch zip ``archive/data.pkl, …, archive/data/0`` of one contiguous tensor
 
-Torch writes the items back to back, so that their data has any alignment; padding is legal, because
-``.metadata`` states offset and length of every item. Inside a torch zip data is aligned to 64 from
-the zip's start, hence in the file too.
+Torch writes the items back to back, so their data is not aligned. Padding is legal, because
+``.metadata`` records offset and length of every item. Inside a torch zip, data begins at a multiple
+of 64 bytes; as the zips do too, data is aligned in the file.
 
-How a chunk's zip looks depends on nothing but dtype and shape (the CRC apart), so it is planned
-once per such pair: 10⁵ chunks are laid out and written without planning 10⁵ zips.
+Except for the CRC, the zip of a chunk depends only on dtype and shape. It is planned once per such
+pair: 10⁵ chunks are laid out and written without planning 10⁵ zips.
 
-Source: written and loaded back by torch 2.13 and megatron-core 0.16.1, see the tests of ``dcp`` and
+Source: written here and loaded by torch 2.13 and megatron-core 0.16.1, see the tests of ``dcp`` and
     ``torch_dist``.
 """
 
@@ -40,23 +40,22 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 PREFIX = "archive"
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
+_JOINED_BYTES = 1 << 16
 BEHIND: Coords = (("behind", 1),)
-"""Suffix of coords for an item in a file of its own after the others, so that no other item
-moves.
-"""
+"""Suffix of coords that puts an item into an extra file, so that no other item moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """The torch zip of one contiguous tensor, whatever its name.
+    """Layout of the torch zip of one contiguous tensor; the same for all with its dtype and shape.
 
     Args:
         size: bytes of the zip.
         data_offset: byte of the zip at which the tensor's data begins.
         head: the literal bytes before the data.
         tail_offset: byte of the zip at which the literal bytes after the data begin.
-        tail: those bytes, for a CRC of zero.
-        crc_at: positions in ``tail`` of the four bytes of the data's CRC, little endian.
+        tail: the literal bytes after the data, for a CRC of zero.
+        crc_at: positions in ``tail`` of the data's CRC-32 (four bytes, little endian).
     """
 
     size: int
@@ -67,7 +66,7 @@ class ChunkPlan:
     crc_at: tuple[int, ...]
 
     def literals(self, crc: int) -> tuple[Literal, Literal]:
-        """Return everything but the data."""
+        """Return the bytes before and after the data."""
         tail = bytearray(self.tail)
         crc_bytes = crc.to_bytes(4, "little")
         for position in self.crc_at:
@@ -78,14 +77,16 @@ class ChunkPlan:
 def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
     """Plan the zip of a chunk.
 
-    The positions of the CRC are found by planning the zip for two CRCs and comparing.
-
+    Args:
+        dtype: canonical dtype name.
+        shape: shape of the chunk, in elements.
     """
     stand_in_array = PlannedArray("chunk", dtype, shape)
     plan = plan_tree(TensorLeaf("chunk"), array_of=lambda key: stand_in_array, prefix=PREFIX)
     (placed,) = plan.arrays
-    head, tail_offset, tail = _around(plan, placed, 0)
-    _, _, other_tail = _around(plan, placed, 0xFFFFFFFF)
+    # The CRC occurs several times. Two CRCs that differ in every byte show where.
+    head, tail_offset, tail = _literals_around(plan, placed, 0)
+    _, _, other_tail = _literals_around(plan, placed, 0xFFFFFFFF)
     differing = [
         position
         for position, (first, second) in enumerate(zip(tail, other_tail, strict=True))
@@ -94,31 +95,31 @@ def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
     return ChunkPlan(plan.size, placed.offset, head, tail_offset, tail, tuple(differing[::4]))
 
 
-def _around(plan: TreePlan, placed: PlacedArray, crc: int) -> tuple[bytes, int, bytes]:
-    """Return the literal bytes before an array, the offset of those after it, and those bytes."""
+def _literals_around(plan: TreePlan, placed: PlacedArray, crc: int) -> tuple[bytes, int, bytes]:
+    """Return the bytes before an array, the offset of those after it, and those bytes."""
     end = placed.offset + placed.array.n_bytes
-    image = {False: bytearray(placed.offset), True: bytearray(plan.size - end)}
+    head, tail = bytearray(placed.offset), bytearray(plan.size - end)
     for offset, data in plan.literals(lambda name: crc):
-        is_behind = offset >= end
-        start = offset - end if is_behind else offset
-        assert start + len(data) <= len(image[is_behind])
-        image[is_behind][start : start + len(data)] = data
-    return bytes(image[False]), end, bytes(image[True])
+        side, start = (tail, offset - end) if offset >= end else (head, offset)
+        assert start + len(data) <= len(side)
+        side[start : start + len(data)] = data
+    return bytes(head), end, bytes(tail)
 
 
 @dataclass(slots=True)
 class Item:
-    """One item, and its position once it has one.
+    """An item, and its position after ``lay_out_items`` has placed it.
 
     Args:
-        key: the tensor or object.
+        key: key of the tensor or object.
         size: bytes.
-        box: the tensor's region that a chunk holds; None for an object.
+        box: region of the tensor that a chunk covers; None for an object.
         coords: coordinates that select its file, see ``lay_out_items``.
         plan: layout of its zip; None for a stream that is copied verbatim.
         array: the array that fills a chunk or a verbatim stream; None if the plan has its own
             arrays.
-        file, offset: number of the file in ``ItemLayout.files``, and first byte of the item in it.
+        file, offset: number of the file in ``ItemLayout.files``, and first byte of the item in it;
+            -1 until the item is placed.
     """
 
     key: str
@@ -131,7 +132,7 @@ class Item:
     offset: int = -1
 
     def placed(self) -> Iterator[PlacedArray]:
-        """Yield the arrays of the item, with offsets in its file."""
+        """Yield the arrays of the item with their offsets in the file."""
         if isinstance(self.plan, TreePlan):
             for placed in self.plan.arrays:
                 yield PlacedArray(self.offset + placed.offset, placed.array)
@@ -142,10 +143,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class ItemLayout:
-    """The positions of all items.
+    """The layout of all data files and the positions of the items in them.
 
     Args:
-        files: the images, by number.
+        files: layout of each file, by number.
         chunks: tensor key → its chunks, in the catalog's order.
         objects: object key → its item.
     """
@@ -160,77 +161,91 @@ def lay_out_items(
     objects: Iterable[StoredObject],
     *,
     max_file_bytes: int | None = None,
-    apart: str | None = None,
+    separate_prefix: str | None = None,
 ) -> ItemLayout:
     """Place every tensor of a target catalog and the given objects in ``.distcp`` files.
 
     The coords of an array or object select its file: ``(("file", n),)`` is file number n; followed
-    by ``BEHIND``, a file after those with that number. Other coords get one file each, in order of
-    first appearance. Chunks without coords fill further files one after the other, and objects
-    without coords go to the first file. In a file objects come before chunks, as torch writes them.
+    by ``BEHIND``, an extra file after those with that number. Other coords get one file each, in
+    order of first appearance. Chunks without coords fill further files one after the other, and
+    objects without coords go to the first file. In a file, objects precede chunks, as torch writes
+    them.
 
     Args:
         target: each of its arrays becomes a chunk.
         objects: each has a value, or a raw stream among the target's hidden tensors.
         max_file_bytes: maximum size of a file, unless one item alone is larger; None for 5 GB, and
-            no maximum for files that coords name.
-        apart: prefix of keys whose items go to files of their own, with the same prefix in their
-            names; None for no such files.
+            no maximum for files that coords select.
+        separate_prefix: prefix of keys whose items go to separate files, with the same prefix in
+            their names; None for no such files.
 
     Raises:
         UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the
             same element, which ``.metadata`` cannot express.
     """
-    of_objects = {item.key: item for item in _object_items(target, objects)}
-    of_tensors = _chunk_items(target)
-    groups = _group_by_file(
-        [*of_objects.values(), *chain.from_iterable(of_tensors.values())], max_file_bytes, apart
-    )
+    # Plan all items, and assign them to files.
+    object_items = {item.key: item for item in _object_items(target, objects)}
+    chunk_items = _chunk_items(target)
+    items = [*object_items.values(), *chain.from_iterable(chunk_items.values())]
     files = []
-    for file, (name, members) in enumerate(groups):
+    for file, (name, members) in enumerate(_group_by_file(items, max_file_bytes, separate_prefix)):
+        # Place the items of a file one after the other. Its layout is columns and refers to no
+        # item, so that it is small enough to be passed to other processes.
+        placed = _Arrays(array("q"), [])
+        begins = array("q")
+        plans: list[ChunkPlan | TreePlan | None] = []
         end = 0
         for item in members:
             item.file, item.offset = file, _aligned(end)
             end = item.offset + item.size
-        files.append(_image(name, members, end))
-    return ItemLayout(tuple(files), of_tensors, of_objects)
+            begins.append(item.offset)
+            plans.append(item.plan)
+            for placed_array in item.placed():
+                placed.offsets.append(placed_array.offset)
+                placed.arrays.append(placed_array.array)
+        files.append(FileImage(name, end, placed, _Literals(begins, plans, placed.arrays)))
+    return ItemLayout(tuple(files), chunk_items, object_items)
 
 
 def _object_items(target: TargetCatalog, objects: Iterable[StoredObject]) -> Iterator[Item]:
     """Yield an item for every object; equal simple values share a plan."""
     plans: dict[object, TreePlan] = {}
     for stored in objects:
+        # An object that the source did not decode is copied verbatim.
         if stored.raw_key is not None:
             stream = target.whole_array(stored.raw_key)
             yield Item(
                 stored.key, stream.n_bytes, None, stored.coords or stream.coords, None, stream
             )
             continue
-        same = _spelling(stored.value)
-        plan = None if same is None else plans.get(same)
+        value_key = _simple_value_key(stored.value)
+        plan = None if value_key is None else plans.get(value_key)
         if plan is None:
             plan = plan_tree(stored.value, array_of=target.whole_array, prefix=PREFIX)
-            if same is not None:
-                plans[same] = plan
+            if value_key is not None:
+                plans[value_key] = plan
         yield Item(stored.key, plan.size, None, stored.coords, plan, None)
 
 
-def _spelling(value: object) -> object:
-    """Return a key that equal simple values share, None for other values: 10⁴ extra states are
-    ``[None]``.
+def _simple_value_key(value: object) -> object:
+    """Return a key that equal simple values share; None for other values.
+
+    Simple values are worth it: a Megatron checkpoint may have 10⁴ extra states ``[None]``.
     """
     if type(value) is list and len(value) == 1:
-        inner = _spelling(value[0])
+        inner = _simple_value_key(value[0])
         return None if inner is None else ("list", inner)
-    return (
-        (type(value), repr(value))
-        if value is None or type(value) in (bool, int, float, str)
-        else None
-    )
+    is_simple = value is None or type(value) in (bool, int, float, str)
+    return (type(value), repr(value)) if is_simple else None
 
 
 def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
-    """Return tensor key → its chunks."""
+    """Return the items of each tensor's chunks, by key.
+
+    Raises:
+        UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the
+            same element.
+    """
     plans: dict[tuple[str, Shape], ChunkPlan] = {}
     items_of: dict[str, list[Item]] = {}
     for key, meta in target.tensors.items():
@@ -254,32 +269,38 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
 
 
 def _group_by_file(
-    items: Iterable[Item], max_file_bytes: int | None, apart: str | None
+    items: Iterable[Item], max_file_bytes: int | None, separate_prefix: str | None
 ) -> Iterator[tuple[str, list[Item]]]:
-    """Yield file names and their items, objects first.
+    """Yield the name of each file and its items, objects first.
 
     Args:
-        max_file_bytes, apart: as for ``lay_out_items``.
+        items: items that are not placed yet.
+        max_file_bytes, separate_prefix: the arguments of ``lay_out_items``.
     """
-    for number, members in _numbered_groups(items, max_file_bytes or DEFAULT_MAX_FILE_BYTES):
+    for number, members in _group_by_number(items, max_file_bytes or DEFAULT_MAX_FILE_BYTES):
         members.sort(key=lambda item: item.box is not None)
-        behind = [item for item in members if item.coords[1:] == BEHIND]
+        # Divide the items of a number by the prefix of their keys, then by size.
+        groups: dict[str, list[Item]] = {"": [], separate_prefix or "": []}
+        behind = []
+        for item in members:
+            if item.coords[1:] == BEHIND:
+                behind.append(item)
+            elif separate_prefix is not None and item.key.startswith(separate_prefix):
+                groups[separate_prefix].append(item)
+            else:
+                groups[""].append(item)
         part = -1
-        for prefix, group in _set_apart(
-            [item for item in members if item.coords[1:] != BEHIND], apart
-        ):
+        for prefix, group in groups.items():
             parts = [group] if max_file_bytes is None else _split(group, max_file_bytes)
-            for part, part_items in enumerate(parts):
+            for part, part_items in enumerate(filter(None, parts)):
                 yield f"{prefix}__{number}_{part}.distcp", part_items
         if behind:
             yield f"__{number}_{part + 1}.distcp", behind
 
 
-def _numbered_groups(items: Iterable[Item], max_file_bytes: int) -> list[tuple[int, list[Item]]]:
-    """Return the items of each file number; items without coords fill files up to
-    ``max_file_bytes``.
-    """
-    # Coords name a file, or ask for one of their own.
+def _group_by_number(items: Iterable[Item], max_file_bytes: int) -> list[tuple[int, list[Item]]]:
+    """Return each file number with its items; those without coords fill files up to a size."""
+    # Coords either name a file or select a file for all items with the same coords.
     named: dict[int, list[Item]] = defaultdict(list)
     by_coords: dict[Coords, list[Item]] = defaultdict(list)
     free: list[Item] = []
@@ -302,23 +323,8 @@ def _numbered_groups(items: Iterable[Item], max_file_bytes: int) -> list[tuple[i
     return groups
 
 
-def _set_apart(items: list[Item], prefix: str | None) -> Iterator[tuple[str, list[Item]]]:
-    """Yield the prefix of file names, and the items whose keys begin with it.
-
-    "" for the other items.
-    """
-    if prefix is None:
-        if items:
-            yield "", items
-        return
-    for name, is_apart in (("", False), (prefix, True)):
-        members = [item for item in items if item.key.startswith(prefix) == is_apart]
-        if members:
-            yield name, members
-
-
 def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:
-    """Yield runs of consecutive items, as many as fit into a file, but at least one."""
+    """Yield runs of consecutive items, each as many as fit into a file but at least one."""
     current: list[Item] = []
     end = 0
     for item in items:
@@ -333,7 +339,7 @@ def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:
 
 @dataclass(frozen=True, slots=True)
 class _Arrays(Sequence[PlacedArray]):
-    """The arrays of a file as columns: with 10⁵ chunks, objects are made on request."""
+    """The arrays of a file as columns: with 10⁵ chunks, objects are created on request."""
 
     offsets: array[int]
     arrays: list[PlannedArray]
@@ -353,12 +359,12 @@ class _Arrays(Sequence[PlacedArray]):
 
 @dataclass(frozen=True, slots=True)
 class _Literals:
-    """The bytes around the arrays of a file; a value, so that processes can pass it to each other.
+    """The bytes around the arrays of a file; a value, so that it can be sent to other processes.
 
     Args:
         begins: byte of the file at which each item begins.
-        plans: of the items' zips; None for a stream that is copied verbatim.
-        arrays: of all items, in order.
+        plans: plan of each item's zip; None for a stream that is copied verbatim.
+        arrays: arrays of all items, in order.
     """
 
     begins: array[int]
@@ -366,13 +372,26 @@ class _Literals:
     arrays: list[PlannedArray]
 
     def __call__(self, crc_of: CrcOf) -> Iterator[Literal]:
-        return _joined(self._pieces(crc_of))
+        # Join neighbours: items are many, and a small write costs as much as one of 64 KiB.
+        start, pending = 0, bytearray()
+        for offset, data in self._unjoined(crc_of):
+            is_next = offset == start + len(pending)
+            if pending and not (is_next and len(pending) + len(data) <= _JOINED_BYTES):
+                yield start, bytes(pending)
+                pending = bytearray()
+            if not pending:
+                start = offset
+            pending += data
+        if pending:
+            yield start, bytes(pending)
 
-    def _pieces(self, crc_of: CrcOf) -> Iterator[Literal]:
+    def _unjoined(self, crc_of: CrcOf) -> Iterator[Literal]:
+        """Yield padding and the literal bytes of each item, in the order of the file."""
         arrays = iter(self.arrays)
         end = 0
         for begin, plan in zip(self.begins, self.plans, strict=True):
             yield end, bytes(begin - end)
+            # A verbatim stream is data only. A tree's plan knows its arrays, which are skipped.
             if plan is None:
                 end = begin + next(arrays).n_bytes
                 continue
@@ -387,34 +406,6 @@ class _Literals:
             end = begin + plan.size
 
 
-def _image(name: str, items: Sequence[Item], size: int) -> FileImage:
-    """Return the image of one file; it keeps no item."""
-    placed = _Arrays(array("q"), [])
-    begins = array("q")
-    plans: list[ChunkPlan | TreePlan | None] = []
-    for item in items:
-        begins.append(item.offset)
-        plans.append(item.plan)
-        for placed_array in item.placed():
-            placed.offsets.append(placed_array.offset)
-            placed.arrays.append(placed_array.array)
-    return FileImage(name, size, placed, _Literals(begins, plans, placed.arrays))
-
-
-def _joined(literals: Iterable[Literal], most: int = 1 << 16) -> Iterator[Literal]:
-    """Yield the same bytes with neighbours joined, up to about ``most`` bytes each."""
-    start, pending = 0, bytearray()
-    for offset, data in literals:
-        if pending and (offset != start + len(pending) or len(pending) + len(data) > most):
-            yield start, bytes(pending)
-            pending = bytearray()
-        if not pending:
-            start = offset
-        pending += data
-    if pending:
-        yield start, bytes(pending)
-
-
 def _aligned(offset: int) -> int:
-    """Round an offset up to the alignment."""
+    """Round an offset in bytes up to the alignment of items."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

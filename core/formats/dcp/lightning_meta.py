@@ -1,17 +1,19 @@
-"""``meta.pt`` beside a DCP checkpoint: the entries that Lightning does not give to DCP.
+"""``meta.pt`` of a DCP checkpoint: the entries that Lightning saves outside of DCP.
 
 On disk (Lightning's Trainer and Fabric with sharded checkpoints)::
 
     step.ckpt/
     ├── .metadata  __0_0.distcp …    DCP: "state_dict" (or "model"), "optimizer_0" …
-    └── meta.pt                      torch.save: epoch, hyper_parameters, loops, callbacks, lr_schedulers …
+    └── meta.pt                      torch.save: epoch, hyper_parameters, loops, callbacks,
+                                     lr_schedulers …
 
-Lightning reads both into one dict, and so does its tool that makes one file of them. Here they are
-one catalog too: the entries of ``meta.pt`` are entries like all others, and
-``DcpFacts.meta_entries`` names those of its root. Written as DCP they go into a ``meta.pt`` again.
+Lightning reads both into one dict, and so does its tool that consolidates them into one file. Here
+they are one catalog too: the entries of ``meta.pt`` are entries like all others, and
+``DcpFacts.meta_entries`` lists its top-level names. DCP output writes them to a ``meta.pt`` again.
 
-A ``meta.pt`` that is not a torch file, whose root is not a dict by name, or that has an entry which
-DCP has too, is not Lightning's: it is ignored, with a note, and listed in ``DcpFacts.unread``.
+A ``meta.pt`` was not written by Lightning if it is not a torch file, if its root is not a dict with
+string keys, or if DCP has one of its entries too. It is ignored then, with a note, and listed in
+``DcpFacts.unread``.
 
 Source: Lightning 2.6.6 ``fabric/utilities/load.py`` (``_load_distributed_checkpoint``) and
 ``pytorch/strategies/model_parallel.py``; a directory that it wrote, pinned in tests/golden
@@ -20,9 +22,9 @@ Source: Lightning 2.6.6 ``fabric/utilities/load.py`` (``_load_distributed_checkp
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, metas_of
 from core.formats.dcp.facets import DcpFacts
@@ -37,9 +39,12 @@ if TYPE_CHECKING:
 
 META = "meta.pt"
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
 
 def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Return a catalog of DCP with the entries of the ``meta.pt`` beside it.
+    """Add the entries of ``meta.pt``, if there is one, to the catalog of a DCP checkpoint.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged.
@@ -48,23 +53,25 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     if not store.exists(META):
         return catalog
     if stream_kind(store, META, 0, store.size(META)) not in ("zip", "legacy"):
-        return _with_meta_ignored(catalog, "is not a file of torch.save")
+        return _with_meta_ignored(catalog, "was not written by torch.save")
     tree = parse(store, META)
     root = as_mapping(tree.value)
-    # Both roots must be dicts by name, without common entries.
+
+    # Both roots must be dicts with string keys. A checkpoint without nesting is a flat dict.
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
     flat |= {key: ObjectLeaf(key) for key in catalog.objects}
     skeleton = as_mapping(flat if catalog.skeleton is None else catalog.skeleton)
-    names = [] if root is None else [name for name in root if isinstance(name, str)]
-    if root is None or skeleton is None or len(names) < len(root):
-        return _with_meta_ignored(catalog, "is not a dict of entries by name")
-    own = {*catalog.tensors, *catalog.objects, *catalog.hidden}
-    duplicates = {*skeleton} & {*root} | own & {*tree.arrays, *tree.objects, *tree.hidden}
+    if root is None or skeleton is None or not all(isinstance(name, str) for name in root):
+        return _with_meta_ignored(catalog, "is not a dict with string keys")
+
+    # Lightning divides the entries between the two files, so none is in both.
+    dcp_keys = {*catalog.tensors, *catalog.objects, *catalog.hidden}
+    duplicates = {*skeleton} & {*root} | dcp_keys & {*tree.arrays, *tree.objects, *tree.hidden}
     if duplicates:
         return _with_meta_ignored(
             catalog, f"has an entry {min(map(str, duplicates))!r} that is also in the checkpoint"
         )
-    # The catalog gets all entries of the file.
+
     joined = catalog.with_hidden({**tree.arrays, **tree.hidden})
     joined = replace(
         joined,
@@ -75,65 +82,65 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
         aliases=tree.aliases,
         unsupported=tree.unsupported,
     ).noted(tree.notes)
-    return joined.with_facet(replace(_facts(catalog), meta_entries=tuple(names)))
+    meta_entries = tuple(str(name) for name in root)
+    return joined.with_facet(replace(_facts(catalog), meta_entries=meta_entries))
 
 
 def _facts(catalog: AnyCatalog) -> DcpFacts:
+    """Return the facet of a catalog; an empty one if it was not read from DCP."""
     return catalog.facet(DcpFacts) or DcpFacts()
 
 
 def _with_meta_ignored(catalog: Catalog, reason: str) -> Catalog:
-    """Return a catalog whose note says why ``meta.pt`` was not read."""
+    """Add the note that explains why ``meta.pt`` was not read."""
     facts = replace(_facts(catalog), unread=(META,))
     return catalog.noted([f"{META} {reason}, so it was not read"]).with_facet(facts)
 
 
-def _meta_entries(catalog: AnyCatalog) -> dict[object, object]:
-    """Return the root's entries that belong into ``meta.pt``, by name."""
-    names = _facts(catalog).meta_entries
-    root = as_mapping(catalog.skeleton) or {}
-    return {name: node for name, node in root.items() if name in names}
-
-
 def meta_keys(catalog: AnyCatalog) -> Set[str]:
-    """Return the keys of a catalog's tensors and objects that belong into ``meta.pt``."""
-    return {entry.key for entry in entries(_meta_entries(catalog))}
+    """Return the keys of a catalog's tensors and objects that belong in ``meta.pt``."""
+    return {entry.key for entry in entries(_divide_root(catalog)[0])}
 
 
 def split_meta(target: TargetCatalog) -> tuple[TargetCatalog, FileImage | None]:
-    """Split a catalog into the part that DCP holds and the image of ``meta.pt``.
+    """Split a catalog into the part for DCP and the file layout of ``meta.pt``.
 
-    None if that has no entries.
+    The layout is None if no entry belongs in ``meta.pt``.
 
     Raises:
-        UnsupportedError: a tensor of ``meta.pt`` is of an unsupported kind, or in several pieces.
+        UnsupportedError: a tensor of ``meta.pt`` is of an unsupported kind, or in several chunks.
     """
-    meta_entries = _meta_entries(target)
-    if not meta_entries:
+    meta_root, dcp_root = _divide_root(target)
+    if not meta_root:
         return target, None
     keys = meta_keys(target)
-    meta_target = replace(
-        target,
-        tensors={key: meta for key, meta in target.tensors.items() if key in keys},
-        objects={key: item for key, item in target.objects.items() if key in keys},
-        skeleton=meta_entries,
-    )
+    meta_tensors, dcp_tensors = _divide(target.tensors, keys)
+    meta_objects, dcp_objects = _divide(target.objects, keys)
+    meta_target = replace(target, tensors=meta_tensors, objects=meta_objects, skeleton=meta_root)
+    (image,) = torch_file.lay_out(meta_target)
+
+    # Tensors inside the objects of meta.pt are written there, so DCP does not need them.
     meta_leaves = {
         leaf.key
-        for item in meta_target.objects.values()
+        for item in meta_objects.values()
         for leaf in walk(item.value)
         if isinstance(leaf, TensorLeaf)
     }
-    rest = replace(
-        target,
-        tensors={key: meta for key, meta in target.tensors.items() if key not in keys},
-        objects={key: item for key, item in target.objects.items() if key not in keys},
-        hidden={key: meta for key, meta in target.hidden.items() if key not in meta_leaves},
-        skeleton={
-            name: node
-            for name, node in (as_mapping(target.skeleton) or {}).items()
-            if name not in meta_entries
-        },
+    _, dcp_hidden = _divide(target.hidden, meta_leaves)
+    dcp_target = replace(
+        target, tensors=dcp_tensors, objects=dcp_objects, hidden=dcp_hidden, skeleton=dcp_root
     )
-    (image,) = torch_file.lay_out(meta_target)
-    return rest, replace(image, path=META)
+    return dcp_target, replace(image, path=META)
+
+
+def _divide_root(catalog: AnyCatalog) -> tuple[dict[object, object], dict[object, object]]:
+    """Return the top-level entries of ``meta.pt`` and those of DCP, by name."""
+    return _divide(as_mapping(catalog.skeleton) or {}, {*_facts(catalog).meta_entries})
+
+
+def _divide(
+    items: Mapping[_Key, _Value], keys: Set[_Key]
+) -> tuple[dict[_Key, _Value], dict[_Key, _Value]]:
+    """Divide a mapping into the items with one of the keys and the other items."""
+    matching = {key: value for key, value in items.items() if key in keys}
+    return matching, {key: value for key, value in items.items() if key not in keys}

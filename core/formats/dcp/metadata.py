@@ -1,19 +1,19 @@
-"""``.metadata`` of a PyTorch distributed checkpoint (DCP): one pickle with the position of every
-chunk of every tensor.
+"""``.metadata`` of a PyTorch distributed checkpoint (DCP): positions of all chunks in one pickle.
 
 ::
 
     Metadata
-      state_dict_metadata  {fqn: TensorStorageMetadata{properties, size, chunks:
-      [ChunkStorageMetadata{offsets, sizes}]}
+      state_dict_metadata  {fqn: TensorStorageMetadata{properties, size,
+                                   chunks: [ChunkStorageMetadata{offsets, sizes}]}
                                  | BytesStorageMetadata}
       planner_data         {fqn: path of the entry in the nested state dict} | None
-      storage_data         {MetadataIndex{fqn, offset, index}: _StorageInfo{relative_path, offset, length}}
-      storage_meta, version, and what others add: mcore_data, all_local_plans (Megatron)
+      storage_data         {MetadataIndex{fqn, offset, index}:
+                               _StorageInfo{relative_path, offset, length}}
+      storage_meta, version, and attributes of others: mcore_data, all_local_plans (Megatron)
 
-It is read into columns, because 10⁶ chunks are real. ``core.pickle.reader`` reads it; large ones
-are first tried with the C unpickler in a sandboxed child process (``_parse_by_c`` says why that is
-safe). If that fails, for whatever reason, the slow way decides.
+It is read into columns, because real checkpoints have 10⁶ chunks. A large file is first read with
+the C unpickler in a sandboxed child process (``_parse_by_c`` explains why that is safe). If that
+fails, for any reason, and for all other files, ``core.pickle.reader`` decides.
 
 Versions: torch 1.13 to 2.13 (class names moved between modules; ``storage_meta``, ``version`` and
 ``index`` may be absent; ``TensorProperties`` is a tuple of at least 5), Megatron core 0.12 to 0.20
@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from core.arrays.dtypes import DTYPES, dtype_of
+from core.arrays.dtypes import dtype_of
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -98,9 +98,9 @@ def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
         label: name of the file, for errors.
 
     Raises:
-        CorruptError: it is not such a pickle, or has impossible geometry.
+        CorruptError: the pickle is not DCP metadata, or has impossible geometry.
         MissingShardError: a chunk has no item.
-        UnsafeError: it exceeds the limits of the pickle reader, or names a file outside the
+        UnsafeError: the pickle exceeds the limits of the pickle reader, or names a file outside the
             checkpoint.
         UnsupportedError: a storage, codec, layout or dtype is not supported.
     """
@@ -108,14 +108,16 @@ def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
 
 
 def salvaged_metadata(data: bytes, *, label: str, report: Report) -> DcpMetadata:
-    """Read those parts of a ``.metadata`` file that make sense; the rest is reported and left out.
+    """Read the intact entries of a ``.metadata`` file; report and skip the others.
 
     Args:
+        data: content of the file.
+        label: name of the file, for errors.
         report: receives the problems; rules: ``dcp.items``, ``dcp.out_of_bounds``, ``dcp.no_item``,
             ``dcp.entries``.
 
     Raises:
-        CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
+        CorruptError, UnsafeError, UnsupportedError: no entry can be read.
     """
     parsed = _parse(data, label)
     for problem in parsed.problems:
@@ -151,16 +153,17 @@ _KINDS = {
 
 
 def _problem_of(err: CheckpointingException) -> _Problem:
+    """Return the fields of an error."""
     return _Problem(type(err).__name__, err.message, err.key, err.hint, err.rule)
 
 
 class _Parsed(NamedTuple):
-    """The content of a ``.metadata``, without the entries that make no sense.
+    """The content of a ``.metadata`` file, without its damaged entries.
 
     Attributes:
-        metadata: the entries that make sense.
+        metadata: the intact entries.
         problems: the problems of the others.
-        uses: what the pickle does with names.
+        uses: names in the pickle and how it uses them.
     """
 
     metadata: DcpMetadata
@@ -181,7 +184,7 @@ _parsed_files: ContextVar[dict[bytes, _Parsed] | None] = ContextVar(
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Read the same file no more than once in the block; its checks ask for it several times."""
+    """Cache the content of ``.metadata`` files within the block, as checks read them repeatedly."""
     token = _parsed_files.set({})
     try:
         yield
@@ -190,15 +193,16 @@ def read_once() -> Iterator[None]:
 
 
 def _parse(data: bytes, label: str) -> _Parsed:
-    """Parse a file, or return the result of an earlier call within ``read_once``.
+    """Parse a file, or return the cached result within ``read_once``.
 
     Raises:
-        CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
+        CorruptError, UnsafeError, UnsupportedError: no entry can be read.
     """
     cache = _parsed_files.get()
     digest = b"" if cache is None else hashlib.blake2b(data).digest()
     parsed = None if cache is None else cache.get(digest)
-    # Large files are worth a child process with the C unpickler.
+    # Large files are worth a child process with the C unpickler. Collecting garbage would only
+    # visit millions of records that are all in use.
     if parsed is None:
         with gc_paused():
             parsed = _parse_by_c(data) if len(data) >= FAST_FROM_BYTES else None
@@ -210,7 +214,11 @@ def _parse(data: bytes, label: str) -> _Parsed:
 
 
 def _parse_by_machine(data: bytes, label: str) -> _Parsed:
-    """Read the metadata with the hardened reader, which also finds the words for what is wrong."""
+    """Read the metadata with the hardened reader, whose errors also describe the damage.
+
+    Raises:
+        CorruptError, UnsafeError, UnsupportedError: no entry can be read.
+    """
     problems: list[_Problem] = []
     try:
         with noting_uses() as uses:
@@ -223,27 +231,26 @@ def _parse_by_machine(data: bytes, label: str) -> _Parsed:
 
 
 def _parse_by_c(data: bytes) -> _Parsed | None:
-    """Read the metadata with the C unpickler in a sandboxed child.
-
-    Return None if it did not succeed.
+    """Read the metadata with the C unpickler in a sandboxed child process.
 
     Why this executes nothing from the file and harms nothing:
 
     - ``find_class`` never imports or looks up a name: it returns the record classes of
       ``dcp.records``, ``tuple`` (for torch.Size), ``str`` (for the name of a layout) or a
-      ``Global``. These are the only callables that an opcode can
-      reach: none reads an attribute, the extension registry is emptied, persistent ids and buffers
-      have no handler. Calling them makes lists, tuples and strings. Setting attributes (BUILD) sets
-      them to such values.
-    - What the C code can be made to do all the same (allocate by a memo index, hash nested tuples
-      for ever, overflow its stack; docs/facts/safety.md 2.3) happens in a process with limited
-      address space and processor time that holds no open file but the pipe and can open none. Its
-      death is a None.
+      ``Global``. These are the only callables that an opcode can reach: none reads an attribute,
+      the extension registry is emptied, persistent ids and buffers have no handler. Calling them
+      creates lists, tuples and strings. BUILD sets attributes to such values.
+    - A pickle can still make the C code misbehave: allocate by a memo index, hash nested tuples for
+      ever, overflow its stack (docs/facts/safety.md 2.3). That happens in a process with limited
+      address space and CPU time, without open files except the pipe, that cannot open any.
     - The answer is the columns that ``_ColumnBuilder`` computes in the child, the same code that
       checks every number for the other reader.
+
+    Returns:
+        None if the child failed or died, or if a name in the pickle has to be examined further.
     """
     memory_bytes = (256 << 20) + 32 * len(data)
-    cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s a megabyte
+    cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s per megabyte
     packed = run_sandboxed(
         "core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s
     )
@@ -258,11 +265,12 @@ _PLAIN = (
 
 
 def pack(data: bytes) -> bytes:
-    """Do the work of the child: return metadata, problems, and the names that the metadata does not
-    consist of.
+    """Read the metadata in the child process, and serialize it for ``_unpack``.
+
+    The result also contains the problems, and all names in the pickle that are not DCP's classes.
 
     Raises:
-        ValueError: a part is not plain.
+        ValueError: marshal cannot serialize a value.
     """
     problems: list[_Problem] = []
     root, other_names = read_by_c(data)
@@ -280,16 +288,13 @@ def pack(data: bytes) -> bytes:
 
 
 def _unpack(packed: bytes) -> _Parsed | None:
-    """Return the parent's view of the result.
-
-    None if a name must be examined further, as it may be called.
-    """
+    """Rebuild the child's result; None if a name in the pickle has to be examined further."""
     names, problems, tensors, objects, columns, plain = marshal.loads(packed)
-    # A name that is not one of the records might be called: the hardened reader decides.
+    # The pickle might call a name that is not one of the records: the hardened reader decides.
     uses = frozenset(Use(Global(module, name), "called") for module, name in names)
     if any(judge(use) != "known" for use in uses):
         return None
-    # Rebuild the columns.
+    # marshal preserves built-in types only, so named tuples and columns are rebuilt.
     fields: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
     fields.update((name, array("q", raw)) for name, raw in zip(_COLUMNS, columns, strict=True))
     metadata = DcpMetadata(
@@ -304,7 +309,11 @@ class _ColumnBuilder:
     """Turns the record tree into columns and checks every number on the way.
 
     Args:
-        report: receives the problems; the entries concerned are left out.
+        report: receives the problems; the entries concerned are skipped.
+
+    Raises:
+        CorruptError: the pickle is not a Metadata.
+        UnsafeError: the pickle calls something dangerous instead.
     """
 
     def __init__(self, root: object, *, report: Report = raising) -> None:
@@ -314,7 +323,7 @@ class _ColumnBuilder:
             if dangerous_uses(uses_in_tree(root)):
                 raise UnsafeError(
                     f"not checkpoint metadata: the pickle would run {class_name} when it is loaded",
-                    hint="do not load it with anything else, and find out who wrote it",
+                    hint="do not load it with any other program; find out who wrote it",
                 )
             raise CorruptError(f"the pickle is a {class_name}, not DCP's Metadata")
         self.state = _state(root)
@@ -334,29 +343,32 @@ class _ColumnBuilder:
         self.object_descriptors: dict[str, tuple[str, ...]] = {}
 
     def read(self) -> DcpMetadata:
-        """Return the columns."""
+        """Read all items and entries into columns.
+
+        Raises:
+            CorruptError: there is no dict of entries.
+        """
         self._read_items()
         entries = self.state.get("state_dict_metadata")
         if type(entries) is not dict:
             raise CorruptError("Metadata has no state_dict_metadata")
+        # Release each record as soon as the columns have its content: both would not fit in memory.
         n_used = 0
         for key in list(entries):
             try:
-                n_used += self._read_entry(
-                    key, entries.pop(key)
-                )  # columns take the place of what is read
+                n_used += self._read_entry(key, entries.pop(key))
             except CheckpointingException as err:
-                self._report(
-                    err.breaking(
-                        "dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"
-                    )
-                )
+                self._report_problem(key, err)
+
+        # Read the attributes of the root.
         version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
         mcore_data = self.state.get("mcore_data")
+        # Any mcore_data shows that this is Megatron's dialect, even one without facts.
         if mcore_data is not None and not isinstance(mcore_data, dict):
-            mcore_data = {}  # its presence tells the dialect, but it states nothing about any tensor
+            mcore_data = {}
+        has_orphans = n_used != len(self.chunk_items) + len(self.object_items)
         return DcpMetadata(
             tensors=self.tensors,
             offsets=self.offsets,
@@ -370,15 +382,13 @@ class _ColumnBuilder:
             mcore_data=mcore_data,
             version=version if type(version) is str else None,
             extras=tuple(extras if is_known else ["planner_data", *extras]),
-            orphans=self._orphans()
-            if n_used != len(self.chunk_items) + len(self.object_items)
-            else (),
+            orphans=self._orphans() if has_orphans else (),
             descriptors=self.descriptors,
             object_descriptors=self.object_descriptors,
         )
 
     def _read_entry(self, key: object, entry: object) -> int:
-        """Add a tensor or an object; return how many distinct items it uses."""
+        """Add a tensor or an object; return the number of distinct items that it uses."""
         if type(key) is not str:
             raise CorruptError(f"a key of state_dict_metadata is a {type(key).__name__}")
         if type(entry) is TensorRecord:
@@ -386,13 +396,13 @@ class _ColumnBuilder:
         if type(entry) is BytesRecord:
             return self._read_object(key)
         class_name = getattr(entry, "class_name", type(entry).__name__)
-        raise UnsupportedError(f"the entry is a {class_name}, neither tensor nor bytes", key=key)
+        raise UnsupportedError(f"the entry is a {class_name}, not a tensor or bytes", key=key)
 
     def _read_items(self) -> None:
         """Add the positions of all items."""
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
-            # Reported like other problems, so that the fast reader reports it too; the entries then lack items.
+            # Not raised, so that the fast reader reports it too. The entries then lack items.
             self._report(CorruptError("Metadata has no storage_data").breaking("dcp.items"))
             return
         for index in list(storage):
@@ -403,30 +413,11 @@ class _ColumnBuilder:
 
     def _read_item(self, index: object, info: object) -> None:
         """Add the position of one item."""
-        files = self.files
-        if type(index) is not IndexRecord or type(info) is not StorageRecord:
-            _refuse_storage(index, info)
-        assert isinstance(index, IndexRecord) and isinstance(info, StorageRecord)
-        # Take the fields out of both records.
-        try:
-            (index_state,) = index
-            (item_state,) = info
-            key, chunk_offset = index_state["fqn"], index_state.get("offset")
-            name, offset, n_bytes = (
-                item_state["relative_path"],
-                item_state["offset"],
-                item_state["length"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise CorruptError(
-                f"malformed entry of storage_data: {type(err).__name__} {err}"
-            ) from err
-        if type(key) is not str or type(name) is not str:
-            raise CorruptError("malformed entry of storage_data: a name is not text")
-        # Check every value: sizes could overflow, and names lead outside the checkpoint.
-        file = files.get(name)
+        key, chunk_offset, name, offset, n_bytes, descriptors = _item_fields(index, info)
+        # Check every value: a name could lead outside the checkpoint, and a sum overflow a column.
+        file = self.files.get(name)
         if file is None:
-            file = files[check_name(name)] = len(files)
+            file = self.files[check_name(name)] = len(self.files)
             self.names.append(name)
         if not (
             type(offset) is type(n_bytes) is int
@@ -435,43 +426,40 @@ class _ColumnBuilder:
             and offset + n_bytes < _MAX_EXTENT
         ):
             raise CorruptError(
-                f"an item has {_short(n_bytes)} bytes at byte {_short(offset)}, which is impossible",
+                f"an item has the impossible position of {_short(n_bytes)} bytes at byte "
+                f"{_short(offset)}",
                 key=key,
             )
-        transforms = (
-            _transforms(item_state["transform_descriptors"], key)
-            if "transform_descriptors" in item_state
-            else ()
-        )
-        # Objects have no offset; chunks have that of their box.
+        transforms = _transforms(descriptors, key)
+
+        # Items of objects have no chunk offset.
         if chunk_offset is None:
             self.object_items[key] = (file, offset, n_bytes)
             if transforms:
                 self.object_descriptors[key] = transforms
-        elif type(chunk_offset) is tuple:
-            for number in chunk_offset:
-                if type(number) is not int:  # hashing other things might take for ever
-                    raise CorruptError(f"the offset of an item is {_short(chunk_offset)}", key=key)
-            self.chunk_items[(key, *chunk_offset)] = (file, offset, n_bytes)
-            if transforms:
-                self.transforms[(key, *chunk_offset)] = transforms
-        else:
-            raise CorruptError(f"the offset of an item is {_short(chunk_offset)}", key=key)
+            return
+        # Only integers are hashed: hashing nested tuples could take for ever.
+        if type(chunk_offset) is not tuple or {*map(type, chunk_offset)} - {int}:
+            raise CorruptError(f"an item has the invalid offset {_short(chunk_offset)}", key=key)
+        self.chunk_items[(key, *chunk_offset)] = (file, offset, n_bytes)
+        if transforms:
+            self.transforms[(key, *chunk_offset)] = transforms
 
     def _read_tensor(self, key: str, state: dict[str, Any]) -> int:
-        """Add a tensor and its chunks; return how many distinct items it uses."""
+        """Add a tensor and its chunks; return the number of distinct items that it uses."""
         dtype, requires_grad = _properties(key, state.get("properties"))
         shape, chunks = state.get("size"), state.get("chunks")
         if type(shape) is not tuple or type(chunks) is not list:
             raise CorruptError("malformed tensor: size or chunks are missing", key=key)
         _check_shape(key, shape)
         first, start = len(self.item_offset), len(self.offsets)
-        used = set()
-        # A malformed chunk is reported, and what it added to the columns removed.
+        used_offsets = set()
         for chunk in chunks:
+            # Checking all types first would be slow, so a malformed chunk may fail anywhere.
+            # It is reported, and its numbers are removed from the columns.
             n_numbers = len(self.offsets)
             try:
-                placed_chunk = self._chunk(key, shape, chunk)
+                placed_chunk = self._check_chunk(key, shape, chunk)
                 if placed_chunk is None:
                     continue
                 offset, size, item = placed_chunk
@@ -479,38 +467,47 @@ class _ColumnBuilder:
                 self.sizes.extend(size)
             except (KeyError, IndexError, TypeError, OverflowError, CheckpointingException) as err:
                 del self.offsets[n_numbers:], self.sizes[n_numbers:]
-                self._refuse_chunk(key, err)
+                self._report_problem(key, err)
                 continue
             if self.transforms and (key, *offset) in self.transforms:
                 self.descriptors[len(self.item_offset)] = self.transforms[(key, *offset)]
             self.file_index.append(item[0])
             self.item_offset.append(item[1])
             self.item_bytes.append(item[2])
-            used.add(offset)
+            used_offsets.add(offset)
         self.tensors[key] = DcpTensor(
             key, dtype, shape, requires_grad, first, len(self.item_offset) - first, start
         )
-        return len(used)
+        return len(used_offsets)
 
-    def _chunk(
+    def _check_chunk(
         self, key: str, shape: tuple[int, ...], chunk: object
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]] | None:
-        """Return offset, size and item of a chunk; None for an empty chunk without an item."""
+        """Return offset, size and item of a chunk; None for an empty chunk without an item.
+
+        Raises:
+            CorruptError: the chunk exceeds the tensor's shape, or its item is empty.
+            MissingShardError: the chunk has no item.
+            KeyError, IndexError, TypeError: the chunk is malformed.
+        """
         if type(chunk) is not ChunkRecord:
             raise CorruptError(
-                f"malformed tensor: a {type(chunk).__name__} among its chunks", key=key
+                f"malformed tensor: one of its chunks is a {type(chunk).__name__}", key=key
             )
         offset, size = chunk[0]["offsets"], chunk[0]["sizes"]
+        # A plain loop: this runs 10⁶ times, and all() with a generator is slower.
         fits = len(offset) == len(shape) == len(size)
         for start, extent, axis_size in zip(offset, size, shape, strict=False):
             if start < 0 or extent < 0 or start + extent > axis_size:
                 fits = False
         if not fits or type(offset) is not tuple:
             raise CorruptError(
-                f"a chunk of size {_short(size)} at {_short(offset)} does not lie in shape {_short(shape)}",
+                f"a chunk of size {_short(size)} at {_short(offset)} exceeds the tensor's shape "
+                f"{_short(shape)}",
                 key=key,
                 rule="dcp.out_of_bounds",
             )
+        # torch writes no item for an empty chunk.
         item = self.chunk_items.get((key, *offset))
         if item is None:
             if 0 in size:
@@ -520,36 +517,31 @@ class _ColumnBuilder:
                 key=key,
             )
         if item[2] == 0 and 0 not in size:
-            raise CorruptError(
-                f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key
-            )
+            raise CorruptError(f"a chunk of size {_short(size)} has an item of 0 bytes", key=key)
         return offset, size, item
 
-    def _refuse_chunk(self, key: str, err: Exception) -> None:
-        """Report the problem of a chunk."""
-        if isinstance(err, CheckpointingException):
-            self._report(
-                err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries")
-            )
-            return
-        self._report(
-            CorruptError(
-                f"malformed chunk: {type(err).__name__} {err}", key=key, rule="dcp.entries"
-            )
-        )
+    def _report_problem(self, key: str, err: Exception) -> None:
+        """Report the problem of an entry or of one of its chunks."""
+        if not isinstance(err, CheckpointingException):
+            err = CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key)
+        rule = "dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"
+        self._report(err.breaking(rule))
 
     def _read_object(self, key: str) -> int:
-        """Add an object; return how many distinct items it uses."""
+        """Add an object; return the number of distinct items that it uses."""
         item = self.object_items.get(key)
         if item is None:
             raise MissingShardError("the object has no item in any file", key=key)
         if item[2] == 0:
-            raise CorruptError("an item of 0 bytes cannot be an object", key=key)
+            raise CorruptError("the object has an item of 0 bytes", key=key)
         self.objects[key] = DcpItem(self.names[item[0]], item[1], item[2])
         return 1
 
     def _planner_data(self) -> tuple[dict[str, tuple[str | int, ...]] | None, bool]:
-        """Return the paths of a default planner, and False if planner_data is something else."""
+        """Return the paths in planner_data, and whether its structure is known.
+
+        Only torch's default planner stores paths; another planner may store any object.
+        """
         paths = self.state.get("planner_data")
         if paths is None:
             return None, True
@@ -565,7 +557,7 @@ class _ColumnBuilder:
         return paths, True
 
     def _orphans(self) -> tuple[str, ...]:
-        """Return the names of items that nothing refers to."""
+        """Return the names of items that no entry refers to."""
         used: set[tuple[object, ...]] = set()
         for tensor in self.tensors.values():
             rank = len(tensor.shape)
@@ -594,7 +586,7 @@ _REPR.maxstring = _REPR.maxother = 200
 
 
 def _short(value: object) -> str:
-    """Return a value as short text; printing nested or huge values could take for ever."""
+    """Return a value as short text; formatting nested or huge values could take for ever."""
     if (
         type(value) is tuple
         and len(value) <= _REPR.maxtuple
@@ -618,17 +610,42 @@ def _state(record: DcpRecord, key: str | None = None) -> dict[str, Any]:
     return record[0]
 
 
-def _refuse_storage(index: object, info: object) -> None:
-    """Raise the error for a storage that is not supported."""
+def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, Any]:
+    """Return the fields of an entry of storage_data.
+
+    Args:
+        index, info: key and value of the entry.
+
+    Returns:
+        fqn, chunk offset, file name, byte offset, length, transforms; names are strings, all other
+        values unchecked.
+
+    Raises:
+        CorruptError: the entry is malformed.
+        UnsupportedError: another kind of storage wrote the entry.
+    """
     if type(info) is HfStorageRecord:
         raise UnsupportedError(
             "the checkpoint is in DCP's Hugging Face storage (safetensors files)",
-            hint="consolidate it with torch and convert that",
+            hint="consolidate it with torch and convert the result",
         )
-    kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
-    raise UnsupportedError(
-        f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
-    )
+    if type(index) is not IndexRecord or type(info) is not StorageRecord:
+        kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
+        raise UnsupportedError(
+            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes"
+        )
+    try:
+        (index_state,) = index
+        (item_state,) = info
+        key, name = index_state["fqn"], item_state["relative_path"]
+        offset, n_bytes = item_state["offset"], item_state["length"]
+        chunk_offset = index_state.get("offset")
+        descriptors = item_state.get("transform_descriptors")
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptError(f"malformed entry of storage_data: {type(err).__name__} {err}") from err
+    if type(key) is not str or type(name) is not str:
+        raise CorruptError("malformed entry of storage_data: a name is not text")
+    return key, chunk_offset, name, offset, n_bytes, descriptors
 
 
 _ZSTD = re.compile(r"stream\.zstd/1(\.\d+)*")
@@ -644,45 +661,50 @@ def _transforms(names: object, key: str) -> tuple[str, ...]:
     """
     if names is None:
         return ()
-    if type(names) not in (list, tuple) or any(type(name) is not str for name in names):  # type: ignore[attr-defined]
-        raise CorruptError(f"the transforms of an item are {_short(names)}", key=key)
-    assert isinstance(names, (list, tuple))
+    if not isinstance(names, (list, tuple)) or {*map(type, names)} - {str}:
+        raise CorruptError(f"an item has the invalid transforms {_short(names)}", key=key)
     unknown = [name for name in names if not _ZSTD.fullmatch(name)]
     if unknown or len(names) > _MAX_TRANSFORMS:
         raise UnsupportedError(
-            f"the items are transformed by {_short(unknown or names)}, which is not supported",
+            f"items with the transforms {_short(unknown or names)} are not supported",
             key=key,
-            hint="only stream.zstd/1 is supported; load and save it again without other extensions",
+            hint="load and save the checkpoint with torch, without extensions other than zstd",
         )
+    # The same few names occur 10⁶ times.
     return tuple(map(sys.intern, names))
 
 
 def _properties(key: str, record: object) -> tuple[str, bool]:
-    """Return dtype and requires_grad of a tensor."""
+    """Return dtype and requires_grad of a tensor.
+
+    Raises:
+        CorruptError: the record is malformed.
+        UnsupportedError: the tensor is sparse, or its dtype is not supported.
+    """
     state = record[0] if type(record) is PropertiesRecord and len(record) == 1 else None
     if type(state) is dict:
         state = tuple(state.get(name) for name in ("dtype", "layout", "requires_grad"))
     if type(state) is not tuple or len(state) < 3:
-        raise CorruptError("malformed tensor: no properties", key=key)
+        raise CorruptError("malformed tensor: properties are missing", key=key)
     dtype, layout, requires_grad = state[:3]
     if type(dtype) is not Global or dtype.module != "torch":
-        raise CorruptError(f"the dtype is a {type(dtype).__name__}", key=key)
+        raise CorruptError(f"malformed tensor: its dtype is a {type(dtype).__name__}", key=key)
     if layout not in ("torch.strided", None):
         raise UnsupportedError(
             f"the layout {_short(layout)} is not supported",
             key=key,
             hint="save it as a dense tensor",
         )
-    if dtype.name not in DTYPES:
-        try:
-            dtype_of(dtype.name)
-        except UnsupportedError as err:
-            err.key = key
-            raise
+    try:
+        dtype_of(dtype.name)
+    except UnsupportedError as err:
+        err.key = key
+        raise
     return dtype.name, requires_grad is True
 
 
 def _check_shape(key: str, shape: tuple[object, ...]) -> None:
+    """Raise CorruptError if a shape is invalid or too large for any file."""
     n_elements = 1
     for extent in shape:
         if type(extent) is not int or extent < 0:

@@ -1,15 +1,15 @@
 """Writing the ``.metadata`` pickle of a PyTorch distributed checkpoint, opcode by opcode.
 
-A generic pickler takes 10 µs a chunk and needs 10⁶ objects; here every chunk is a few joined byte
-strings. The bytes are a function of the arguments: no checkpoint_id (torch stores the path of the
-directory there), no save_id.
+A generic pickler takes 10 µs per chunk and needs 10⁶ objects; here every chunk is a few joined byte
+strings. The output depends only on the arguments: it has no checkpoint_id (torch stores the path of
+the directory there) and no save_id.
 
 Read by: torch 2.13 ``FileSystemReader.read_metadata`` (the tests compare field by field),
-``dcp.load`` and Megatron's loader. Protocol 2, names as of torch 2.3 and later (torch#116248 moved
-TensorProperties).
+``dcp.load`` and Megatron's loader. Pickle protocol 2, class names of torch 2.3 and later
+(torch#116248 moved TensorProperties).
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; docs/facts/formats.md
-    2.
+Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; section 2 of
+    docs/facts/formats.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 
 class ChunkRow(NamedTuple):
-    """A chunk to list: its box in elements and the bytes ``[item_offset, item_offset +
-    item_bytes)`` of a file.
-    """
+    """A chunk to list: its box in elements and the position of its item in a file, in bytes."""
 
     offset: Shape
     shape: Shape
@@ -37,7 +35,7 @@ class ChunkRow(NamedTuple):
 
 
 class TensorRow(NamedTuple):
-    """A tensor to list. ``chunks`` is iterated over once."""
+    """A tensor to list; ``chunks`` is iterated over only once."""
 
     key: str
     dtype: str
@@ -62,14 +60,13 @@ def write_metadata(
     version: str = "1.0.0",
     attributes: Mapping[str, object] | None = None,
 ) -> bytes:
-    """Write the content of a ``.metadata`` file.
+    """Return the content of a ``.metadata`` file.
 
     Args:
-        entries: tensors and objects with distinct keys; the order is the one in which torch
-            rebuilds nested dicts.
-        planner_data: key → path in the nested state dict; None where the loader flattens by itself
-            (Megatron).
-        version: DCP's, "1.0.0" since torch 2.3.
+        entries: tensors and objects with distinct keys; torch rebuilds nested dicts in this order.
+        planner_data: key → path in the nested state dict; None for Megatron, whose loader flattens
+            the state dict itself.
+        version: version of DCP, "1.0.0" since torch 2.3.
         attributes: additional attributes of Metadata, such as Megatron's ``mcore_data``, as inert
             trees.
     """
@@ -77,10 +74,10 @@ def write_metadata(
 
 
 class _MetadataWriter:
-    """Writes state_dict_metadata and storage_data in one pass, as two lists of opcodes.
+    """Writer of state_dict_metadata and storage_data as two lists of opcodes, in one pass.
 
-    The second follows the first in the file. So what both refer to is memoised in the first, and
-    what only the second uses has memo entries that the first never looks up.
+    storage_data follows state_dict_metadata in the file. So values of both are memoised in the
+    first list, and values of only storage_data have memo entries that the first list never uses.
     """
 
     def __init__(self) -> None:
@@ -99,8 +96,9 @@ class _MetadataWriter:
         version: str,
         attributes: Mapping[str, object],
     ) -> bytes:
-        """Return the pickle."""
+        """Return the pickle; the arguments are those of ``write_metadata``."""
         pickle = self._pickle
+        # Metadata(), called without arguments; its attributes are in the dict that follows.
         head = (
             pickle.name(Global(_METADATA, "Metadata"))
             + b")\x81}("
@@ -108,11 +106,12 @@ class _MetadataWriter:
             + b"}"
         )
         self._prepare_names()
-        # One pass over the entries fills both lists.
+
+        # One pass over the entries fills both lists. SETITEMS adds 1,000 items at a time, as
+        # Python's pickler does, so that a reader's stack stays small.
         for number, entry in enumerate(entries):
-            self._entries.append(
-                b"u(" if number and number % 1000 == 0 else b"" if number else b"("
-            )
+            if number % 1000 == 0:
+                self._entries.append(b"u(" if number else b"(")
             if isinstance(entry, TensorRow):
                 self._add_tensor(entry)
             else:
@@ -121,12 +120,17 @@ class _MetadataWriter:
             self._entries.append(b"u")
         if self._items:
             self._items.append(b"u")
-        # The attributes of Metadata; storage_data is one of them.
+
+        # Write the other attributes in torch's order; storage_data is one of them. The StorageMeta
+        # does not name a checkpoint, so that the output depends on nothing else.
+        storage_meta = Inert("newobj", Global(_METADATA, "StorageMeta"))
+        no_ids: dict[str, object] = {"checkpoint_id": None, "save_id": None, "load_id": None}
+        storage_meta.state = {**no_ids, "modules": []}
         parts = [head, *self._entries]
         for name, value in (
-            ("planner_data", planner_data if planner_data is None else dict(planner_data)),
+            ("planner_data", None if planner_data is None else dict(planner_data)),
             ("storage_data", self._items),
-            ("storage_meta", _storage_meta()),
+            ("storage_meta", storage_meta),
             ("version", version),
             *attributes.items(),
         ):
@@ -141,10 +145,7 @@ class _MetadataWriter:
         return pickle.finish()
 
     def _prepare_names(self) -> None:
-        """Prepare the opcodes that occur in every chunk.
-
-        The first use of each puts it into the memo.
-        """
+        """Prepare the opcodes that occur in every chunk; the first use of each memoises it."""
         self._size_class = self._memoised(_global_opcode("torch", "Size"))
         self._chunk_class = self._memoised(_global_opcode(_METADATA, "ChunkStorageMetadata"))
         self._offsets_name = self._memoised(_text_opcode("offsets"))
@@ -156,7 +157,7 @@ class _MetadataWriter:
         self._item_names = [self._memoised(_text_opcode(name)) for name in _ITEM_NAMES]
 
     def _memoised(self, opcodes: bytes) -> _MemoisedOpcodes:
-        """Return opcodes with a memo entry of their own, which no other part of the pickle uses."""
+        """Return opcodes with a memo entry that no other part of the pickle uses."""
         return _MemoisedOpcodes(opcodes, self._pickle.new_memo_index())
 
     def _add_tensor(self, row: TensorRow) -> None:
@@ -164,6 +165,7 @@ class _MetadataWriter:
         pickle = self._pickle
         out = self._entries
         size = self._size_opcodes
+        # TensorStorageMetadata with properties, size and a list of chunks.
         out += (
             pickle.text(row.key),
             pickle.name(Global(_METADATA, "TensorStorageMetadata")),
@@ -178,6 +180,7 @@ class _MetadataWriter:
             pickle.text("chunks"),
             b"]",
         )
+        # Each chunk, and its item in storage_data.
         key = pickle.text(row.key)
         number = -1
         for number, chunk in enumerate(row.chunks):
@@ -210,17 +213,26 @@ class _MetadataWriter:
     def _add_item(
         self, key: bytes, offset: bytes, number: bytes, file: str, item_offset: int, item_bytes: int
     ) -> None:
-        """Add an entry of storage_data."""
+        """Add an entry of storage_data.
+
+        Args:
+            key: opcodes of the fqn.
+            offset, number: opcodes of the chunk's offset and of its index in the tensor; those of
+                None for an object.
+            file, item_offset, item_bytes: position of the item, in bytes.
+        """
         fqn_name, offset_name, index_name, path_name, start_name, length_name = self._item_names
         path_opcodes = self._files.get(file)
         if path_opcodes is None:
             memo_index = self._pickle.new_memo_index()
             path_opcodes = _text_opcode(file) + put(memo_index)
             self._files[file] = get(memo_index)
+        if self._n_items % 1000 == 0:
+            self._items.append(b"u(" if self._n_items else b"(")
+        # MetadataIndex(fqn, offset, index) → _StorageInfo(relative_path, offset, length).
         self._items.append(
             b"".join(
                 (
-                    b"" if self._n_items % 1000 else b"u(" if self._n_items else b"(",
                     self._index_class.take(),
                     b")\x81}(",
                     fqn_name.take(),
@@ -251,7 +263,13 @@ class _MetadataWriter:
             return opcodes
         index = self._pickle.new_memo_index()
         self._sizes[shape] = get(index)
-        return self._size_class.take() + _tuple_opcodes(shape) + b"\x85R" + put(index)
+        # Tuples of up to three elements have opcodes of their own; longer ones need a mark.
+        n_axes = len(shape)
+        mark, end = (
+            (b"", (b")", b"\x85", b"\x86", b"\x87")[n_axes]) if n_axes <= 3 else (b"(", b"t")
+        )
+        elements = b"".join((mark, *map(integer, shape), end))
+        return self._size_class.take() + elements + b"\x85R" + put(index)
 
     def _property_state(self, dtype: str, requires_grad: bool) -> bytes:
         """Return opcodes that push the state of a TensorProperties; equal states are one tuple."""
@@ -272,9 +290,7 @@ class _MetadataWriter:
 
 
 class _MemoisedOpcodes:
-    """Opcodes that push a value and memoise it the first time, and get it from the memo
-    afterwards.
-    """
+    """Opcodes that push a value, from the memo after the first use."""
 
     __slots__ = ("_first", "_get")
 
@@ -303,18 +319,3 @@ def _text_opcode(text: str) -> bytes:
     """Return the opcode that pushes a string."""
     raw = text.encode("utf-8", "surrogatepass")
     return b"X" + len(raw).to_bytes(4, "little") + raw
-
-
-def _tuple_opcodes(values: Shape) -> bytes:
-    """Return opcodes that push a tuple of integers."""
-    parts = [integer(value) for value in values]
-    if len(parts) <= 3:
-        return b"".join((*parts, (b")", b"\x85", b"\x86", b"\x87")[len(parts)]))
-    return b"".join((b"(", *parts, b"t"))
-
-
-def _storage_meta() -> Inert:
-    """Return a StorageMeta that names no checkpoint."""
-    storage_meta = Inert("newobj", Global(_METADATA, "StorageMeta"))
-    storage_meta.state = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-    return storage_meta

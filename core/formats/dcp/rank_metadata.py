@@ -1,4 +1,4 @@
-"""Metadata of single ranks, which torch writes if ranks save without communicating.
+"""Metadata files of single ranks, which torch writes if ranks save without communicating.
 
 On disk (``use_collectives=False``)::
 
@@ -7,13 +7,13 @@ On disk (``use_collectives=False``)::
     ├── __1.metadata …  one per rank
     └── __0_0.distcp …
 
-What several ranks list under one key and offset are copies of one another: of tensors they become
-replicas, which the engine compares; objects must be equal byte for byte. The number of ranks is
-stated nowhere: their numbers must begin at 0 and have no gap, and every data file must belong to
-one of them. A tensor that lacks chunks is found when it is planned.
+Chunks that several ranks list under the same key and offset are copies: they become replicas, which
+the engine compares. Copies of objects must be equal byte for byte. The number of ranks is not
+recorded: their numbers must begin at 0 and have no gap, and every data file must belong to one of
+them. Missing chunks of a tensor are detected when it is planned.
 
-Not supported: objects in which the ranks differ (random states, positions of data loaders), which
-have one name and several values.
+Not supported: objects that differ between ranks (random states, data loader positions), because
+they have one name and several values.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,state_dict_saver}.py``.
 """
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -38,7 +39,7 @@ _COMPARED_BYTES = 1 << 20
 
 
 def rank_files(store: ReadStore) -> list[str]:
-    """Return the names of the metadata files of all ranks, by rank; [] if there are none.
+    """Return the names of the ranks' metadata files, by rank; [] if there are none.
 
     Raises:
         MissingShardError: the file of a rank is missing.
@@ -47,12 +48,14 @@ def rank_files(store: ReadStore) -> list[str]:
     ranks = {int(match[1]): name for name in names if (match := RANK_METADATA.fullmatch(name))}
     if not ranks:
         return []
-    owners = {int(match[1]): name for name in names if (match := _RANK_FILE.fullmatch(name))}
-    for rank in range(max(*ranks, *owners, 0) + 1):
+    # Data files also show which ranks took part in the save.
+    data_files = {int(match[1]): name for name in names if (match := _RANK_FILE.fullmatch(name))}
+    for rank in range(max(*ranks, *data_files, 0) + 1):
         if rank not in ranks:
-            later_file = owners.get(rank) or ranks[max(ranks)]
+            later_file = data_files.get(rank) or ranks[max(ranks)]
             raise MissingShardError(
-                f"__{rank}.metadata is missing, but {later_file} exists: the save (or the copy) did not finish",
+                f"__{rank}.metadata is missing, but {later_file} exists; the save (or a copy) "
+                "did not finish",
                 file=f"__{rank}.metadata",
                 hint="copy the checkpoint again, or use an older one",
             )
@@ -63,7 +66,7 @@ def merge_rank_metadata(parts: Sequence[DcpMetadata], store: ReadStore) -> DcpMe
     """Merge the ranks' metadata into that of the checkpoint.
 
     Args:
-        parts: by rank.
+        parts: metadata of each rank, by rank.
         store: the checkpoint, to compare objects.
 
     Raises:
@@ -75,41 +78,57 @@ def merge_rank_metadata(parts: Sequence[DcpMetadata], store: ReadStore) -> DcpMe
         key: _common_object(
             key, [part.objects[key] for part in parts if key in part.objects], store
         )
-        for key in dict.fromkeys(key for part in parts for key in part.objects)
+        for key in _distinct(part.objects for part in parts)
     }
     duplicate = next((key for key in objects if key in merged.tensors), None)
     if duplicate is not None:
         raise CorruptError("a tensor on one rank is an object on another", key=duplicate)
-    files = dict.fromkeys([*merged.files, *(item.file for item in objects.values())])
+    # Transforms belong to the copy of an object that was chosen, which is that of the first rank.
     object_descriptors: dict[str, tuple[str, ...]] = {}
-    for part in reversed(parts):  # the first rank counts
+    for part in reversed(parts):
         object_descriptors |= part.object_descriptors
     return replace(
         merged,
-        files=list(files),
+        files=list(_distinct([merged.files, [item.file for item in objects.values()]])),
         objects=objects,
         planner_data=_merge_paths(parts),
-        extras=tuple(dict.fromkeys(name for part in parts for name in part.extras)),
-        orphans=tuple(dict.fromkeys(name for part in parts for name in part.orphans)),
+        extras=_distinct(part.extras for part in parts),
+        orphans=_distinct(part.orphans for part in parts),
         object_descriptors=object_descriptors,
     )
 
 
+def _distinct(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Return the distinct names of several groups, in order of first appearance."""
+    return tuple(dict.fromkeys(chain.from_iterable(groups)))
+
+
 def _merge_tensors(parts: Sequence[DcpMetadata]) -> DcpMetadata:
-    """Return metadata with the tensors of all ranks, whose chunks are those of the ranks in order;
-    without objects.
+    """Return metadata with the tensors of all ranks and their chunks, rank by rank; no objects.
+
+    Raises:
+        CorruptError: ranks disagree about dtype or shape of a tensor.
     """
     tensors: dict[str, DcpTensor] = {}
     offsets, sizes, file_index, item_offset, item_bytes = (array("q") for _ in range(5))
     files: dict[str, int] = {}
     descriptors: dict[int, tuple[str, ...]] = {}
-    for key in dict.fromkeys(key for part in parts for key in part.tensors):
-        tensor = _common_tensor(key, parts)
+    for key in _distinct(part.tensors for part in parts):
+        # Dtype and global shape must be the same on every rank that has the tensor.
+        holders = [part for part in parts if key in part.tensors]
+        tensor = holders[0].tensors[key]
+        for other in (part.tensors[key] for part in holders[1:]):
+            if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptError(
+                    f"ranks disagree about the tensor: {tensor.dtype} of shape {tensor.shape} and "
+                    f"{other.dtype} of shape {other.shape}",
+                    key=key,
+                )
+
+        # Append the chunks; rows and file numbers of the merged metadata differ from the ranks'.
         first, start = len(item_offset), len(offsets)
-        for part in parts:
-            for row, (box, item) in (
-                enumerate(part.chunks(key), part.tensors[key].first) if key in part.tensors else ()
-            ):
+        for part in holders:
+            for row, (box, item) in enumerate(part.chunks(key), part.tensors[key].first):
                 offsets.extend(box.offset)
                 sizes.extend(box.shape)
                 if row in part.descriptors:
@@ -136,22 +155,15 @@ def _merge_tensors(parts: Sequence[DcpMetadata]) -> DcpMetadata:
     )
 
 
-def _common_tensor(key: str, parts: Sequence[DcpMetadata]) -> DcpTensor:
-    """Return the tensor of a key, which must be the same on every rank that has it."""
-    copies = [part.tensors[key] for part in parts if key in part.tensors]
-    for other in copies[1:]:
-        if (other.dtype, other.shape) != (copies[0].dtype, copies[0].shape):
-            raise CorruptError(
-                f"one rank has {copies[0].dtype} and shape {copies[0].shape}, another {other.dtype} and {other.shape}",
-                key=key,
-            )
-    return copies[0]
-
-
 def _common_object(key: str, items: Sequence[DcpItem], store: ReadStore) -> DcpItem:
-    """Return the first of several copies of an object, if they are equal."""
+    """Return the first of several copies of an object after comparing them byte for byte.
+
+    Raises:
+        UnsupportedError: the copies differ.
+    """
     first = items[0]
     for other in items[1:]:
+        # Objects can be large, so compare a megabyte at a time.
         is_equal = first.n_bytes == other.n_bytes
         for start in range(0, first.n_bytes if is_equal else 0, _COMPARED_BYTES):
             n_bytes = min(_COMPARED_BYTES, first.n_bytes - start)
@@ -160,20 +172,28 @@ def _common_object(key: str, items: Sequence[DcpItem], store: ReadStore) -> DcpI
             ) == store.read(other.file, other.offset + start, n_bytes)
         if not is_equal:
             raise UnsupportedError(
-                f"the ranks that wrote {first.file} and {other.file} have different values under one name",
+                f"{first.file} and {other.file} contain different values of the same object",
                 key=key,
-                hint="this was saved without collectives; load and save it again with torch, collectives on",
+                hint="load the checkpoint with torch and save it with use_collectives=True",
             )
     return first
 
 
 def _merge_paths(parts: Sequence[DcpMetadata]) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the paths of all ranks' entries, or None if a rank has none."""
+    """Return the paths of all ranks' entries; None if a rank has no planner_data.
+
+    Raises:
+        CorruptError: two ranks place an entry at different paths.
+    """
     paths: dict[str, tuple[str | int, ...]] = {}
     for part in parts:
         if part.planner_data is None:
             return None
         for key, path in part.planner_data.items():
             if paths.setdefault(key, path) != path:
-                raise CorruptError(f"one rank has it at {paths[key]}, another at {path}", key=key)
+                raise CorruptError(
+                    f"planner_data places the entry at {paths[key]} on one rank and at {path} on "
+                    "another",
+                    key=key,
+                )
     return paths

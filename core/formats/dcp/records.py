@@ -1,8 +1,7 @@
-"""DCP's metadata classes as inert records, for two readers: ``core.pickle.reader`` and the C
-unpickler.
+"""DCP's metadata classes as inert records, for ``core.pickle.reader`` and the C unpickler.
 
-A record is a list that gets the state of its object as its only element. The method by which both
-readers set the state is ``list.append``, so that no Python code runs per record.
+A record is a list whose only element is the state of the object. Both readers set the state with
+``list.append``, so that no Python code runs per record.
 
 Source: torch 1.13 to 2.13, module paths as in docs/facts/safety.md 2.1.
 """
@@ -22,13 +21,10 @@ from core.pickle.inert import Global
 
 
 class DcpRecord(list[Any]):
-    """An instance of one of DCP's classes: a list that gets the state as its only element.
-
-    The method by which both readers set the state is list.append, so that no Python code runs per
-    record.
-    """
+    """An instance of one of DCP's classes: a list whose only element is the object's state."""
 
     __slots__ = ()
+    # The C unpickler calls the first, core.pickle.reader the second; list.append is C code.
     __setstate__ = list.append
     build = list.append
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -128,6 +124,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
+# A layout is pickled as a call of _get_layout with its name; the record is the name.
 _HOOKS = _KNOWN | {
     ("torch.serialization", "_get_layout"): lambda *args: (
         args[0] if len(args) == 1 else NotImplemented
@@ -145,7 +142,7 @@ def read_by_machine(data: bytes, *, label: str) -> object:
     """Read the record tree of a pickle with the hardened reader.
 
     Raises:
-        CorruptError, UnsafeError: those of ``core.pickle.reader.load``.
+        CorruptError, UnsafeError: the pickle is damaged, uses persistent ids, or exceeds a limit.
     """
     limits = safe_pickle.PickleLimits(max_depth=None)
     return safe_pickle.load(
@@ -154,20 +151,21 @@ def read_by_machine(data: bytes, *, label: str) -> object:
 
 
 def _refuse_persistent(value: object) -> object:
-    raise CorruptError("the pickle uses a persistent id, which no .metadata needs")
+    """Raise CorruptError for a persistent id."""
+    raise CorruptError("the pickle uses a persistent id, which DCP metadata never does")
 
 
 class _EnumMember(OtherRecord):
-    """The result of ``getattr``: a member of an enum, as Python 3.11 writes it.
+    """Stand-in for ``getattr``, by which Python 3.11 pickles the member of an enum.
 
-    Other uses are refused.
+    Any other call is refused.
     """
 
     __slots__ = ()
 
     def __new__(cls, *args: object, **kwargs: object) -> _EnumMember:
         if len(args) != 2 or type(args[1]) is not str or not _MEMBER.fullmatch(args[1]):
-            raise CorruptError("getattr is called for something other than a member of an enum")
+            raise CorruptError("the pickle calls getattr for something other than an enum member")
         return list.__new__(cls)
 
 
@@ -175,10 +173,10 @@ _MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """A C unpickler that knows only inert classes.
+    """A C unpickler that only ever returns inert classes.
 
     Attributes:
-        others: names of everything else.
+        others: (module, name) of every class and function that is not DCP's.
     """
 
     def __init__(self, file: Any) -> None:
@@ -186,7 +184,11 @@ class _RecordUnpickler(pickle.Unpickler):
         self.others: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of this module, whatever the name."""
+        """Return an inert stand-in for a class or function.
+
+        Raises:
+            UnsafeError: the pickle names too many that are not DCP's.
+        """
         known_class = _FIND_CLASS.get((module, name))
         if known_class is not None:
             return known_class
@@ -201,11 +203,13 @@ class _RecordUnpickler(pickle.Unpickler):
 def read_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
     """Read the record tree of a pickle with the C unpickler.
 
-    Return it with the (module, name) of everything that is not one of the records.
-
     Call it only in a sandboxed process (``core.files.sandbox``): it empties the extension registry
     of the process, and any exception may occur.
+
+    Returns:
+        The root, and (module, name) of every class and function in the pickle that is not DCP's.
     """
+    # Extension codes would return registered callables without asking find_class.
     copyreg.clear_extension_cache()
     copyreg._inverted_registry.clear()  # type: ignore[attr-defined]
     file = io.BufferedReader(io.BytesIO(data), 1 << 20)

@@ -4,16 +4,16 @@ On disk (``__0_0.distcp``)::
 
     objects, each a torch zip · safetensors: header length (u64) · JSON header · data
 
-The header has one entry per key, of the chunk's shape, and in ``__metadata__`` the JSON
-``DCP_SHARDING_INFO`` ``{key: {"saved_offsets": […]}}``. ``.metadata`` places every chunk of such a
-file at the byte where the safetensors part begins, with the length of its data; torch 2.13 cannot
-load that itself.
+The header has one entry per key, with the chunk's shape, and its ``__metadata__`` has the JSON
+``DCP_SHARDING_INFO``: ``{key: {"saved_offsets": […]}}``. In ``.metadata``, every chunk of such a
+file has the offset of the safetensors part and the length of its own data; torch 2.13 cannot load
+what it wrote.
 
-A file is one of these if all its chunks begin at the same byte, and a safetensors header does, too.
-Its chunks become plain bytes.
+A file is one of these if all its chunks have the same offset, and a safetensors header begins
+there. Its chunks become bare elements at their true offsets.
 
-Not supported: two chunks of one tensor in one file, of which torch keeps only the last; the lost
-one is named.
+Not supported: two chunks of one tensor in one file, of which torch keeps only the last. The error
+names the lost chunk.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,_hf_utils}.py``.
 """
@@ -38,40 +38,40 @@ _OFFSETS = "saved_offsets"
 
 
 def with_raw_files(store: ReadStore, metadata: DcpMetadata) -> DcpMetadata:
-    """Return the metadata with the true addresses of chunks in safetensors files, and those files
-    marked.
+    """Correct the offsets of chunks in safetensors files, and mark those files.
+
+    Returns:
+        The same metadata if there is no such file.
 
     Raises:
-        CorruptError: a header contradicts itself, or ``.metadata``.
-        MissingShardError: a chunk that ``.metadata`` places in a file is not there.
+        CorruptError: a header contradicts itself or ``.metadata``.
+        MissingShardError: a chunk is missing in the file that ``.metadata`` names.
     """
-    files = {
-        file: part
-        for file, begin in _common_begins(metadata).items()
-        if (part := _read_part(store, metadata, file, begin))
-    }
-    if not files:
-        return metadata
-    addresses = array("q", metadata.item_offset)
-    for tensor in metadata.tensors.values():
-        for row, (box, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
-            part = files.get(metadata.file_index[row])
-            if part is not None:
-                addresses[row] = part.address(tensor.key, tensor.dtype, box, item.n_bytes)
-    return replace(metadata, item_offset=addresses, raw_files=frozenset(files))
-
-
-def _common_begins(metadata: DcpMetadata) -> dict[int, int]:
-    """Return file number → byte at which all its chunks begin, for files in which that is the same
-    byte.
-    """
+    # In a candidate, all chunks have the same offset, and none is compressed.
     begins: dict[int, int] = {}
-    excluded: set[int] = set()
+    excluded = {metadata.file_index[row] for row in metadata.descriptors}
     for file, offset in zip(metadata.file_index, metadata.item_offset, strict=True):
         if begins.setdefault(file, offset) != offset:
             excluded.add(file)
-    excluded.update(metadata.file_index[row] for row in metadata.descriptors)
-    return {file: begin for file, begin in begins.items() if file not in excluded}
+
+    # A header at that offset decides.
+    parts: dict[int, _SafetensorsPart] = {}
+    for file, begin in begins.items():
+        name = metadata.files[file]
+        if file not in excluded and looks_like_header(store, name, begin=begin):
+            header = read_header(store, name, begin=begin)
+            parts[file] = _SafetensorsPart(header, _saved_offsets(header))
+    if not parts:
+        return metadata
+
+    # Take the offset of each chunk from the header.
+    offsets = array("q", metadata.item_offset)
+    for tensor in metadata.tensors.values():
+        for row, (box, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
+            part = parts.get(metadata.file_index[row])
+            if part is not None:
+                offsets[row] = part.data_offset(tensor.key, tensor.dtype, box, item.n_bytes)
+    return replace(metadata, item_offset=offsets, raw_files=frozenset(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,54 +79,50 @@ class _SafetensorsPart:
     """The safetensors part of a file.
 
     Args:
-        header: the header.
-        offsets: key → offset of the chunk in its tensor, from ``DCP_SHARDING_INFO``.
+        header: header of the part.
+        saved_offsets: key → offset of the chunk in its tensor, from ``DCP_SHARDING_INFO``.
     """
 
     header: Header
-    offsets: dict[str, object]
+    saved_offsets: dict[str, object]
 
-    def address(self, key: str, dtype: str, box: Box, n_bytes: int) -> int:
-        """Return the byte of the file at which a chunk's data begins, after checking that the
-        header has that chunk.
+    def data_offset(self, key: str, dtype: str, box: Box, n_bytes: int) -> int:
+        """Return the byte of the file at which a chunk's data begins.
+
+        Args:
+            key, dtype, box, n_bytes: the chunk as ``.metadata`` describes it.
+
+        Raises:
+            CorruptError: dtype, shape or size differ from those in the header.
+            MissingShardError: the header does not have the chunk.
         """
         file, array = self.header.file, self.header.arrays.get(key)
         if array is None:
             raise MissingShardError(
                 "the tensor is missing in the file's safetensors header", file=file, key=key
             )
-        offset = self.offsets.get(key, list(box.offset))
+        # torch writes one entry per key, so of two chunks of a tensor only the last is in the file.
+        offset = self.saved_offsets.get(key, list(box.offset))
         if offset != list(box.offset):
             raise MissingShardError(
-                f"the file holds the chunk at {offset}, not that at {list(box.offset)}: of several chunks of a tensor "
-                "torch writes only the last into a safetensors file",
+                f"the chunk at {list(box.offset)} was never written: torch stores only the last of "
+                f"a tensor's chunks in a safetensors file, and it is the one at {offset}",
                 file=file,
                 key=key,
-                hint="this chunk was never written; save again with SerializationFormat.TORCH_SAVE",
+                hint="save again with SerializationFormat.TORCH_SAVE",
             )
         if (array.dtype, array.shape) != (dtype, box.shape) or array.n_bytes != n_bytes:
             raise CorruptError(
-                f"the file holds {array.dtype} of shape {array.shape} ({array.n_bytes} bytes), but .metadata "
-                f"states {dtype} of shape {box.shape} ({n_bytes} bytes)",
+                f"the header lists {array.dtype} of shape {array.shape} ({array.n_bytes} bytes), "
+                f"but .metadata lists {dtype} of shape {box.shape} ({n_bytes} bytes)",
                 file=file,
                 key=key,
             )
         return array.extent.offset
 
 
-def _read_part(
-    store: ReadStore, metadata: DcpMetadata, number: int, begin: int
-) -> _SafetensorsPart | None:
-    """Read the safetensors part of a file that begins at a byte; None if there is none."""
-    file = metadata.files[number]
-    if not looks_like_header(store, file, begin=begin):
-        return None
-    header = read_header(store, file, begin=begin)
-    return _SafetensorsPart(header, _stated_offsets(header))
-
-
-def _stated_offsets(header: Header) -> dict[str, object]:
-    """Return key → ``saved_offsets``; {} if the header has none.
+def _saved_offsets(header: Header) -> dict[str, object]:
+    """Return key → ``saved_offsets`` of a header; {} if it has none.
 
     Raises:
         CorruptError: the offsets are malformed.

@@ -1,32 +1,31 @@
-"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP files with conventions of its
-own.
+"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP with its own conventions.
 
 On disk::
 
     iter_0000010/
     ├── metadata.json      {"sharded_backend": "torch_dist", "sharded_backend_version": 1, …}
-    ├── common.pt          what every rank shares (arguments, iteration …); absent in dialect ``common_object``
+    ├── common.pt          common state (arguments, iteration …); not in dialect ``common_object``
     ├── .metadata          as in DCP, ``planner_data`` None
     └── __0_0.distcp …     as in DCP
 
 Dialects (``TorchDistFacts.dialect``), as written by
 
 * ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors
-  of the format ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
+  of the format ``fully_sharded_model_space`` are stored *reformulated*: their true shape is in
   ``mcore_data[key]["nd_reformulated_orig_global_shape"]``, and the catalog shows them as they are
   stored;
 * ``common_pt``: 0.16.1;
-* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` holds
+* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` contains
   ``[common]``.
 
 A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
 
-``Catalog.common`` is the common state, inert, its tensors hidden ones; ``args`` and ``iteration``
-are from it. Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
+``Catalog.common`` is the common state, inert, and its tensors are hidden ones; ``args`` and
+``iteration`` come from it. Facets: ``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
 
-Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` gets no
-``all_local_plans`` (Megatron uses them only to skip planning in the first save after a load, and
-plans again without them).
+Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` is written
+without ``all_local_plans``: Megatron uses them only to skip planning in the first save after a
+load, and plans again if they are missing.
 
 Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
 
@@ -80,13 +79,17 @@ _BACKEND = "torch_dist"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory is Megatron's with DCP files.
+    """Return whether the directory is a Megatron checkpoint with DCP files, intact or not.
 
-    That is: a ``metadata.json`` names this backend; or one that names any other, or cannot be read,
-    lies beside DCP files; or a common state does. ``read`` refuses all but the first.
+    One of these suffices; ``read`` refuses all but the first with an error that explains why:
+
+    * a ``metadata.json`` that names this backend;
+    * DCP files next to a ``metadata.json`` that is damaged or names another backend;
+    * ``.metadata`` next to a ``common.pt``.
     """
     if store.entry is not None:
         return False
+    # A damaged metadata.json still shows that Megatron wrote the directory.
     try:
         has_backend = names_backend(store)
         if has_backend and config_of(store)[BACKEND_KEY] == _BACKEND:
@@ -103,15 +106,17 @@ def read(store: ReadStore) -> Catalog:
 
     Raises:
         CorruptError: ``metadata.json``, ``.metadata`` or the common state is malformed.
-        MissingShardError: one of them, or a file that they name, is missing.
-        UnsupportedError: the backend or its version is not supported, or as for
-            ``core.formats.dcp.format.read``.
+        MissingShardError: one of these, or a file that they name, is missing.
+        TruncatedError: a file is shorter than ``.metadata`` requires.
+        UnsupportedError: the backend or its version is not supported, or items are stored in a way
+            that is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
     check_version(store, backend=_BACKEND)
     metadata = dcp.metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
     catalog = dcp.catalog_of(metadata, format="torch_dist")
+    # The common state is a file or, in the newest dialect, an object, which is no entry then.
     if store.exists(COMMON_FILE):
         value, arrays = read_common_file(store)
         if has_object:
@@ -132,7 +137,16 @@ def read(store: ReadStore) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Read those parts of the catalog that make sense, with the common state if it is readable."""
+    """Read the intact parts of the catalog, and the common state if it is readable.
+
+    Args:
+        store: the checkpoint.
+        report: receives the problems; that of the common state has the rule ``dcp.common``.
+
+    Raises:
+        MissingShardError: ``.metadata`` is missing.
+        CorruptError, UnsupportedError, UnsafeError: nothing of ``.metadata`` can be read.
+    """
     catalog = replace(dcp.salvage(store, report), format="torch_dist")
     try:
         if store.exists(COMMON_FILE):
@@ -150,7 +164,11 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
 def _common_of_object(
     store: ReadStore, catalog: Catalog
 ) -> tuple[object, Mapping[str, StoredArray]]:
-    """Read the common state from the object that holds it."""
+    """Read the common state, and the tensors inside it, from the object that stores it.
+
+    Raises:
+        CorruptError, UnsafeError: the object cannot be read, or is not a list of one value.
+    """
     raw_key = catalog.objects[COMMON_OBJECT].raw_key
     assert raw_key is not None
     stream = catalog.fragments(raw_key)[0].array
@@ -158,21 +176,23 @@ def _common_of_object(
     value, arrays = load_object(store, stream, key=COMMON_OBJECT)
     if not isinstance(value, list) or len(value) != 1:
         raise CorruptError(
-            f"the object is a {type(value).__name__}, not a list of one common state",
+            f"the common state is a {type(value).__name__}, not a list with one element",
             key=COMMON_OBJECT,
         )
     return value[0], arrays
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt,
-    ``.metadata``.
+    """Lay out one iteration's directory: data files, metadata.json, common.pt, ``.metadata``.
 
     Args:
-        target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an
-            item; any other goes into the common state, nested as the skeleton says. Honoured:
+        target: every array becomes a chunk. An object with the key of a ShardedObject becomes an
+            item; all others go into the common state, nested as in the skeleton. Also used:
             ``common``, ``TorchDistFacts``, and of ``WriteOptions`` ``max_file_bytes`` and
-            ``separation_hint`` (``apart`` of ``lay_out_items``).
+            ``separation_hint`` (``separate_prefix`` of ``lay_out_items``).
+
+    Returns:
+        The layouts of the files, ``.metadata`` last.
 
     Raises:
         UnsupportedError: the arrays are not chunks of their tensors, the dialect is unknown, or an
@@ -190,14 +210,13 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         objects.append(StoredObject(COMMON_OBJECT, value=[common]))
     else:
         common_files.append(common_image(target, common))
-    # Items, and metadata that is written last.
     layout = lay_out_items(
         target,
         objects,
         max_file_bytes=target.write.max_file_bytes,
-        apart=target.write.separation_hint,
+        separate_prefix=target.write.separation_hint,
     )
-    # The newer dialects have this attribute only if a written tensor still has such facts.
+    # 0.12 always has mcore_data, newer dialects only if a written tensor has such facts.
     mcore_data = {
         key: fact for key, fact in (facts.mcore_data or {}).items() if key in target.tensors
     }
@@ -213,10 +232,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
 
 def _own_folders(store: ReadStore) -> Sequence[str]:
-    """Return no folders if ``.metadata`` exists.
-
-    Otherwise any folder may be what the backend really wrote.
-    """
+    """Return the subdirectories that belong to the checkpoint; none if ``.metadata`` exists."""
+    # Without it another backend may have written the checkpoint, with a directory per tensor.
     return () if store.exists(dcp.METADATA) else store.folders()
 
 

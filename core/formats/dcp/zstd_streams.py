@@ -1,14 +1,14 @@
-"""DCP items that went through a stream transform: zstd frames around the torch zip.
+"""DCP items after a stream transform: zstd frames around the torch zip.
 
-On disk: where a plain item has ``archive/…`` zip bytes, a transformed one has those bytes as one or
-more zstd frames. ``.metadata`` names the transforms of every item (``transform_descriptors``) and
-the length of what is stored; how long the zip is stands nowhere. The transform that torch applied
-last is named last, so reading undoes them from the end of the list to its begin (torch 2.13 goes
-from the begin, which differs once two kinds exist).
+On disk: a plain item is a torch zip; a transformed one is the same zip as one or more zstd frames.
+``.metadata`` lists the transforms of every item (``transform_descriptors``) and the length of the
+stored bytes; the length of the zip is not recorded. torch lists the transforms in the order of
+applying them, so reading undoes them from the end of the list. (torch 2.13 begins at the start of
+the list, which will matter when there is a second kind.)
 
-There is no random access: an item is inflated completely. Its size is bounded by the tensor that
-``.metadata`` states, and the window of a frame by the 8 MiB that every zstd decoder supports
-(torch's level needs 2).
+There is no random access: an item is inflated completely. Its size is bounded by the tensor in
+``.metadata``, and the window of a frame by the 8 MiB that every zstd decoder supports (torch's
+level needs 2).
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{_extension,filesystem}.py``; RFC 8878 for the
     frames.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.formats.dcp.columns import DcpItem
 
 ZIP_OVERHEAD_BYTES = 1 << 16
-"""Maximum number of bytes that a torch zip of one tensor is longer than the tensor."""
+"""Maximum size of a torch zip of one tensor, minus the size of the tensor."""
 
 MAX_WINDOW_BYTES = 8 << 20
 _READ_BYTES = 1 << 18
@@ -42,15 +42,15 @@ _OBJECT_RATIO = 100
 
 @dataclass(frozen=True, slots=True)
 class StreamItem:
-    """The encoding of a transformed item; the array's extent gives the start of the stored bytes.
+    """The encoding of a transformed item, which begins at the offset of the array's extent.
 
     Args:
         transforms: descriptors, in torch's order.
         stored_bytes: length of the item in its file.
-        dense_bytes: size of the array as a dense one.
+        dense_bytes: size of the array's elements.
         place: byte offset of the array in the inflated item, and its strides in elements (None for
-            C order); None if the item is one tensor, whose pickle states both.
-        inflated_bytes: maximum size of the inflated item; 0 if it follows from ``dense_bytes``.
+            C order); None if the item is one tensor, whose pickle contains both.
+        inflated_bytes: maximum size of the inflated item; 0 to derive it from ``dense_bytes``.
     """
 
     transforms: tuple[str, ...]
@@ -61,65 +61,83 @@ class StreamItem:
 
     @property
     def name(self) -> str:
-        """Return the name of the encoding."""
+        """Name of the encoding, for messages."""
         return " of ".join("zstd" for _ in self.transforms)
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit: the whole array."""
+        """Size of a unit in bytes; the complete array is one unit."""
         return max(self.dense_bytes, 1)
 
     @property
     def working_bytes(self) -> int:
-        """Return the memory for decoding.
+        """Memory for decoding in bytes.
 
-        It holds the inflated item, which also is the unit if the array is contiguous in it.
+        It includes the inflated item, and thereby the unit if the array is contiguous in the item.
         """
         return self._limit + len(self.transforms) * (MAX_WINDOW_BYTES + _READ_BYTES)
 
     @property
     def _limit(self) -> int:
+        """Maximum size of the inflated item in bytes."""
         return self.inflated_bytes or self.dense_bytes + ZIP_OVERHEAD_BYTES
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """Return the dense bytes of the array.
+        """Return the elements of the array in C order.
 
         Raises:
-            CorruptError: it is not such a stream, holds another tensor, or too many bytes.
-            TruncatedError: the item, or the file, ends too early.
-            UnsupportedError: the item holds a tensor of an unsupported kind.
+            CorruptError: the item is not zstd, contains another tensor, or inflates to too many
+                bytes.
+            TruncatedError: the item or the file is truncated.
+            UnsupportedError: the item contains an unsupported kind of tensor.
         """
+        assert unit == 0, "the array is one unit"
         extent = array.extent
-        assert unit == 0
         span = (extent.offset, extent.offset + self.stored_bytes)
+        # Errors refer to a position in the inflated item; the user needs that in the file.
         try:
             data = inflate_item(store, extent.file, span, self.transforms, limit=self._limit)
-            place = self.place
-            if place is None:
+            if self.place is not None:
+                offset, strides = self.place
+            else:
                 item_extent = Extent(extent.file, 0, item_bytes=len(data))
                 location = item_location(
                     _memory_store(extent.file, data), replace(array, extent=item_extent)
                 ).extent
-                assert location is not None
-                place = location.offset, location.strides
+                offset, strides = location.offset, location.strides
         except CheckpointingException as err:
             err.file, err.key, err.span = extent.file, array.name, span
             raise
-        return _dense_elements(data, array, *place)
+        if strides is None or array.n_bytes == 0:
+            return memoryview(data)[offset : offset + array.n_bytes]
+
+        # A transposed tensor: view its elements as groups of bytes, and copy them in C order.
+        import numpy as np
+
+        itemsize = array.n_bytes // prod(array.shape)
+        byte_strides = (*(stride * itemsize for stride in strides), 1)
+        item_bytes = np.frombuffer(data, np.uint8)[offset:]
+        elements = np.lib.stride_tricks.as_strided(
+            item_bytes, (*array.shape, itemsize), byte_strides
+        )
+        return memoryview(np.ascontiguousarray(elements)).cast("B")
 
 
 def read_inflated_object(
     store: ReadStore, item: DcpItem, transforms: tuple[str, ...], *, key: str
 ) -> tuple[object, Mapping[str, StoredArray]]:
-    """Read a transformed object; return its value, and the arrays of the tensors in it.
+    """Read a transformed object; return its value, and the arrays of the tensors inside it.
 
     Args:
+        store: the checkpoint.
         item: position of the object.
+        transforms: descriptors of its transforms, in torch's order.
         key: key of the object.
 
     Raises:
         CorruptError, TruncatedError, UnsupportedError, UnsafeError: the object cannot be read.
     """
+    # The size of an object is not recorded, so the limit follows from its compressed size.
     span = (item.offset, item.offset + item.n_bytes)
     try:
         data = inflate_item(
@@ -130,18 +148,15 @@ def read_inflated_object(
     except CheckpointingException as err:
         err.file, err.key, err.span = item.file, key, span
         raise
-    return value, {
-        name: _as_stream_item(array, item, transforms, len(data)) for name, array in arrays.items()
-    }
 
-
-def _as_stream_item(
-    array: StoredArray, item: DcpItem, transforms: tuple[str, ...], inflated_bytes: int
-) -> StoredArray:
-    """Return an array inside an inflated object as an array of the checkpoint."""
-    place = array.extent.offset, array.extent.strides
-    encoding = StreamItem(transforms, item.n_bytes, array.n_bytes, place, inflated_bytes)
-    return replace(array, extent=Extent(item.file, item.offset, encoding=encoding))
+    # The tensors inside the object are in the inflated bytes; address them in the checkpoint.
+    stream_arrays = {}
+    for name, array in arrays.items():
+        place = array.extent.offset, array.extent.strides
+        encoding = StreamItem(transforms, item.n_bytes, array.n_bytes, place, len(data))
+        extent = Extent(item.file, item.offset, encoding=encoding)
+        stream_arrays[name] = replace(array, extent=extent)
+    return value, stream_arrays
 
 
 def _memory_store(file: str, data: bytearray) -> MemoryStore:
@@ -151,27 +166,11 @@ def _memory_store(file: str, data: bytearray) -> MemoryStore:
     return store
 
 
-def _dense_elements(
-    data: bytearray, array: StoredArray, offset: int, strides: Shape | None
-) -> memoryview:
-    """Return the elements of an array in C order."""
-    if strides is None or array.n_bytes == 0:
-        return memoryview(data)[offset : offset + array.n_bytes]
-    import numpy as np
-
-    size = array.n_bytes // prod(array.shape)
-    steps = (*(step * size for step in strides), 1)
-    flat = np.frombuffer(data, np.uint8)[offset:]
-    return memoryview(
-        np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, (*array.shape, size), steps))
-    ).cast("B")
-
-
 class _Readable(Protocol):
     """A source of bytes."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return at most ``size`` bytes, none at the end."""
+        """Return at most ``size`` bytes; b"" at the end."""
 
 
 def inflate_item(
@@ -180,12 +179,14 @@ def inflate_item(
     """Inflate a transformed item.
 
     Args:
+        store, file: the checkpoint and the file in it.
         span: first byte of the item in the file and byte after its last.
+        transforms: descriptors of the item's transforms.
         limit: maximum number of inflated bytes.
 
     Raises:
         CorruptError: the item is not zstd, is damaged, or inflates to more than ``limit`` bytes.
-        TruncatedError: the last frame is incomplete, or the file ends too early.
+        TruncatedError: the last frame is incomplete, or the file is truncated.
         UnsupportedError: a frame needs a dictionary, or a larger window than decoders must support.
     """
     import zstandard
@@ -199,15 +200,16 @@ def inflate_item(
     # Inflate with a limit: a few bytes of zstd can stand for gigabytes.
     data = bytearray()
     try:
-        while piece := source.read(_READ_BYTES):
-            data += piece
+        while block := source.read(_READ_BYTES):
+            data += block
             if len(data) > limit:
                 raise CorruptError(
-                    f"the item inflates to more than {limit:,} bytes, more than its tensor can need",
+                    f"the item inflates to more than {limit:,} bytes, the maximum for its content",
                     file=file,
                     span=span,
-                    hint="do not trust this checkpoint; ask where it came from",
+                    hint="do not trust this checkpoint; find out who wrote it",
                 )
+    # zstandard has one error class; only its message distinguishes these cases.
     except zstandard.ZstdError as err:
         if "memory" in str(err) or "dictionary" in str(err).lower():
             raise UnsupportedError(
@@ -220,7 +222,7 @@ def inflate_item(
 
 
 class _StoredRange:
-    """A range of bytes of a file, read from begin to end."""
+    """A range of bytes of a file, read from beginning to end."""
 
     def __init__(self, store: ReadStore, file: str, start: int, stop: int) -> None:
         self._store = store
@@ -236,12 +238,10 @@ class _StoredRange:
 
 
 class _FrameFollower:
-    """Passes zstd frames on and checks that they are complete.
+    """A source of zstd frames that raises an error if the last one is incomplete.
 
-    The decoder takes a truncated stream for a short one.
-
-    Follows the lengths that the frames state (RFC 8878, 3.1): frame header, block headers,
-    checksum.
+    The decoder does not report it: it treats a truncated stream as a short one. So this class
+    follows the lengths in frame headers and block headers (RFC 8878, 3.1).
     """
 
     def __init__(self, source: _Readable) -> None:
@@ -263,9 +263,10 @@ class _FrameFollower:
         return data
 
     def _follow(self, data: bytes) -> None:
-        """Follow the frames through some bytes: skip what is in them, and collect headers."""
+        """Follow the frames through the next bytes: collect headers, and skip everything else."""
         position = 0
         while position < len(data):
+            # A header may be split between two reads.
             if self._skip:
                 n_bytes = min(self._skip, len(data) - position)
                 self._skip -= n_bytes
@@ -279,28 +280,29 @@ class _FrameFollower:
             position += n_bytes
 
     def _expect(self, n_bytes: int, then: Callable[[bytes], None]) -> None:
-        """Collect the next ``n_bytes`` bytes, and call a function with them."""
+        """Collect the next ``n_bytes`` bytes and call ``then`` with them."""
         self._need = n_bytes
         self._next = then
 
-    def _frame_ends(self, skip: int) -> None:
-        """Skip the rest of a frame; the next bytes are a magic number."""
+    def _end_frame(self, skip: int) -> None:
+        """Skip the last ``skip`` bytes of a frame, and expect another frame."""
         self._skip = skip
         self._is_between = True
         self._expect(4, self._after_magic)
 
     def _after_magic(self, head: bytes) -> None:
-        """Begin a frame, or a skippable one."""
+        """Begin a zstd frame or a skippable frame, according to the magic number."""
         magic = int.from_bytes(head, "little")
         if magic == 0xFD2FB528:
             self._expect(1, self._after_descriptor)
         elif magic & 0xFFFFFFF0 == 0x184D2A50:
-            self._expect(4, lambda size: self._frame_ends(int.from_bytes(size, "little")))
+            self._expect(4, lambda size: self._end_frame(int.from_bytes(size, "little")))
         else:
             raise CorruptError(f"{head.hex(' ')} is not the beginning of a zstd frame")
 
     def _after_descriptor(self, head: bytes) -> None:
-        """Skip the rest of the frame header, whose length the descriptor states."""
+        """Skip the rest of the frame header; the descriptor encodes its length."""
+        # A single-segment frame has no window descriptor, but always a content size.
         is_single = head[0] >> 5 & 1
         self._has_checksum = bool(head[0] >> 2 & 1)
         n_dictionary = (0, 1, 2, 4)[head[0] & 3]
@@ -312,8 +314,9 @@ class _FrameFollower:
         """Skip a block; the last one ends the frame."""
         block = int.from_bytes(head, "little")
         kind = block >> 1 & 3
+        # Type 1 is one byte, to be repeated; for it the size is that of the result.
         self._skip = 1 if kind == 1 else block >> 3
         if kind == 3:
             raise CorruptError("a zstd block has the reserved type")
         if block & 1:
-            self._frame_ends(self._skip + 4 * self._has_checksum)
+            self._end_frame(self._skip + 4 * self._has_checksum)

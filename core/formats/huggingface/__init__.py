@@ -1,6 +1,6 @@
-"""What lies around the weights of a Hugging Face directory, and directories of pytorch_model.bin.
+"""Other files of a Hugging Face directory, and directories with pytorch_model.bin.
 
-Start at ``files`` (configuration, tokenizer, licence: carried as they are) and ``index`` (which
-shard holds which tensor).
+Start at ``files`` (configuration, tokenizer, licence, which are copied as they are) and ``index``
+(the file of each tensor).
 Imports: catalog, errors, files, formats, formats.torch, pickle.
 """

@@ -1,26 +1,28 @@
-"""Hugging Face directories with weights in torch files: one ``pytorch_model.bin``, or shards of it.
+"""Hugging Face directories with weights in torch files: one ``pytorch_model.bin`` or its shards.
 
 On disk, one of::
 
-    pytorch_model-00001-of-00002.bin        a torch file each (zip, or a stream of before torch 1.6): {name: tensor}
-    pytorch_model-00002-of-00002.bin
-    pytorch_model.bin.index.json            {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
-    config.json  tokenizer.json …           carried, see ``huggingface.files``
+    pytorch_model-00001-of-00002.bin     a torch file each (zip, or the format before torch 1.6):
+    pytorch_model-00002-of-00002.bin     {name: tensor}
+    pytorch_model.bin.index.json         {"metadata": {"total_size": bytes},
+                                          "weight_map": {name: file}}
+    config.json  tokenizer.json …        carried, see ``huggingface.files``
 
-    pytorch_model.bin                       one torch file, which may nest
-    config.json …  or, as accelerate saves it: optimizer.bin  scheduler.bin  random_states_0.pkl …
+    pytorch_model.bin                    one torch file, which may be nested
+    config.json …                        or, if saved by accelerate: optimizer.bin  scheduler.bin
+                                         random_states_0.pkl …
 
-The stem may be another (``adapter_model``, ``diffusion_pytorch_model``). Shards must hold what the
-index says and nothing else. Without an index, a complete series of numbers is taken for one
-checkpoint. A shard holds tensors at its top; other values there are objects. Tensors of one shard
-that share their bytes still do.
+There are other stems (``adapter_model``, ``diffusion_pytorch_model``). Shards must contain exactly
+the tensors that the index lists. Without an index, a complete numbered series is one checkpoint.
+The tensors of a shard are at the top level; other values there are objects. Tensors that share
+their bytes within a shard are aliases in the catalog too.
 
-A single file that is pointed at is of the format ``torch``.
+A single file passed as the source has the format ``torch``.
 
-Facets: ``WeightFileFacts``, whose ``stem`` is how the same weights are called in safetensors
-(``model``, ``adapter_model`` …); of a single file also those of ``torch.format``.
+Facets: ``WeightFileFacts``, whose ``stem`` is the name of the same weights as safetensors
+(``model``, ``adapter_model`` …); for a single file also those of ``torch.format``.
 
-Versions: as for ``torch.format``. Read only: Hugging Face writes safetensors now.
+Versions: the same as for ``torch.format``. Read only: Hugging Face writes safetensors now.
 
 Source: transformers 4.30 to 4.57 (``save_pretrained(safe_serialization=False)``,
 ``load_sharded_checkpoint``), huggingface_hub 2.4 ``serialization``; hf/llama/bin_sharded and
@@ -43,7 +45,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.huggingface.files import with_carried
 from core.formats.huggingface.index import WeightIndex, read_index
-from core.formats.torch.format import SUFFIXES, TorchTree, catalog_of, parse
+from core.formats.torch.format import SUFFIXES, catalog_of, parse
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import LeafEntry, map_leaves
 
@@ -57,10 +59,10 @@ SINGLE_FILES = (
     "diffusion_pytorch_model.bin",
     "pytorch_model_fsdp.bin",
 )
-"""The last one is accelerate's, of FSDP with full state dicts."""
+"""The last one is written by accelerate, for FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
-_MIXED = "files of two checkpoints may be mixed: copy it again"
+_MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,7 @@ class Shards:
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether a directory holds an index, numbered shards, or a single file of a usual
-    name.
-    """
+    """Return whether a directory has an index, numbered shards, or a single file to read."""
     if store.entry is not None:
         return store.entry.endswith(INDEX_SUFFIX)
     names = store.files()
@@ -91,6 +91,7 @@ def sniff(store: ReadStore) -> bool:
 
 
 def _single_file(names: Sequence[str]) -> str | None:
+    """Return the first of ``SINGLE_FILES`` among the names, or None."""
     return next((name for name in SINGLE_FILES if name in names), None)
 
 
@@ -101,20 +102,23 @@ def read(store: ReadStore) -> Catalog:
         MissingShardError: a shard, or a tensor that the index lists, is missing.
         CorruptError, TruncatedError: the index or a shard is damaged; a tensor is not listed, or in
             two shards.
-        UnsupportedError: not such a directory, several checkpoints in it, or a shard of another
-            form.
-        UnsafeError: a pickle is hostile, or the index names a file outside the directory.
+        UnsupportedError: the directory has none of these files or several checkpoints, or a shard
+            is not a dict of tensors.
+        UnsafeError: a pickle is hostile, or the index lists a file outside the directory.
     """
+    # Shards take precedence over a single file.
     shards = shards_of(store)
     if shards is None:
         name = _single_file(store.files())
         if name is None:
-            raise UnsupportedError("the directory holds no pytorch_model.bin", file=store.label)
+            raise UnsupportedError("the directory has no pytorch_model.bin", file=store.label)
         catalog = replace(catalog_of(store, name), format="torch_bin")
         used, stem = {name}, name.removesuffix(".bin")
     else:
         catalog = _ShardMerger(store, shards).catalog()
         used, stem = set(shards.names), shards.stem
+
+    # Add the small files, and note the torch files that are not part of the checkpoint.
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
@@ -124,15 +128,16 @@ def read(store: ReadStore) -> Catalog:
 
 
 def shards_of(store: ReadStore) -> Shards | None:
-    """Return the shards of a directory, all of which exist.
+    """Return the shards of a directory after checking that all exist.
 
-    None if it has neither index nor numbered files.
+    Returns:
+        None if the directory has neither an index nor numbered files.
 
     Raises:
         MissingShardError: a shard is missing.
         CorruptError: the index is malformed.
-        UnsupportedError: there are several indexes or series, so that it is unclear which to read.
-        UnsafeError: the index names a file outside the directory.
+        UnsupportedError: there are several indexes or series, so it is unclear which to read.
+        UnsafeError: the index lists a file outside the directory.
     """
     names = store.files()
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -144,23 +149,30 @@ def shards_of(store: ReadStore) -> Shards | None:
             file=store.label,
             hint="pass one of them as the source",
         )
-    return _shards_of_index(store, indexes[0]) if indexes else _numbered_shards(names, store.label)
+    if not indexes:
+        return _numbered_shards(names, store.label)
 
-
-def _shards_of_index(store: ReadStore, file: str) -> Shards:
+    # Name the first tensor of a missing shard.
+    file = indexes[0]
     index = read_index(store, file)
-    first_of: dict[str, str] = {}
+    first_keys: dict[str, str] = {}
     for key, name in index.file_of.items():
-        first_of.setdefault(name, key)
-    for name, key in first_of.items():
+        first_keys.setdefault(name, key)
+    for name, key in first_keys.items():
         if not store.exists(name):
             raise MissingShardError(
-                f"a shard named by {file} is missing", file=name, key=key, hint=_COPY_AGAIN
+                f"a shard listed in {file} is missing", file=name, key=key, hint=_COPY_AGAIN
             )
-    return Shards(tuple(sorted(first_of)), file.removesuffix(INDEX_SUFFIX), index)
+    return Shards(tuple(sorted(first_keys)), file.removesuffix(INDEX_SUFFIX), index)
 
 
 def _numbered_shards(names: Sequence[str], label: str) -> Shards | None:
+    """Return the numbered shards of a directory without an index; None if there are none.
+
+    Raises:
+        MissingShardError: a number is missing.
+        UnsupportedError: there are several series.
+    """
     matches = [match for match in map(_SHARD.fullmatch, names) if match]
     if not matches:
         return None
@@ -168,9 +180,10 @@ def _numbered_shards(names: Sequence[str], label: str) -> Shards | None:
     if len(series) > 1:
         (stem, total), (other_stem, other_total) = series[:2]
         raise UnsupportedError(
-            f"two series, {stem}-*-of-{total}.bin and {other_stem}-*-of-{other_total}.bin, and no index that names one",
+            f"two series of shards, {stem}-*-of-{total}.bin and "
+            f"{other_stem}-*-of-{other_total}.bin, but no index",
             file=label,
-            hint="remove those that do not belong here",
+            hint="remove the files that do not belong to the checkpoint",
         )
     stem, total = series[0]
     numbers = {int(match[2]) for match in matches}
@@ -185,7 +198,7 @@ def _numbered_shards(names: Sequence[str], label: str) -> Shards | None:
 
 
 class _ShardMerger:
-    """Merges the content of all shards into one catalog."""
+    """Builder of one catalog from the content of all shards."""
 
     def __init__(self, store: ReadStore, shards: Shards) -> None:
         self._store = store
@@ -201,7 +214,12 @@ class _ShardMerger:
         self._versions: set[str] = set()
 
     def catalog(self) -> Catalog:
-        """Return the catalog of all shards."""
+        """Read all shards and build their catalog.
+
+        Raises:
+            CorruptError, MissingShardError, UnsupportedError: shards contradict each other or the
+                index, see ``read``.
+        """
         for name in self._shards.names:
             self._add_shard(name)
         self._check_index()
@@ -225,72 +243,93 @@ class _ShardMerger:
         """Read one shard and add its content.
 
         Raises:
-            UnsupportedError: it is not a dict of tensors and values by name.
-            CorruptError: an entry is in another shard as well, or the index places it elsewhere.
+            CorruptError: an entry is also in another shard, or the index lists it elsewhere.
+            UnsupportedError: the shard is not a dict of tensors and values by name.
         """
-        # Keys of hidden tensors are unique in a file only; the prefix makes them so among files.
+        # Keys of hidden tensors are unique only within a file, so all get the shard's name as a
+        # prefix. Entries lose it again; tensors inside objects keep it, as they are hidden.
         prefix = f"{shard}:"
         tree = parse(self._store, shard, prefix=prefix)
-        tensors = {key.removeprefix(prefix) for key in tree.arrays}
-        root = as_mapping(_without_prefix(tree, prefix))
+
+        def plain(key: str) -> str:
+            return key.removeprefix(prefix)
+
+        def with_plain_key(entry: LeafEntry) -> object:
+            if isinstance(entry.leaf, (TensorLeaf, ObjectLeaf)):
+                return replace(entry.leaf, key=plain(entry.leaf.key))
+            return entry.leaf
+
+        # Check and add the top level.
+        tensors = {plain(key) for key in tree.arrays}
+        root = as_mapping(map_leaves(tree.value, with_plain_key))
         if root is None:
             raise UnsupportedError("the shard is not a dict of tensors", file=shard)
         for name, value in root.items():
             self._check_entry(shard, name, value, tensors)
             self._shard_of[name] = shard
             self._skeleton[name] = value
+
+        # Add tensors and objects. Objects nested in containers may have equal keys in two shards.
         self._arrays |= {
-            key.removeprefix(prefix): replace(array, name=key.removeprefix(prefix))
-            for key, array in tree.arrays.items()
+            plain(key): replace(array, name=plain(key)) for key, array in tree.arrays.items()
         }
         self._hidden |= tree.hidden
         for key, item in tree.objects.items():
-            plain = key.removeprefix(prefix)
-            if plain in self._objects:
+            if plain(key) in self._objects:
                 raise CorruptError(
                     "another shard has an entry with the same key",
                     file=shard,
-                    key=plain,
+                    key=plain(key),
                     hint=_MIXED,
                 )
-            self._objects[plain] = replace(item, key=plain)
-        self._aliases |= {
-            key.removeprefix(prefix): first.removeprefix(prefix)
-            for key, first in tree.aliases.items()
-        }
-        self._unsupported |= {
-            key.removeprefix(prefix): kind for key, kind in tree.unsupported.items()
-        }
+            self._objects[plain(key)] = replace(item, key=plain(key))
+        self._aliases |= {plain(key): plain(first) for key, first in tree.aliases.items()}
+        self._unsupported |= {plain(key): kind for key, kind in tree.unsupported.items()}
         self._notes += [note.replace(prefix, "") for note in tree.notes]
         if tree.version is not None:
             self._versions.add(tree.version)
 
     def _check_index(self) -> None:
-        """Check that every entry that the index lists exists."""
+        """Check that every entry that the index lists exists; note a wrong total size.
+
+        Raises:
+            MissingShardError: an entry is missing.
+        """
         index = self._shards.index
         if index is None:
-            self._notes.append("there is no index; by their numbers, all shards exist")
+            self._notes.append("there is no index, but the numbers of the shards are complete")
             return
         for key, name in index.file_of.items():
             if key not in self._shard_of:
                 raise MissingShardError(
-                    f"{index.file} places the tensor in this shard, but it is not there",
+                    f"{index.file} lists the tensor in this shard, but it is missing there",
                     file=name,
                     key=key,
                     hint=_MIXED,
                 )
+        # The recorded size may count tied tensors once or several times.
         n_bytes = sum(array.n_bytes for array in self._arrays.values())
-        shared = sum(self._arrays[key].n_bytes for key in self._aliases)
-        if index.total_bytes not in (None, n_bytes, n_bytes - shared):
+        shared_bytes = sum(self._arrays[key].n_bytes for key in self._aliases)
+        if index.total_bytes not in (None, n_bytes, n_bytes - shared_bytes):
             self._notes.append(
-                f"{index.file} states a total_size of {index.total_bytes} bytes, but the tensors have {n_bytes}"
+                f"the tensors have {n_bytes} bytes, but total_size in {index.file} is "
+                f"{index.total_bytes}"
             )
 
     def _check_entry(
         self, shard: str, name: object, value: object, tensors: Container[str]
     ) -> None:
-        """Check an entry: a tensor or a container without tensors, named once, where the index
-        says.
+        """Check an entry at the top level of a shard.
+
+        Args:
+            shard: name of the shard.
+            name, value: the entry; a tensor, or a value that contains no tensors.
+            tensors: keys of the shard's tensors.
+
+        Raises:
+            CorruptError: the entry is also in another shard, or the index does not list it in this
+                one.
+            UnsupportedError: the name is not a string, or the entry nests tensors.
         """
         is_tensor = isinstance(value, TensorLeaf)
         if not isinstance(name, str) or (isinstance(value, TensorLeaf) and value.key != name):
@@ -301,41 +340,29 @@ class _ShardMerger:
             isinstance(node, TensorLeaf) and node.key in tensors for node in walk(value)
         ):
             raise UnsupportedError(
-                "a container with tensors, but shards hold tensors by name",
+                "the entry contains nested tensors, which sharded checkpoints do not support",
                 file=shard,
                 key=name,
                 hint="pass the shard itself to read it alone",
             )
         if name in self._shard_of:
             raise CorruptError(
-                f"it is also in {self._shard_of[name]}", file=shard, key=name, hint=_MIXED
+                f"the entry is also in {self._shard_of[name]}", file=shard, key=name, hint=_MIXED
             )
+
+        # The index must list every tensor, but need not list other entries.
         index = self._shards.index
         if index is None:
             return
-        listed = index.file_of.get(name)
-        if listed is not None and listed != shard:
-            raise CorruptError(
-                f"{index.file} places it in {listed}", file=shard, key=name, hint=_MIXED
-            )
-        if listed is None and is_tensor:
+        listed_shard = index.file_of.get(name)
+        if listed_shard is None and is_tensor:
             raise CorruptError(
                 f"{index.file} does not list the tensor", file=shard, key=name, hint=_MIXED
             )
-
-
-def _without_prefix(tree: TorchTree, prefix: str) -> object:
-    """Return a tree's value with the plain keys of its entries; tensors inside objects keep
-    theirs.
-    """
-
-    def plain(entry: LeafEntry) -> object:
-        leaf = entry.leaf
-        if isinstance(leaf, (TensorLeaf, ObjectLeaf)):
-            return replace(leaf, key=leaf.key.removeprefix(prefix))
-        return leaf
-
-    return map_leaves(tree.value, plain)
+        if listed_shard not in (None, shard):
+            raise CorruptError(
+                f"{index.file} lists the entry in {listed_shard}", file=shard, key=name, hint=_MIXED
+            )
 
 
 FORMAT = Format(

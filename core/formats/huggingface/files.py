@@ -1,22 +1,21 @@
-"""The small files of a Hugging Face directory: configuration, tokenizer, templates, model card,
-licence, code.
+"""The small files of a Hugging Face directory: configuration, tokenizer, model card, code.
 
-On disk, beside the weights::
+On disk, next to the weights::
 
     config.json  generation_config.json  preprocessor_config.json  adapter_config.json …
     tokenizer.json  tokenizer.model  vocab.json  merges.txt  special_tokens_map.json
     added_tokens.json … chat_template.jinja  README.md  LICENSE  modeling_x.py …
 
-They are *carried*: a written directory contains them byte for byte. None of them is run, and only
-``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the
-whole file, and ``Catalog.carried`` maps its path to that tensor's key. ``Catalog.documents`` maps
-paths to the bytes of small files that this project made.
+They are *carried*: a written directory contains them byte for byte. They are never run, and only
+``config.json`` is parsed. In a catalog each is a hidden one-dimensional uint8 tensor with the
+content of the file, and ``Catalog.carried`` maps its path to that tensor's key.
+``Catalog.documents`` maps paths to the content of small files that this project created.
 
 Not carried: weights and their indexes, manifests and object files of this project, hidden files,
-files in folders.
+files in subdirectories.
 
-Source: transformers 5.23 and huggingface_hub 2.4 (names of the files that ``save_pretrained`` and
-``from_pretrained`` know); hf/* in tests/golden.
+Source: transformers 5.23 and huggingface_hub 2.4 (file names that ``save_pretrained`` and
+``from_pretrained`` use); hf/* in tests/golden.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ _NOT_CARRIED = re.compile(
     r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|npz|npy|distcp|pkl|pickle)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Weights, indexes, what this project and other formats keep in a directory; stronger than
-``_CARRIED``.
-"""
+"""Weights, indexes, and files of this project and other formats; overrides ``_CARRIED``."""
 
 
 def carried_files(store: ReadStore) -> dict[str, int]:
-    """Return path → bytes of the files directly in a store that are carried, sorted by path."""
+    """Return path → size in bytes of a directory's files that are carried, sorted by path."""
     names = [name for name in store.files() if "\\" not in name and name.isprintable()]
     return {
         name: store.size(name)
@@ -64,9 +61,7 @@ def carried_files(store: ReadStore) -> dict[str, int]:
 
 
 def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
-    """Return a catalog with the small files beside its weights as hidden tensors and in
-    ``carried``.
-    """
+    """Add the small files of a directory to a catalog, as hidden tensors and in ``carried``."""
     files = carried_files(store)
     if not files:
         return catalog
@@ -82,11 +77,11 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
 
 
 def file_images(target: TargetCatalog) -> list[FileImage]:
-    """Return the images of the carried files and the documents of a target catalog.
+    """Lay out the carried files and the documents of a target catalog.
 
     Raises:
-        UnsupportedError: a document has the path of a carried file, or a carried file is in several
-            pieces.
+        UnsupportedError: a document has the path of a carried file, or a carried file is not one
+            array.
     """
     documents = target.documents
     images = []
@@ -112,9 +107,9 @@ def config_of(store: ReadStore) -> dict[str, object] | None:
 
 
 def config_number(config: Mapping[str, object], name: str) -> int | None:
-    """Return a size from a model's configuration; None if it states none.
+    """Return a size from a model's configuration; None if it is missing.
 
-    The size may be at the top or in the text part of a multimodal configuration.
+    It may be at the top level, or in the text part of a multimodal configuration.
 
     Raises:
         CorruptError: the size is not a positive integer.

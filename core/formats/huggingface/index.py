@@ -1,4 +1,4 @@
-"""Indexes of sharded Hugging Face weights: which file holds which tensor.
+"""Indexes of sharded Hugging Face weights: the file of each tensor.
 
 On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
 
@@ -28,7 +28,7 @@ class WeightIndex:
     Args:
         file: name of the index.
         file_of: tensor → file.
-        total_bytes: size of all tensors, as the index states it; None if it does not.
+        total_bytes: size of all tensors as recorded in the index; None if it is missing.
     """
 
     file: str
@@ -37,15 +37,16 @@ class WeightIndex:
 
 
 def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
-    """Read an index and check its names.
+    """Read an index and check its file names.
 
     Args:
-        suffix: suffix of the files that it may name.
+        store, file: the directory and the name of the index in it.
+        suffix: suffix that all file names in the index must have.
 
     Raises:
-        CorruptError: it is not a JSON object with a ``weight_map`` of strings, or names another
-            kind of file.
-        UnsafeError: it names a file outside the directory.
+        CorruptError: the index is not a JSON object with a ``weight_map`` of strings, or lists
+            another kind of file.
+        UnsafeError: the index lists a file outside the directory.
         MissingShardError: the index does not exist.
     """
     content = read_json_object(store, file)
@@ -61,12 +62,13 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")
             raise CorruptError(
-                f"the index places the tensor in {name!r}, which is not a {kind} file",
+                f"the index lists the tensor in {name!r}, which is not a {kind} file",
                 file=file,
                 key=key,
             )
+    # Some versions of transformers wrote the size as a float.
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, float) and total.is_integer():
-        total = int(total)  # transformers summed in floating point for a while
+        total = int(total)
     return WeightIndex(file, file_of, total if type(total) is int else None)

@@ -1,12 +1,12 @@
-"""The zarr arrays of an Orbax checkpoint: in an OCDBT database, or in directories of their own.
+"""The zarr arrays of an Orbax checkpoint: in an OCDBT database, or in separate directories.
 
 ::
 
     params.dense.kernel/.zarray      zarr 2: metadata, and the chunks 0.0, 0.1 …
     params.dense.kernel/zarr.json    zarr 3: metadata, and the chunks (usually shards) c/0/0 …
 
-Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk
-that is absent is the fill value: Orbax up to 0.6 does not store those that equal it.
+Orbax writes one chunk per device shard or host shard, by default compressed with zstd. A chunk that
+is absent has the fill value: Orbax up to 0.6 does not store such chunks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class OrbaxArray:
-    """A parameter.
+    """An array of a checkpoint.
 
     Args:
         array: its zarr metadata.
         is_incomplete: whether some of its chunks are not stored.
-        fragments: makes its fragments; reads the indexes of shards.
+        fragments: function that returns its fragments for a key; reads the indexes of shards.
     """
 
     array: ZarrArray
@@ -50,16 +50,17 @@ class OrbaxArray:
 
 
 def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
-    """Return every array by its name, in the order of the names.
+    """Return all arrays by name, sorted.
 
     Args:
-        root: directory of the checkpoint's item in the store; "" or ends with "/".
+        store: the checkpoint.
+        root: directory of the item in the checkpoint; "" or ends with "/".
 
     Raises:
         MissingShardError: a chunk, a data file or the manifest is missing.
         CorruptError, TruncatedError: the files contradict each other.
         UnsupportedError: an array is stored in a way that is not supported.
-        UnsafeError: a path leads outside the checkpoint, or the database unfolds to too much.
+        UnsafeError: a path leads outside the checkpoint, or the database inflates too much.
     """
     if store.exists(root + MANIFEST):
         database = Database(store, root)
@@ -68,11 +69,15 @@ def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
 
 
 def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str, OrbaxArray]:
-    """Return the arrays below a directory of a store.
+    """Return the arrays under a directory, sorted by name.
 
-    Those inside a database get their true locations.
+    Args:
+        store: the checkpoint, or the database as a store.
+        root: directory in the store.
+        database: the database, if the store is one.
     """
     arrays: dict[str, OrbaxArray] = {}
+    # In directories, a lost data file leaves traces; a database lists all its keys.
     lost = cache(partial(lost_files, store)) if database is None else tuple
     for name, file, array in _metadata_below(store, root):
         chunks = folder_chunks(store, root + name, array, key=name, fill=array.fill, lost=lost)
@@ -85,7 +90,10 @@ def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str,
 def _fragment_maker(
     store: ReadStore, array: ZarrArray, chunks: Chunks, file: str, database: Database | None
 ) -> Callable[[str], list[Fragment]]:
-    """Return a function that makes the fragments of an array."""
+    """Return the function that builds the fragments of an array.
+
+    Fragments in a database are addressed in the files of the checkpoint instead.
+    """
 
     def fragments(key: str) -> list[Fragment]:
         zarr_fragments = fragments_of_chunks(store, key, array, chunks, file=file)
@@ -99,27 +107,34 @@ def _fragment_maker(
 
 
 def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArray]]:
-    """Return name, metadata file and metadata of every array."""
+    """Return name, metadata file and metadata of every array under a directory.
+
+    Raises:
+        CorruptError: a metadata file is malformed, or directories are nested too deeply.
+        UnsupportedError: an array is stored in a way that is not supported.
+    """
     rows = []
-    waiting = [""]
-    while waiting:
-        name = waiting.pop()
+    names_to_visit = [""]
+    while names_to_visit:
+        name = names_to_visit.pop()
         prefix = f"{root}{name}/" if name else root
+        # The directories under an array contain its chunks.
         array = _read_array_metadata(store, prefix, name)
         if array is not None:
             rows.append((name, *array))
             continue
         if name.count("/") > _MAX_DEPTH:
             raise CorruptError(f"arrays are nested deeper than {_MAX_DEPTH} levels", file=prefix)
-        waiting += [
-            f"{name}/{below}" if name else below
-            for below in store.folders(prefix.removesuffix("/"))
+        names_to_visit += [
+            f"{name}/{folder}" if name else folder
+            for folder in store.folders(prefix.removesuffix("/"))
         ]
     return rows
 
 
 def _read_array_metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray] | None:
-    """Read the metadata of the array in a directory; return None if there is none."""
+    """Read the metadata of a directory's array, and name its file; None if it has no array."""
+    # zarr.json may also describe a group.
     for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
         if not store.exists(file):
             continue

@@ -1,8 +1,7 @@
-"""An OCDBT database as a store: every key is a file, so that the reader of zarr directories can
-read it.
+"""An OCDBT database as a store with a file per key, for the reader of zarr directories.
 
-Values in a data file are passed through at their address; only those in the tree's nodes are kept
-in memory. A key's file is called ``manifest.ocdbt#<key>``, which no directory of this store has.
+Values in data files are read from there; only those in the nodes of the tree are kept in memory.
+The file of a key is called ``manifest.ocdbt#<key>``, a name that no other file has.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InlineValue:
-    """The encoding of an array that lies in a value of the tree itself.
+    """The encoding of an array whose value is stored in a node of the tree.
 
-    The extent names the manifest.
+    The file of its extent is the manifest.
 
     Args:
         value: the value.
         offset: byte of the value at which the stored array begins.
-        dense_bytes: size of the array as a dense one.
-        inner: encoding of the array in the value, or None if its elements are stored as they are.
+        dense_bytes: size of the array's elements.
+        inner: encoding of the array in the value; None if its elements are stored as they are.
     """
 
     value: bytes = field(repr=False)
@@ -45,22 +44,22 @@ class InlineValue:
 
     @property
     def name(self) -> str:
-        """Return the name of the encoding."""
+        """Name of the encoding, for messages."""
         return "inline value" if self.inner is None else f"inline {self.inner.name}"
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit: the whole array."""
+        """Size of a unit in bytes; the complete array is one unit."""
         return max(self.dense_bytes, 1)
 
     @property
     def working_bytes(self) -> int:
-        """Return the memory for decoding."""
+        """Memory for decoding in bytes."""
         return len(self.value) + (0 if self.inner is None else self.inner.working_bytes)
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
-        """Return the dense bytes of the array."""
-        assert unit == 0
+        """Return the elements of the array in C order."""
+        assert unit == 0, "the array is one unit"
         file = array.extent.file
         memory = MemoryStore({file: self.value})
         if self.inner is not None:
@@ -69,14 +68,15 @@ class InlineValue:
 
 
 class Database:
-    """A read store with a file per key, and the data files that hold the values.
+    """A read store with a file per key, in addition to the files of the checkpoint.
 
     Args:
         store: the checkpoint.
         root: directory of the database in it; "" or ends with "/".
 
     Raises:
-        CheckpointingException: as for ``core.formats.ocdbt.entries.entries_of``.
+        CheckpointingException: the database cannot be read, see
+            ``core.formats.ocdbt.entries.entries_of``.
     """
 
     def __init__(self, store: ReadStore, root: str) -> None:
@@ -93,7 +93,7 @@ class Database:
             )
 
     def _folder(self, folder: str) -> dict[str, int]:
-        """Return the files of a directory; create it with its parents."""
+        """Return the files of a directory, after creating it and its parents if necessary."""
         files = self._files.get(folder)
         if files is None:
             files = self._files[folder] = {}
@@ -102,6 +102,7 @@ class Database:
                 parent, _, name = child.rpartition("/")
                 is_new = parent not in self._folders
                 self._folders.setdefault(parent, {})[name] = None
+                # The ancestors of an existing parent exist too.
                 if not is_new:
                     break
                 child = parent
@@ -109,16 +110,16 @@ class Database:
 
     @property
     def label(self) -> str:
-        """Return the label of the checkpoint."""
+        """Label of the checkpoint."""
         return self._store.label
 
     @property
     def entry(self) -> str | None:
-        """Return None: a database is a directory."""
+        """Always None, as a database is a directory."""
         return None
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """Return key below a directory of keys → bytes of the value."""
+        """Return the sizes of the files in a directory, in bytes, by name."""
         return self._files.get(self._key(under), {})
 
     def files(self, under: str = "") -> list[str]:
@@ -138,14 +139,19 @@ class Database:
         )
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
         if not name.startswith(self._prefix):
             return self._store.size(name)
         value = self._value(name)
         return value.n_bytes if isinstance(value, ValueLocation) else len(value)
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """Read some bytes of a file."""
+        """Read a range of a file.
+
+        Raises:
+            MissingShardError: the key does not exist.
+            TruncatedError: the range exceeds the value.
+        """
         if not name.startswith(self._prefix):
             return self._store.read(name, offset, n_bytes)
         value = self._value(name)
@@ -172,44 +178,48 @@ class Database:
             offset += len(buffer)
 
     def file_of(self, key: str) -> str:
-        """Return this store's name for the value of a key (or a directory of keys)."""
+        """Return the name in this store of a key, or of a directory of keys."""
         return self._prefix + key
 
     def _key(self, name: str) -> str:
+        """Return the key of a file or directory."""
         return name.removeprefix(self._prefix)
 
     def _value(self, name: str) -> bytes | ValueLocation:
+        """Return the value of a file's key; raise MissingShardError if it does not exist."""
         value = self._entries.get(self._key(name))
         if value is None:
             raise MissingShardError("the key is not in the database", file=name)
         return value
 
     def located(self, fragment: Fragment, coding: ChunkCoding) -> Fragment:
-        """Return a fragment of an array of this store as one of the checkpoint's files.
+        """Address a fragment in the files of the checkpoint instead of those of this store.
 
         Args:
-            coding: how the array's chunks are stored.
+            fragment: a fragment of an array in this store.
+            coding: encoding of the array's chunks.
         """
         array = fragment.array
         if array is None or not array.extent.file.startswith(self._prefix):
             return fragment
         extent = array.extent
-        # The fill value is in no data file.
+        # A fill value is not stored in any file.
         if fill_of(array) is not None:
             return replace(
                 fragment, array=replace(array, extent=replace(extent, file=self._manifest))
             )
-        # Values in data files are moved as they are; inline ones become an encoding.
+        # A value in a data file is a range of that file; an inline value becomes an encoding.
         value = self._value(extent.file)
         if array.n_bytes == 0:
-            moved = Extent(self._manifest, 0)
+            new_extent = Extent(self._manifest, 0)
         elif isinstance(value, ValueLocation):
-            moved = replace(extent, file=value.path, offset=value.offset + extent.offset)
+            new_extent = replace(extent, file=value.path, offset=value.offset + extent.offset)
         else:
             inner = extent.encoding
+            # An encoding's result is dense, so elements with strides have to be copied by one.
             if inner is None and extent.strides is not None:
                 inner = EncodedChunk(coding, coding.n_bytes)
-            moved = Extent(
+            new_extent = Extent(
                 self._manifest, 0, encoding=InlineValue(value, extent.offset, array.n_bytes, inner)
             )
-        return replace(fragment, array=replace(array, extent=moved))
+        return replace(fragment, array=replace(array, extent=new_extent))

@@ -2,12 +2,13 @@
 
 On disk::
 
-    manifest.ocdbt      configuration, and where the root of the newest version lies
-    d/<32 hex digits>   data files: values of more than ``max_inline_value_bytes`` as they are, and B-tree nodes
-    ocdbt.process_0/    a database of one process, with the same files; the merged tree above points into its ``d/``
+    manifest.ocdbt      configuration, and the location of the root of the newest version
+    d/<32 hex digits>   data files: values of more than ``max_inline_value_bytes``, uncompressed,
+                        and B-tree nodes
+    ocdbt.process_0/    a database of one process, with the same files; the merged tree refers to
+                        its ``d/``
 
-Reading walks the tree of the newest version from its root. A value that is not in a node is bytes
-of a data file, raw.
+Reading walks the tree of the newest version from its root.
 
 Source: see ``core.formats.ocdbt.nodes``.
 """
@@ -15,6 +16,7 @@ Source: see ``core.formats.ocdbt.nodes``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError
@@ -36,9 +38,10 @@ _MAX_HEIGHT = 32
 
 
 def entries_of(store: ReadStore, *, root: str = "") -> dict[str, bytes | ValueLocation]:
-    """Return key → value, or the location of the value, in the order of the keys.
+    """Return the values of all keys, or the locations of the values, in the order of the keys.
 
     Args:
+        store: the checkpoint.
         root: directory of the database in the store; "" or ends with "/". The paths of locations
             are relative to the store.
 
@@ -46,13 +49,13 @@ def entries_of(store: ReadStore, *, root: str = "") -> dict[str, bytes | ValueLo
         MissingShardError: the manifest or a data file is missing.
         CorruptError, TruncatedError: a node contradicts itself, its parent or the size of its file.
         UnsupportedError: the version of the format is not supported.
-        UnsafeError: a path leads outside the checkpoint, or the database unfolds to too much.
+        UnsafeError: a path leads outside the checkpoint, or the database inflates too much.
     """
     return _TreeWalk(store, root).entries()
 
 
 class _TreeWalk:
-    """Walks the tree of one database."""
+    """Reader of the tree of one database."""
 
     def __init__(self, store: ReadStore, root: str) -> None:
         self._store = store
@@ -62,18 +65,20 @@ class _TreeWalk:
         self._visited: set[tuple[str, int]] = set()
 
     def entries(self) -> dict[str, bytes | ValueLocation]:
-        """Return the entries of the newest version."""
+        """Return the entries of the newest version; raises the errors of ``entries_of``."""
         manifest = self._read_manifest()
         values: dict[str, bytes | ValueLocation] = {}
         if manifest.root is None:
             return values
-        last = b""
+        # Nodes only check their own keys, so check the order across nodes here.
+        previous_key = b""
         for key, value in self._walk_below(manifest.root, manifest.height, b""):
-            if values and key <= last:
+            if values and key <= previous_key:
                 raise CorruptError(
-                    f"the key {key[:80]!r} follows {last[:80]!r}", file=self._root + MANIFEST
+                    f"keys are not in order: {key[:80]!r} follows {previous_key[:80]!r}",
+                    file=self._root + MANIFEST,
                 )
-            last = key
+            previous_key = key
             try:
                 values[key.decode("utf-8")] = value
             except UnicodeDecodeError as err:
@@ -82,12 +87,13 @@ class _TreeWalk:
                 ) from err
         if len(values) != manifest.n_keys:
             raise CorruptError(
-                f"the tree has {len(values)} keys, but the manifest states {manifest.n_keys}",
+                f"the tree has {len(values)} keys, but the manifest lists {manifest.n_keys}",
                 file=self._root + MANIFEST,
             )
         return values
 
     def _read_manifest(self) -> OcdbtManifest:
+        """Read the manifest and check its height."""
         name = self._root + MANIFEST
         size = self._store.size(name)
         if size > _MAX_MANIFEST_BYTES:
@@ -99,7 +105,9 @@ class _TreeWalk:
         try:
             manifest = read_manifest(self._store.read(name, 0, size), self._budget)
             if manifest.height > _MAX_HEIGHT:
-                raise CorruptError(f"the tree has {manifest.height} levels")
+                raise CorruptError(
+                    f"the tree has {manifest.height} levels, but at most {_MAX_HEIGHT} are allowed"
+                )
         except CheckpointingException as err:
             err.file = err.file or name
             raise
@@ -108,11 +116,17 @@ class _TreeWalk:
     def _walk_below(
         self, location: ValueLocation, height: int, prefix: bytes
     ) -> Iterator[tuple[bytes, bytes | ValueLocation]]:
-        """Yield keys and values of the leaves below a node."""
-        # Read the node; its stored bytes count once for the budget.
+        """Yield keys and values of the leaves under a node.
+
+        Args:
+            location: position of the node.
+            height: height of the node, 0 for a leaf.
+            prefix: beginning of all keys, which is not part of the keys in the node.
+        """
+        # Read the node. Several parents may share it, but its bytes count once for the budget.
         path = self._checked_path(location)
         span = (location.offset, location.offset + location.n_bytes)
-        if (path, location.offset) not in self._visited:  # several parents may share a node
+        if (path, location.offset) not in self._visited:
             self._visited.add((path, location.offset))
             self._budget.earn(location.n_bytes)
         try:
@@ -125,30 +139,25 @@ class _TreeWalk:
         except CheckpointingException as err:
             err.file, err.span = err.file or path, err.span or span
             raise
+
         # Descend, or yield the values of a leaf.
         for entry in entries:
+            value = entry.value
             if height:
-                assert isinstance(entry.value, ValueLocation)
-                yield from self._walk_below(
-                    entry.value, height - 1, prefix + entry.key[: entry.n_common]
-                )
-            elif isinstance(entry.value, ValueLocation):
-                value_location = entry.value
-                yield (
-                    prefix + entry.key,
-                    ValueLocation(
-                        "",
-                        self._checked_path(value_location),
-                        value_location.offset,
-                        value_location.n_bytes,
-                    ),
-                )
-            else:
-                yield prefix + entry.key, entry.value
+                assert isinstance(value, ValueLocation)
+                yield from self._walk_below(value, height - 1, prefix + entry.key[: entry.n_common])
+                continue
+            if isinstance(value, ValueLocation):
+                value = replace(value, base="", path=self._checked_path(value))
+            yield prefix + entry.key, value
 
     def _checked_path(self, location: ValueLocation) -> str:
-        """Return the path of a location's file in the store, after checking that the file reaches
-        so far.
+        """Return the path of a location's file in the store after checking the file's size.
+
+        Raises:
+            MissingShardError: the file does not exist.
+            TruncatedError: the file ends before the location does.
+            UnsafeError: the path leads outside the checkpoint.
         """
         path = self._root + location.path
         size = self._sizes.get(path)
@@ -156,11 +165,12 @@ class _TreeWalk:
             size = self._sizes[path] = self._store.size(
                 check_name(path, found_in=self._root + MANIFEST)
             )
-        if location.offset + location.n_bytes > size:
+        end = location.offset + location.n_bytes
+        if end > size:
             raise TruncatedError(
-                f"the file has {size} bytes, but the database has data up to byte {location.offset + location.n_bytes}",
+                f"the file has {size} bytes, but the database refers to data up to byte {end}",
                 file=path,
-                span=(location.offset, location.offset + location.n_bytes),
+                span=(location.offset, end),
                 hint="copy the checkpoint again, with all its files",
             )
         return path

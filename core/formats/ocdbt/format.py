@@ -1,33 +1,32 @@
-"""Orbax, the checkpoints of JAX: zarr arrays in an OCDBT database, with a few JSON files beside it.
+"""Orbax, the checkpoints of JAX: zarr arrays in an OCDBT database, and a few JSON files.
 
 On disk (one *item*)::
 
     state/
-    ├── manifest.ocdbt        where the tree of keys begins (``core.formats.ocdbt.entries``)
+    ├── manifest.ocdbt        location of the tree of keys (``core.formats.ocdbt.entries``)
     ├── d/…                   its data files
-    ├── ocdbt.process_0/…     one database per process that saved; the merged tree points into them
-    ├── _METADATA, _strings.json       the nesting, and leaves that are text (``core.formats.ocdbt.tree``)
-    ├── _sharding, array_metadatas/    where the arrays lay on devices; not needed
-    └── params.dense.kernel/  without OCDBT: an array in a directory of its own, no manifest
+    ├── ocdbt.process_0/…     one database per process that saved; the merged tree refers to them
+    ├── _METADATA, _strings.json       nesting, and values of strings (``core.formats.ocdbt.tree``)
+    ├── _sharding, array_metadatas/    sharding of the arrays over devices; not needed
+    └── params.dense.kernel/  without OCDBT: a directory per array, no manifest
 
 A checkpoint of ``CheckpointManager`` is a directory of several items (``10/state``, ``10/meta``)
-with a ``_CHECKPOINT_METADATA`` beside them. If one of them holds arrays, it is the checkpoint; if
-several do, each is an entry of the root, under its name. An array's key is the name that Orbax
-stores it under: its path, dot-joined; with several items the item's name comes first.
+with a ``_CHECKPOINT_METADATA``. If only one item contains arrays, it is the checkpoint; if several
+do, each is an entry of the root, under its name. The key of an array is its path, joined by dots,
+which is Orbax's own name for it; with several items the item's name comes first.
 
-Values of arrays that are not compressed are moved as the bytes they are: those of chunks, in
-``d/``. What lies in the nodes of the tree (values up to 1 KiB) or is compressed is decoded chunk by
-chunk.
+Chunks in ``d/`` that are not compressed are copied byte for byte. Values in the nodes of the tree
+(up to 1 KiB) and compressed chunks are decoded chunk by chunk.
 
-``Catalog.iteration`` is set where an integer scalar called ``step`` (or so) tells it; ``notes``
-tell what is not read.
+``Catalog.iteration`` is set from an integer scalar with a name such as ``step``; ``notes`` list
+what is not read.
 
-Versions: Orbax 0.12 with OCDBT and without, zarr 2 and zarr 3; older ones that write the same
+Versions: Orbax 0.12 with and without OCDBT, zarr 2 and zarr 3; older ones that write the same
     files.
 
-Not supported: writing; values of the msgpack file ``checkpoint`` of old versions (the arrays are
+Not supported: writing; values in the msgpack file ``checkpoint`` of old versions (the arrays are
 read, under flat keys); items of other kinds, such as JSON; checkpoints that were not merged
-(``ocdbt.process_0`` without a manifest beside it).
+(``ocdbt.process_0`` without a manifest next to it).
 
 Source: checkpoints written by orbax-checkpoint 0.12.8 with tensorstore 0.1.86.
 """
@@ -63,9 +62,7 @@ _MAX_ITERATION = 1 << 48
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the directory, or an item in it, holds an OCDBT manifest or Orbax's
-    metadata.
-    """
+    """Return whether the directory or an item in it has an OCDBT manifest or Orbax's metadata."""
     if store.entry is not None:
         return False
     if any(map(store.exists, (MANIFEST, TREE, CHECKPOINT))) or _unmerged_database(store, ""):
@@ -74,7 +71,7 @@ def sniff(store: ReadStore) -> bool:
 
 
 def _unmerged_database(store: ReadStore, root: str) -> str | None:
-    """Return the database of a single process, if there is one, else None."""
+    """Return the first directory with the database of a single process, or None."""
     return next(
         (name for name in store.folders(root.removesuffix("/")) if _PROCESS.fullmatch(name)), None
     )
@@ -87,30 +84,26 @@ def read(store: ReadStore) -> Catalog:
         MissingShardError: a chunk, a file or an array that ``_METADATA`` lists is missing.
         CorruptError, TruncatedError: the files contradict each other.
         UnsupportedError: an item or array is stored in a way that is not supported.
-        UnsafeError: a path leads outside the checkpoint, or the database unfolds to far more than
-            it holds.
+        UnsafeError: a path leads outside the checkpoint, or the database inflates too much.
     """
-    # Each item has arrays, objects and a nesting; with several, its name comes first.
+    # Read each item. If there are several, their names become the first part of keys.
     roots, notes = _find_items(store)
-    parts = {
-        root.replace("/", ".") if len(roots) > 1 else "": _read_item(store, root) for root in roots
-    }
-    arrays = {
-        prefix + name: array
-        for prefix, part in parts.items()
-        for name, array in part.arrays.items()
-    }
-    objects = {
-        prefix + name: value
-        for prefix, part in parts.items()
-        for name, value in part.objects.items()
-    }
+    parts: dict[str, OrbaxItem] = {}
+    arrays: dict[str, OrbaxArray] = {}
+    objects: dict[str, StoredObject] = {}
+    for root in roots:
+        prefix = root.replace("/", ".") if len(roots) > 1 else ""
+        part = parts[prefix] = _read_item(store, root)
+        arrays |= {prefix + name: array for name, array in part.arrays.items()}
+        for name, value in part.objects.items():
+            objects[prefix + name] = StoredObject(prefix + name, value=value)
+        notes += part.notes
 
+    # Building the fragments of an array may read the indexes of its shards.
     @lru_cache(maxsize=64)
     def fragments_of(key: str) -> Sequence[Fragment]:
         return tuple(arrays[key].fragments(key))
 
-    # Join them to one catalog.
     catalog = Catalog(
         format="orbax",
         version=None,
@@ -119,13 +112,13 @@ def read(store: ReadStore) -> Catalog:
             for key, array in arrays.items()
         },
         fragments_of=fragments_of,
-        objects={key: StoredObject(key, value=value) for key, value in objects.items()},
+        objects=objects,
         skeleton=_skeleton(store, parts),
     )
     iteration, iteration_notes = _iteration(catalog, store)
-    notes += [note for part in parts.values() for note in part.notes] + iteration_notes
-    catalog = replace(catalog, iteration=iteration, notes=tuple(notes))
-    # Arrays that may lack chunks.
+    catalog = replace(catalog, iteration=iteration, notes=(*notes, *iteration_notes))
+
+    # Record the arrays that may lack chunks; True if only the indexes of their shards show it.
     incomplete = {
         key: array.array.sharding is not None and not array.is_incomplete
         for key, array in arrays.items()
@@ -142,7 +135,7 @@ class OrbaxItem:
         arrays: arrays by name.
         objects: values of the other leaves, by name.
         paths: name → path in the tree; None if the nesting is not stored.
-        notes: what the user should know.
+        notes: messages to the user about files that are not read.
     """
 
     arrays: dict[str, OrbaxArray]
@@ -152,55 +145,64 @@ class OrbaxItem:
 
 
 def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
-    """Return the directories of the items that hold arrays, and notes on the others."""
-    if store.exists(MANIFEST) or store.exists(TREE):
+    """Return the directories of the items with arrays, and notes on the other items.
+
+    Raises:
+        MissingShardError: an item was not merged.
+        UnsupportedError: no item has arrays.
+    """
+
+    def has_arrays(root: str) -> bool:
+        return store.exists(root + MANIFEST) or store.exists(root + TREE)
+
+    # The directory is an item itself, or contains items.
+    if has_arrays(""):
         return [""], []
-    if _unmerged_database(store, ""):
-        raise _not_merged_error(store, "")
+    _refuse_unmerged(store, "")
     folders = store.folders()
-    roots = [
-        f"{name}/"
-        for name in folders
-        if any(store.exists(f"{name}/{file}") for file in (MANIFEST, TREE))
-    ]
-    unmerged = next(
-        (
-            name
-            for name in folders
-            if f"{name}/" not in roots and _unmerged_database(store, f"{name}/")
-        ),
-        None,
-    )
-    if unmerged is not None:
-        raise _not_merged_error(store, f"{unmerged}/")
+    roots = [f"{name}/" for name in folders if has_arrays(f"{name}/")]
+    other_items = [name for name in folders if f"{name}/" not in roots]
+    for name in other_items:
+        _refuse_unmerged(store, f"{name}/")
     if not roots:
         raise UnsupportedError(
             "no item of this checkpoint is a tree of arrays",
             file=store.label,
             hint=f"items: {', '.join(folders) or 'none'}",
         )
-    other_items = [name for name in folders if f"{name}/" not in roots]
-    return roots, [
-        f"items that are not trees of arrays are not read: {', '.join(other_items)}"
-    ] if other_items else []
+    note = f"items that are not trees of arrays are not read: {', '.join(other_items)}"
+    return roots, [note] if other_items else []
 
 
-def _not_merged_error(store: ReadStore, root: str) -> MissingShardError:
-    return MissingShardError(
-        f"{root}{_unmerged_database(store, root)} exists, but {root}{MANIFEST} is missing: the save did not finish",
-        file=root + MANIFEST,
-        hint="use an older checkpoint",
-    )
+def _refuse_unmerged(store: ReadStore, root: str) -> None:
+    """Raise MissingShardError if an item has databases of single processes but no merged one."""
+    if store.exists(root + MANIFEST):
+        return
+    database = _unmerged_database(store, root)
+    if database is not None:
+        raise MissingShardError(
+            f"{root}{database} exists, but {root}{MANIFEST} is missing; the save did not finish",
+            file=root + MANIFEST,
+            hint="use an older checkpoint",
+        )
 
 
 def _read_item(store: ReadStore, root: str) -> OrbaxItem:
-    """Read the arrays and objects of one item."""
-    if not store.exists(root + MANIFEST) and _unmerged_database(store, root):
-        raise _not_merged_error(store, root)
+    """Read the arrays and objects of one item.
+
+    Raises:
+        MissingShardError: the item was not merged, or an array that ``_METADATA`` lists is missing.
+        CheckpointingException: its files cannot be read, see ``arrays_in`` and ``leaves_of``.
+    """
+    _refuse_unmerged(store, root)
     arrays = arrays_in(store, root)
+    # Old versions of Orbax store nesting and other values in a msgpack file.
     if not store.exists(root + TREE):
-        note = f"{root}{_AGGREGATE} (msgpack) is not read, so the nesting and the values in it are lost"
-        return OrbaxItem(arrays, {}, None, (note,) if store.exists(root + _AGGREGATE) else ())
+        has_aggregate = store.exists(root + _AGGREGATE)
+        note = f"{root}{_AGGREGATE} (msgpack) is not read, so its nesting and values are lost"
+        return OrbaxItem(arrays, {}, None, (note,) if has_aggregate else ())
+
+    # Every leaf is an array or has a value; arrays that the tree does not list are at the root.
     leaves = leaves_of(store, root)
     objects: dict[str, object] = {}
     for name, leaf in leaves.items():
@@ -208,7 +210,7 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
             continue
         if leaf.is_array:
             raise MissingShardError(
-                f"{TREE} lists it ({leaf.kind}), but its array is missing",
+                f"{TREE} lists the entry ({leaf.kind}), but its array is missing",
                 file=root + TREE,
                 key=name,
                 hint="copy the checkpoint again, with all its files",
@@ -221,7 +223,11 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
 
 
 def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
-    """Return the nesting of all items, or None if an item has none."""
+    """Build the nesting of all items; None if the nesting of an item is not stored.
+
+    Raises:
+        CorruptError: two entries have the same path, or a path is empty.
+    """
     leaves: dict[Path, object] = {}
     for prefix, part in parts.items():
         if part.paths is None:
@@ -239,10 +245,7 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
 
 
 def _iteration(catalog: Catalog, store: ReadStore) -> tuple[int | None, list[str]]:
-    """Return the value of an integer scalar called ``step`` or similar, or None.
-
-    And notes on unreadable ones.
-    """
+    """Return the value of an integer scalar such as ``step``, and notes on unreadable ones."""
     notes: list[str] = []
     for key in _ITERATIONS:
         meta = catalog.tensors.get(key)

@@ -2,26 +2,27 @@
 
 ::
 
-    manifest, node = magic (u32 big-endian) · length (u64) · version, compression (varints) · body ·
-    CRC-32C (u32)
+    manifest, node:    magic (u32 big-endian) · length (u64) · version, compression (varints) ·
+                       body · CRC-32C (u32)
 
-    manifest body:   uuid · kind · max_inline · max_decoded · arity · compression (level) · files · versions · …
-    versions:        count · generations · root heights · file numbers · offsets · lengths · statistics · commit times
-    B-tree node body: height · files · count · entries
-      leaf entries:     key prefix lengths · key suffix lengths · suffixes · value lengths · kinds · file numbers ·
-                        offsets · inline values
-      interior entries: key prefix lengths · key suffix lengths · common prefix lengths · suffixes ·
-      file numbers ·
-                        offsets · lengths · statistics
-    files:           count · path prefix lengths · path suffix lengths · base lengths · suffixes
+    manifest body:     uuid · kind · max_inline · max_decoded · arity · compression (level) ·
+                       files · versions · …
+    versions:          count · generations · root heights · file numbers · offsets · lengths ·
+                       statistics · commit times
+    B-tree node body:  height · files · count · entries
+    leaf entries:      key prefix lengths · key suffix lengths · suffixes · value lengths · kinds ·
+                       file numbers · offsets · inline values
+    interior entries:  key prefix lengths · key suffix lengths · common prefix lengths · suffixes ·
+                       file numbers · offsets · lengths · statistics
+    files:             count · path prefix lengths · path suffix lengths · base lengths · suffixes
 
-Everything repeated is stored column by column, numbers as LEB128 varints, keys and paths without
-the prefix that they share with the one before. Such tables and zstd can stand for far more than
-they take; an ``UnfoldBudget`` bounds what one database may unfold to.
+Tables are stored column by column, numbers as LEB128 varints. Keys and paths omit the prefix that
+they share with the previous one. Because of this and zstd, a few bytes can inflate to gigabytes; an
+``UnfoldBudget`` limits the size of one database in memory.
 
 Versions: version 0 of the manifest and of the nodes, bodies uncompressed or zstd.
 
-Not supported, refused by name: manifests of the kind ``numbered``.
+Not supported, refused by name: manifests of kind ``numbered``.
 
 Source: tensorstore's documentation of the ocdbt driver (storage format); databases written by
     tensorstore 0.1.86.
@@ -47,13 +48,11 @@ _MISSING = (1 << 64) - 1
 
 
 class UnfoldBudget:
-    """A limit on what the nodes of one database may unfold to.
-
-    Every stored byte of the tree adds ``ratio`` bytes, once; every unfolded byte takes one.
+    """A limit on the inflated size of the nodes of one database, in bytes.
 
     Args:
         n_bytes: budget at the beginning.
-        ratio: bytes that each stored byte adds.
+        ratio: bytes that each stored byte adds, the first time that it is read.
     """
 
     def __init__(self, n_bytes: int = 16 << 20, *, ratio: int = 64) -> None:
@@ -61,20 +60,20 @@ class UnfoldBudget:
         self._ratio = ratio
 
     def earn(self, n_stored: int) -> None:
-        """Add the budget of bytes that are read for the first time."""
+        """Add the budget of stored bytes that are read for the first time."""
         self._n_left += self._ratio * n_stored
 
     def spend(self, n_bytes: int) -> None:
-        """Take bytes from the budget before they are made.
+        """Take bytes from the budget before they are allocated.
 
         Raises:
-            UnsafeError: more is made than the bytes that were read allow.
+            UnsafeError: the budget is exhausted.
         """
         self._n_left -= n_bytes
         if self._n_left < 0:
             raise UnsafeError(
-                "the database unfolds to far more than its files hold",
-                hint="do not trust this checkpoint; ask where it came from",
+                "the database inflates to far more than the size of its files",
+                hint="do not trust this checkpoint; find out who wrote it",
             )
 
 
@@ -83,10 +82,9 @@ class ValueLocation:
     """A range of bytes in a data file.
 
     Args:
-        base: directory that paths inside a node at this location are relative to; "" or ends with
-            "/".
+        base: directory to which paths in a node at this location are relative; "" or ends with "/".
         path: path of the file, relative to the database.
-        offset, n_bytes: first byte, and number of bytes.
+        offset, n_bytes: first byte and number of bytes.
     """
 
     base: str
@@ -102,7 +100,7 @@ class OcdbtManifest:
     Args:
         root: location of the root node; None for a database without entries.
         height: height of the root, 0 for a leaf.
-        n_keys: number of entries of the tree, as stated.
+        n_keys: number of entries of the tree, as recorded.
     """
 
     root: ValueLocation | None
@@ -118,7 +116,7 @@ class NodeEntry:
         key: key relative to the node's prefix.
         value: bytes in the node, or their location; in an interior node always the child's
             location.
-        n_common: bytes of ``key`` with which all keys of the child begin; 0 in a leaf.
+        n_common: number of bytes of ``key`` with which all keys of the child begin; 0 in a leaf.
     """
 
     key: bytes
@@ -127,7 +125,7 @@ class NodeEntry:
 
 
 class _Cursor:
-    """Reads a body from begin to end."""
+    """Reader of a body, from beginning to end."""
 
     def __init__(self, data: bytes, budget: UnfoldBudget) -> None:
         self._data = data
@@ -135,12 +133,12 @@ class _Cursor:
         self.budget = budget
 
     def take(self, n_bytes: int) -> bytes:
-        """Read some bytes."""
-        taken_bytes = self._data[self._at : self._at + n_bytes]
-        if len(taken_bytes) != n_bytes:
-            raise CorruptError(f"it ends {n_bytes - len(taken_bytes)} bytes too early")
+        """Read ``n_bytes`` bytes; raise CorruptError if fewer follow."""
+        data = self._data[self._at : self._at + n_bytes]
+        if len(data) != n_bytes:
+            raise CorruptError(f"the body ends {n_bytes - len(data)} bytes too early")
         self._at += n_bytes
-        return taken_bytes
+        return data
 
     def byte(self) -> int:
         """Read one byte."""
@@ -163,21 +161,20 @@ class _Cursor:
 
     def count(self) -> int:
         """Read the number of items that follow, each of at least one byte."""
-        n = self.number()
-        if n > len(self._data) - self._at:
-            raise CorruptError(
-                f"{n} items are announced, but only {len(self._data) - self._at} bytes follow"
-            )
-        return n
+        n_items = self.number()
+        n_bytes = len(self._data) - self._at
+        if n_items > n_bytes:
+            raise CorruptError(f"{n_items} items should follow, but only {n_bytes} bytes do")
+        return n_items
 
     def numbers(self, n: int) -> list[int]:
         """Read ``n`` varints."""
         return [self.number() for _ in range(n)]
 
     def end(self) -> None:
-        """Raise if anything follows."""
+        """Raise CorruptError unless all bytes were read."""
         if self._at != len(self._data):
-            raise CorruptError(f"{len(self._data) - self._at} bytes follow its end")
+            raise CorruptError(f"{len(self._data) - self._at} bytes follow the end of the body")
 
 
 def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
@@ -185,19 +182,21 @@ def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
 
     Args:
         data: content of the file.
+        budget: budget of the database.
 
     Raises:
         CorruptError, TruncatedError: the manifest is damaged.
         UnsupportedError: the version, compression or kind is not supported.
-        UnsafeError: the manifest unfolds to too much.
+        UnsafeError: the manifest inflates too much.
     """
+    # The configuration. Skip the fields that do not matter for reading: the UUID, the limits and
+    # arity of writers, and the compression level.
     cursor = _Cursor(unwrap(data, MANIFEST_MAGIC, budget), budget)
-    # The configuration: only what decides how to read on is looked at.
     cursor.take(16)
     if cursor.number() != 0:
         raise UnsupportedError(
-            "manifests of the kind 'numbered' are not supported",
-            hint="write the database again as a single one",
+            "manifests of kind 'numbered' are not supported",
+            hint="copy the database with tensorstore into one with a single manifest",
         )
     cursor.numbers(2)
     cursor.byte()
@@ -205,15 +204,16 @@ def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     if compression > 1:
         raise UnsupportedError(f"unknown compression method {compression}")
     cursor.take(4 * compression)
-    # The table of versions; the last one is the newest.
+
+    # The table of versions, of which the last one is the newest. An empty tree has no root.
     files = _read_files(cursor, base="")
-    n = cursor.count()
-    if n == 0:
+    n_versions = cursor.count()
+    if n_versions == 0:
         return OcdbtManifest(None, 0, 0)
-    cursor.numbers(n)
-    heights = cursor.take(n)
-    locations = list(_read_locations(cursor, n, files, may_be_missing=True))
-    n_keys = cursor.numbers(n)[-1]
+    cursor.numbers(n_versions)
+    heights = cursor.take(n_versions)
+    locations = list(_read_locations(cursor, n_versions, files, may_be_missing=True))
+    n_keys = cursor.numbers(n_versions)[-1]
     return OcdbtManifest(locations[-1], heights[-1], n_keys)
 
 
@@ -225,20 +225,24 @@ def read_node(
     Args:
         data: bytes of the node.
         location: location of the node.
-        height: height that its parent states.
+        height: height of the node according to its parent.
+        budget: budget of the database.
 
     Raises:
-        CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``read_manifest``.
+        CorruptError, TruncatedError: the node is damaged, or has another height.
+        UnsupportedError: the version or compression is not supported.
+        UnsafeError: the node inflates too much.
     """
     cursor = _Cursor(unwrap(data, NODE_MAGIC, budget), budget)
-    stated_height = cursor.byte()
-    if stated_height != height:
-        raise CorruptError(f"the node states the height {stated_height}, but its parent {height}")
+    own_height = cursor.byte()
+    if own_height != height:
+        raise CorruptError(f"the node has height {own_height}, but its parent requires {height}")
     files = _read_files(cursor, base=location.base)
-    n = cursor.count()
-    if n == 0:
+    n_entries = cursor.count()
+    if n_entries == 0:
         raise CorruptError("the node has no entries")
-    entries = list(_read_interior(cursor, n, files) if height else _read_leaf(cursor, n, files))
+    read_entries = _read_interior if height else _read_leaf
+    entries = list(read_entries(cursor, n_entries, files))
     cursor.end()
     for first, second in pairwise(entries):
         if first.key >= second.key:
@@ -249,34 +253,38 @@ def read_node(
 
 
 def _read_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
-    """Yield the entries of a leaf."""
-    keys = list(
-        _read_strings(cursor, cursor.numbers(n - 1), cursor.numbers(n), limit=_MAX_KEY_BYTES)
-    )
+    """Yield the ``n`` entries of a leaf; raise CorruptError if a column is invalid."""
+    prefixes, suffixes = cursor.numbers(n - 1), cursor.numbers(n)
+    keys = list(_read_strings(cursor, prefixes, suffixes, limit=_MAX_KEY_BYTES))
+    # A value is in the node (kind 0) or in a data file (kind 1).
     lengths = cursor.numbers(n)
     kinds = cursor.numbers(n)
     if set(kinds) - {0, 1}:
         raise CorruptError(f"a value has the unknown kind {max(kinds)}")
-    indirect = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
-    numbers = cursor.numbers(len(indirect))
-    offsets = cursor.numbers(len(indirect))
+    # File numbers and offsets are only listed for the values in data files.
+    indirect_lengths = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
+    numbers = cursor.numbers(len(indirect_lengths))
+    offsets = cursor.numbers(len(indirect_lengths))
     locations = iter(
-        [_location(files, *row) for row in zip(numbers, offsets, indirect, strict=True)]
+        [_location(files, *row) for row in zip(numbers, offsets, indirect_lengths, strict=True)]
     )
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         yield NodeEntry(key, next(locations) if kind else cursor.take(length))
 
 
 def _read_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
-    """Yield the entries of an interior node."""
+    """Yield the ``n`` entries of an interior node; raise CorruptError if a column is invalid."""
     prefixes, suffixes = cursor.numbers(n - 1), cursor.numbers(n)
-    commons = cursor.numbers(n)
+    common_lengths = cursor.numbers(n)
     keys = list(_read_strings(cursor, prefixes, suffixes, limit=_MAX_KEY_BYTES))
     locations = list(_read_locations(cursor, n, files))
+    # Skip the three columns of statistics.
     cursor.numbers(3 * n)
-    for key, location, n_common in zip(keys, locations, commons, strict=True):
+    for key, location, n_common in zip(keys, locations, common_lengths, strict=True):
         if n_common > len(key):
-            raise CorruptError(f"{n_common} bytes of the key {key[:80]!r} are stated as common")
+            raise CorruptError(
+                f"the common prefix of the key {key[:80]!r} has {n_common} bytes, more than the key"
+            )
         assert location is not None
         yield NodeEntry(key, location, n_common)
 
@@ -284,37 +292,51 @@ def _read_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Ite
 def _read_strings(
     cursor: _Cursor, prefixes: list[int], suffixes: list[int], *, limit: int
 ) -> Iterator[bytes]:
-    """Yield prefix-compressed byte strings."""
-    last = b""
+    """Yield byte strings that are stored without the prefix shared with the previous one.
+
+    Args:
+        prefixes, suffixes: number of shared bytes (not for the first string) and of other bytes.
+        limit: maximum number of bytes of a string.
+    """
+    text = b""
     for n_prefix, n_suffix in zip((0, *prefixes), suffixes, strict=True):
-        if n_prefix > len(last):
-            raise CorruptError(f"an entry shares {n_prefix} bytes with one of {len(last)} bytes")
+        if n_prefix > len(text):
+            raise CorruptError(f"an entry shares {n_prefix} bytes with one of {len(text)} bytes")
         if n_prefix + n_suffix > limit:
             raise CorruptError(f"a name has {n_prefix + n_suffix} bytes, more than {limit}")
+        # 64 bytes for the object itself.
         cursor.budget.spend(n_prefix + n_suffix + 64)
-        last = last[:n_prefix] + cursor.take(n_suffix)
-        yield last
+        text = text[:n_prefix] + cursor.take(n_suffix)
+        yield text
 
 
 def _read_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
-    """Read the base of contents and the path of every data file, relative to the database."""
+    """Read the table of data files.
+
+    Args:
+        base: directory to which the paths in the table are relative; "" or ends with "/".
+
+    Returns:
+        Base directory for the paths inside each file, and path of the file; both relative to the
+        database.
+    """
     n = cursor.count()
     if n == 0:
         return []
     prefixes, suffixes, bases = cursor.numbers(n - 1), cursor.numbers(n), cursor.numbers(n)
+    paths = _read_strings(cursor, prefixes, suffixes, limit=_MAX_PATH_BYTES)
     files = []
-    for raw, n_base in zip(
-        _read_strings(cursor, prefixes, suffixes, limit=_MAX_PATH_BYTES), bases, strict=True
-    ):
+    for raw, n_base in zip(paths, bases, strict=True):
+        # The first n_base bytes of the path are the base for the file's own contents.
         try:
             path = raw.decode("utf-8")
             inner = raw[:n_base].decode("utf-8")
         except UnicodeDecodeError as err:
-            raise CorruptError(
-                f"the name of a data file, {raw[:80]!r}, is not valid UTF-8"
-            ) from err
+            raise CorruptError(f"the file name {raw[:80]!r} is not valid UTF-8") from err
         if n_base > len(raw):
-            raise CorruptError(f"the base of the path {path[:80]!r} has {n_base} bytes")
+            raise CorruptError(
+                f"the base of the path {path[:80]!r} has {n_base} bytes, more than the path"
+            )
         files.append((base + inner, base + path))
     return files
 
@@ -322,7 +344,7 @@ def _read_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
 def _read_locations(
     cursor: _Cursor, n: int, files: list[tuple[str, str]], *, may_be_missing: bool = False
 ) -> Iterator[ValueLocation | None]:
-    """Yield locations; None for a missing one."""
+    """Yield ``n`` locations; None for a missing one, if there may be any."""
     numbers, offsets, lengths = (cursor.numbers(n) for _ in range(3))
     for number, offset, length in zip(numbers, offsets, lengths, strict=True):
         is_missing = may_be_missing and offset == length == _MISSING
@@ -330,40 +352,46 @@ def _read_locations(
 
 
 def _location(files: list[tuple[str, str]], number: int, offset: int, length: int) -> ValueLocation:
-    """Return a location after checking its numbers."""
+    """Return a location; raise CorruptError if the file number or the range is impossible."""
     if number >= len(files):
-        raise CorruptError(f"data file {number} is named, but there are only {len(files)}")
+        raise CorruptError(f"an entry refers to data file {number} of {len(files)}")
     if offset + length > _MISSING:
-        raise CorruptError(f"{length} bytes at byte {offset} are impossible")
+        raise CorruptError(f"an entry has the impossible range of {length} bytes at byte {offset}")
     base, path = files[number]
     return ValueLocation(base, path, offset, length)
 
 
 def unwrap(data: bytes, magic: int, budget: UnfoldBudget) -> bytes:
-    """Return the body of a manifest or node, checked and inflated.
+    """Check the envelope of a manifest or node, and return its inflated body.
+
+    Args:
+        data: bytes of the manifest or node.
+        magic: expected magic number.
+        budget: budget of the database.
 
     Raises:
-        CorruptError, TruncatedError: length, checksum or kind is wrong.
+        CorruptError, TruncatedError: magic number, length or checksum is wrong.
         UnsupportedError: the version or compression is unknown.
-        UnsafeError: the body inflates to too much.
+        UnsafeError: the body inflates too much.
     """
+    # Check magic number, length and checksum before anything else.
     if len(data) < _HEAD_BYTES + 6:
         raise TruncatedError(f"{len(data)} bytes are too few for a node")
-    # Check kind, length and checksum before anything else.
-    stated_magic, length = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:12], "little")
-    if stated_magic != magic:
-        raise CorruptError(f"it begins with {stated_magic:#010x}, not {magic:#010x}")
+    actual_magic, length = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:12], "little")
+    if actual_magic != magic:
+        raise CorruptError(f"wrong magic number {actual_magic:#010x}, expected {magic:#010x}")
     if length != len(data):
         raise (TruncatedError if length > len(data) else CorruptError)(
-            f"it has {len(data)} bytes, but states {length}"
+            f"the data has {len(data)} bytes, but its header records {length}"
         )
-    stated_crc = int.from_bytes(data[-4:], "little")
+    recorded_crc = int.from_bytes(data[-4:], "little")
     crc = crc32c(data[:-4])
-    if stated_crc != crc:
+    if recorded_crc != crc:
         raise CorruptError(
-            f"checksum mismatch: its CRC-32C is {crc:08x}, but {stated_crc:08x} is stated"
+            f"checksum mismatch: the CRC-32C is {crc:08x}, but {recorded_crc:08x} is recorded"
         )
-    # Only then the body.
+
+    # Inflate the body.
     version, compression = data[_HEAD_BYTES], data[_HEAD_BYTES + 1]
     if version != 0 or compression > 1:
         raise UnsupportedError(f"version {version} with compression {compression} is not supported")
@@ -375,15 +403,20 @@ def unwrap(data: bytes, magic: int, budget: UnfoldBudget) -> bytes:
 
 
 def _inflate(body: bytes, budget: UnfoldBudget) -> bytes:
-    """Inflate a body within the budget."""
+    """Inflate a body with zstd, in blocks, so that the budget limits the memory.
+
+    Raises:
+        CorruptError: the stream is damaged.
+        UnsafeError: the body exceeds the budget or the maximum size of a node.
+    """
     import zstandard
 
     reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(body)
     inflated = bytearray()
     try:
-        while piece := reader.read(1 << 16):
-            budget.spend(len(piece))
-            inflated += piece
+        while block := reader.read(1 << 16):
+            budget.spend(len(block))
+            inflated += block
             if len(inflated) > MAX_NODE_BYTES:
                 raise UnsafeError(f"a node inflates to more than {MAX_NODE_BYTES >> 20} MiB")
     except zstandard.ZstdError as err:

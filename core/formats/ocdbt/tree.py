@@ -3,14 +3,14 @@
 ::
 
     {"tree_metadata": {"('opt_state', '0', 'count')": {
-         "key_metadata": [{"key": "opt_state", "key_type": 2}, {"key": "0",
-         "key_type": 1}, {"key": "count", …}],
+         "key_metadata": [{"key": "opt_state", "key_type": 2},
+                          {"key": "0", "key_type": 1}, {"key": "count", …}],
          "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false, …}}, …},
      "use_ocdbt": true, "use_zarr3": false, …}
 
-A key of the type 1 is an index, one of the type 2 a name (also of a field of a NamedTuple or a
-class). The name under which a leaf is stored is its keys, dot-joined. Empty containers and None are
-given by their type alone; text is in ``_strings.json``, by name; everything else is an array.
+A key of type 1 is an index, one of type 2 a name (also the field of a NamedTuple or class). A leaf
+is stored under its keys, joined by dots. Empty containers and None have no value, only a type;
+strings are in ``_strings.json``, by name; everything else is an array.
 
 Source: ``_METADATA`` written by orbax-checkpoint 0.12.8.
 """
@@ -32,7 +32,7 @@ TREE = "_METADATA"
 STRINGS = "_strings.json"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_JSON_VALUES = 16_000_000
-"""A tree of 10⁵ leaves has some 4 · 10⁶."""
+"""A tree of 10⁵ leaves has about 4 · 10⁶."""
 _EMPTY: Mapping[str, object] = {
     "None": None,
     "Dict": {},
@@ -50,8 +50,8 @@ class OrbaxLeaf:
 
     Args:
         path: path in the tree.
-        kind: type of its value, in Orbax's words.
-        value: its value if it is not an array, else None.
+        kind: type of its value, as Orbax names it.
+        value: its value; None for an array.
     """
 
     path: Path
@@ -60,20 +60,22 @@ class OrbaxLeaf:
 
     @property
     def is_array(self) -> bool:
-        """Return whether its value is stored as an array."""
+        """True if the value is stored as an array."""
         return self.kind != _TEXT and self.kind not in _EMPTY
 
 
 def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
-    """Return every leaf by its name.
+    """Read all leaves, by name.
 
     Args:
+        store: the checkpoint.
         root: directory of the item in the store; "" or ends with "/".
 
     Raises:
         CorruptError: a file is malformed, or two leaves have the same name.
-        MissingShardError: a text is missing.
+        MissingShardError: the value of a string is missing.
     """
+    # Read paths and types; any part of the JSON may have another type than expected.
     file = root + TREE
     tree: Any = _read_json(store, file).get("tree_metadata")
     texts = _read_json(store, root + STRINGS) if store.exists(root + STRINGS) else {}
@@ -87,18 +89,20 @@ def leaves_of(store: ReadStore, root: str) -> dict[str, OrbaxLeaf]:
         raise CorruptError(
             f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file
         ) from err
+
+    # Add the values of strings and empty containers.
     for path, kind in rows:
         name = ".".join(map(str, path))
         if name in leaves or type(kind) is not str:
             raise CorruptError(
-                f"{TREE} has two leaves with this name, or one without a type", file=file, key=name
+                f"{TREE} has a duplicate of this leaf, or lacks its type", file=file, key=name
             )
         value = _EMPTY.get(kind)
         if kind == _TEXT:
             value = texts.get(name)
             if not isinstance(value, str):
                 raise MissingShardError(
-                    f"the text is missing in {STRINGS}", file=root + STRINGS, key=name
+                    f"the string is missing in {STRINGS}", file=root + STRINGS, key=name
                 )
         leaves[name] = OrbaxLeaf(path, kind, value)
     return leaves
@@ -114,14 +118,15 @@ def _parse_path(steps: Any) -> Path:
     for step in steps:
         name, kind = step["key"], step["key_type"]
         if type(name) is not str or kind not in (_INDEX, _NAME):
-            raise ValueError(f"a key {name!r:.40} of the type {kind!r:.40}")
+            raise ValueError(f"invalid key {name!r:.40} of type {kind!r:.40}")
         if kind == _INDEX and not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise ValueError(f"the index {name!r:.40}")
+            raise ValueError(f"invalid index {name!r:.40}")
         path.append(ListIndex(name) if kind == _INDEX else name)
     if not path:
-        raise ValueError("a path without keys")
+        raise ValueError("empty path")
     return tuple(path)
 
 
 def _read_json(store: ReadStore, file: str) -> dict[str, object]:
+    """Read a JSON object with limits for the trees of large models."""
     return read_json_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)

@@ -1,19 +1,20 @@
-"""The files of a directory that are the checkpoint: one file, shards with an index, loose files, or
-torch's pieces.
+"""The files of a directory that make up a safetensors checkpoint.
 
 On disk, one of::
 
     model.safetensors
-    model-00001-of-00002.safetensors …  model.safetensors.index.json     {"metadata": {"total_size": bytes},
-                                                                          "weight_map": {tensor:
-                                                                          file}}
-    a.safetensors  b.safetensors …                                       no index; every tensor in one of them
-    shard-00001-model-00001-of-00002.safetensors …                       pieces, see ``core.formats.safetensors.pieces``
-    sharded/shard-00001-model-00001-of-00002.safetensors …               the same, beside consolidated files or alone
+    model-00001-of-00002.safetensors …    with model.safetensors.index.json:
+                                          {"metadata": {"total_size": bytes},
+                                           "weight_map": {tensor: file}}
+    a.safetensors  b.safetensors …        no index; every tensor in one of them
+    shard-00001-model-00001-of-00002.safetensors …
+                                          pieces, see ``core.formats.safetensors.pieces``
+    sharded/shard-00001-model-00001-of-00002.safetensors …
+                                          the same, with or without consolidated files
 
 The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides
-which files count; if there are complete files and pieces, the complete files do. Without an index,
-files with a usual name count alone.
+which files are read. Files with complete tensors take precedence over pieces. Without an index,
+files with a usual name take precedence over others.
 
 Source: huggingface_hub 2.4 ``serialization``; torch 2.13
     ``torch/distributed/checkpoint/hf_storage.py``.
@@ -36,11 +37,9 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PIECES_DIR = "sharded"
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
-"""Names that transformers, peft and diffusers look for; any other name becomes the first one when
-it is written.
-"""
+"""Names that transformers, peft and diffusers look for; the first is written for any other name."""
 _OF_A_MODEL = ("config.json", "adapter_config.json", "params.json", "ckpt-manifest.json")
-"""WeightFiles that lie beside a model's weights."""
+"""Files that are usually next to a model's weights."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -51,10 +50,10 @@ class WeightFiles:
 
     Args:
         names: the files with tensors, sorted.
-        index: the index that counts, if there is one.
-        is_pieces: whether the files are the pieces of single ranks.
+        index: the index that lists them, if there is one.
+        is_pieces: whether the files contain pieces of tensors, written by single ranks.
         stem: one of ``STEMS``: the name of a file with all tensors, without the suffix.
-        notes: what the user should know about the choice.
+        notes: messages to the user about files that are not read.
     """
 
     names: tuple[str, ...]
@@ -65,94 +64,91 @@ class WeightFiles:
 
 
 def has_tensors(store: ReadStore) -> bool:
-    """Return whether a directory holds a safetensors checkpoint: files, an index of them, or pieces
-    in ``sharded``.
+    """Return whether a directory is a safetensors checkpoint: files, an index, or pieces.
 
-    One file alone counts if it has a usual name, or something beside it says that this is a model;
-    any other may be a loose file of a directory that is about something else.
+    A single file with an unusual name, without any other file of a model, may belong to something
+    else in the directory, so it does not suffice.
     """
     names = store.files()
     if any(name.endswith(INDEX_SUFFIX) for name in names):
         return True
     files = [name for name in names if name.endswith(SUFFIX)]
-    if len(files) == 1 and _PIECE.fullmatch(files[0]) is None:
-        is_usual = (
-            _series(files[0]).partition(".")[0] in STEMS
-        )  # model.fp16.safetensors is a variant
-        return (
-            is_usual
-            or _SHARD.fullmatch(files[0]) is not None
-            or any(name in names for name in _OF_A_MODEL)
-        )
-    return bool(files) or any(_PIECE.fullmatch(name) for name in store.files(PIECES_DIR))
+    if not files:
+        return any(map(is_piece, store.files(PIECES_DIR)))
+    if len(files) > 1 or is_piece(files[0]) or _SHARD.fullmatch(files[0]):
+        return True
+    # The part before the dot decides: model.fp16.safetensors is a variant of model.safetensors.
+    has_usual_stem = _series(files[0]).partition(".")[0] in STEMS
+    return has_usual_stem or any(name in names for name in _OF_A_MODEL)
 
 
 def is_piece(name: str) -> bool:
-    """Return whether a file has the name of one rank's pieces."""
+    """Return whether a file name is that of one rank's tensor pieces."""
     return _PIECE.fullmatch(name) is not None
 
 
 def shard_number(name: str) -> tuple[int, int] | None:
-    """Return number and total of a file of a numbered series; None for other files."""
+    """Return number and total of a shard in a numbered series; None for other files."""
     match = _SHARD.fullmatch(name)
     return None if match is None else (int(match[2]), int(match[3]))
 
 
 def _stem(name: str) -> str:
-    """Return the stem of a file or an index, if it is one of ``STEMS``; else the first of them."""
+    """Return the stem of a file or index if it is in ``STEMS``, else the first of ``STEMS``."""
     stem = _series(name.removesuffix(".index.json"))
     return stem if stem in STEMS else STEMS[0]
 
 
 def files_of(store: ReadStore) -> WeightFiles:
-    """Return the files of a directory, or of the index that the user passed, that are the
-    checkpoint.
+    """Return the files of a directory that make up the checkpoint.
+
+    If the user passed an index, its files do.
 
     Raises:
-        MissingShardError: a file that the index names, or a shard of a numbered series, is missing.
+        MissingShardError: a file that the index lists, or a shard of a numbered series, is missing.
         CorruptError: the index is malformed.
         UnsafeError: the index names a file outside the directory.
         UnsupportedError: there are several indexes, and none has the usual name.
     """
+    # Separate pieces of tensors from complete ones. torch puts pieces into a subdirectory if it
+    # consolidates them.
     names = [name for name in store.files() if name.endswith(SUFFIX)]
-    pieces = [name for name in names if _PIECE.fullmatch(name)]
-    weights = [name for name in names if not _PIECE.fullmatch(name)]
+    pieces = [name for name in names if is_piece(name)]
+    weights, others = _split_by_usual_name([name for name in names if not is_piece(name)])
     if not pieces:
-        pieces = [
-            f"{PIECES_DIR}/{name}" for name in store.files(PIECES_DIR) if _PIECE.fullmatch(name)
-        ]
-    weights, odd_names = _split_by_usual_name(weights)
+        pieces = [f"{PIECES_DIR}/{name}" for name in filter(is_piece, store.files(PIECES_DIR))]
+
+    # An index decides which files are read.
     index, notes = _choose_index(store, weights)
-
-    # An index decides which files count.
     if index is not None:
-        return _files_of_index(store, index, weights + odd_names, pieces, notes)
+        return _files_of_index(store, index, weights + others, pieces, notes)
 
-    # Without one, complete files count before pieces.
-    if weights:
-        _refuse_gaps(weights)
-        if odd_names:
-            notes.append(
-                f"{weights[0]}{' …' * (len(weights) > 1)} is what loaders take, so not read: {listed(odd_names)}"
-            )
-        if len(weights) > 1:
-            notes.append(
-                f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}"
-            )
-        return WeightFiles(tuple(weights), stem=_stem(weights[0]), notes=(*notes, *_unread(pieces)))
-    if pieces:
+    # Without an index, complete tensors take precedence over pieces.
+    if not weights:
+        if not pieces:
+            raise MissingShardError("the directory has no safetensors file", file=store.label)
         return _complete_pieces(pieces)
-    raise MissingShardError("the directory holds no safetensors file", file=store.label)
+    _refuse_gaps(weights)
+    if others:
+        usual_names = f"{weights[0]}{' …' * (len(weights) > 1)}"
+        notes.append(f"not read, as loaders only read {usual_names}: {listed(others)}")
+    if len(weights) > 1:
+        notes.append(
+            f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}"
+        )
+    return WeightFiles(tuple(weights), stem=_stem(weights[0]), notes=(*notes, *_unread(pieces)))
 
 
 def _files_of_index(
     store: ReadStore, index: WeightIndex, weights: list[str], pieces: list[str], notes: list[str]
 ) -> WeightFiles:
-    """Return the files that an index names.
+    """Return the files that an index lists.
 
     Args:
+        store: the directory.
+        index: the index.
         weights: the directory's files with complete tensors.
-        pieces: its files with pieces of tensors; they count if the others are missing.
+        pieces: its files with pieces of tensors; they are read if all files are missing.
         notes: notes on the choice of the index.
 
     Raises:
@@ -160,29 +156,29 @@ def _files_of_index(
     """
     used = sorted(set(index.file_of.values()))
     missing = [name for name in used if not store.exists(name)]
+    # torch writes the index of the consolidated files together with the pieces.
     if missing and pieces and not weights:
         return _complete_pieces(pieces, index=index)
     if missing:
         key = next(key for key, name in index.file_of.items() if name == missing[0])
+        alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
         raise MissingShardError(
-            f"files named by {index.file} are missing ({len(missing)} in all)",
+            f"files listed in {index.file} are missing ({len(missing)} in all)",
             file=missing[0],
             key=key,
-            hint="copy the checkpoint again, with all its files"
-            + (f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""),
+            hint="copy the checkpoint again, with all its files" + alternative,
         )
     unlisted = [name for name in weights if name not in used]
     if unlisted:
-        notes = [*notes, f"not listed in {index.file}, so not read: {listed(unlisted)}"]
+        notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
 
 
 def _split_by_usual_name(names: list[str]) -> tuple[list[str], list[str]]:
     """Return the files named after the first of ``STEMS`` that occurs, and all other files.
 
-    If none of ``STEMS`` occurs, return all files and none.
-
-    Other files beside ``model.safetensors`` are another checkpoint (an adapter, a variant).
+    Files next to ``model.safetensors`` are another checkpoint, such as an adapter or a variant. If
+    none of ``STEMS`` occurs, all files belong together.
     """
     for stem in STEMS:
         usual = [name for name in names if _series(name) == stem]
@@ -198,7 +194,14 @@ def _series(name: str) -> str:
 
 
 def _complete_pieces(pieces: list[str], *, index: WeightIndex | None = None) -> WeightFiles:
-    """Return the pieces, after checking that every file number that one of them states exists."""
+    """Return the pieces as the files of a checkpoint, after checking that none is missing.
+
+    Names contain file number and total, ``-0000i-of-0000n``. A file of any rank suffices for a
+    number; missing files of other ranks leave holes in tensors, which are detected later.
+
+    Raises:
+        MissingShardError: no rank has a file with one of the numbers.
+    """
     numbers: set[int] = set()
     n_files = 0
     for name in pieces:
@@ -209,7 +212,7 @@ def _complete_pieces(pieces: list[str], *, index: WeightIndex | None = None) -> 
     if len(numbers) != n_files or max(numbers) > n_files:
         missing = next((n for n in range(1, n_files + 1) if n not in numbers), n_files)
         raise MissingShardError(
-            f"no rank's piece of file {missing} of {n_files} exists",
+            f"file {missing} of {n_files} is missing for all ranks",
             file=f"shard-*-model-{missing:05d}-of-{n_files:05d}{SUFFIX}",
             hint="copy the checkpoint again, with all its files",
         )
@@ -217,26 +220,22 @@ def _complete_pieces(pieces: list[str], *, index: WeightIndex | None = None) -> 
 
 
 def _unread(pieces: list[str]) -> tuple[str, ...]:
-    """Return a note on the files with pieces that are not read."""
+    """Return a note on the files with pieces that are not read, if there are any."""
     if not pieces:
         return ()
-    return (
-        f"{len(pieces)} files with pieces of tensors ({pieces[0]} …) were not read, only those with complete tensors",
-    )
+    note = f"{len(pieces)} files with pieces of tensors ({pieces[0]} …) were not read"
+    return (f"{note}, as other files contain the complete tensors",)
 
 
 def _refuse_gaps(names: list[str]) -> None:
-    """Raise unless every numbered series among the names is complete.
-
-    Raises:
-        MissingShardError: names the first missing file.
-    """
+    """Raise MissingShardError unless every numbered series of files is complete."""
     series: dict[tuple[str, str], set[int]] = {}
     for name in names:
         match = _SHARD.fullmatch(name)
         if match is not None:
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (stem, total), numbers in series.items():
+        # Numbers begin at 1. A series with a number 0 follows other rules and is not checked.
         n_files, first = int(total), min(numbers)
         if first != 0 and len(numbers) < n_files:
             missing = next(n for n in range(1, n_files + 1) if n not in numbers)
@@ -248,33 +247,38 @@ def _refuse_gaps(names: list[str]) -> None:
 
 
 def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | None, list[str]]:
-    """Return the index that counts, and notes on those that do not.
+    """Read the index to use, if there is one; also return notes on the others.
 
     Args:
-        weights: the files with complete tensors, those with one of the usual names if there are
-            any.
+        store: the directory, or the index that the user passed.
+        weights: the files with complete tensors; only those with a usual name if there are any.
+
+    Raises:
+        UnsupportedError: there are several indexes, and none has the usual name.
+        CorruptError, UnsafeError: see ``read_index``.
     """
     if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
         return read_index(store, store.entry, suffix=SUFFIX), []
     names = [name for name in store.files() if name.endswith(INDEX_SUFFIX)]
-    if not names:
-        return None, []
     usual_name = STEMS[0] + INDEX_SUFFIX
-    if usual_name not in names and any(_series(name) == STEMS[0] for name in weights):
-        return None, [f"not read: {listed(names)}"]
-    if len(names) > 1 and usual_name not in names:
-        raise UnsupportedError(
-            f"there are {len(names)} indexes: {listed(names)}",
-            file=store.label,
-            hint="pass one of them as the source",
-        )
+    if usual_name not in names:
+        if not names:
+            return None, []
+        # An index with another stem lists other files than model.safetensors.
+        if any(_series(name) == STEMS[0] for name in weights):
+            return None, [f"not read: {listed(names)}"]
+        if len(names) > 1:
+            raise UnsupportedError(
+                f"there are {len(names)} indexes: {listed(names)}",
+                file=store.label,
+                hint="pass one of them as the source",
+            )
     chosen = usual_name if usual_name in names else names[0]
     ignored = [name for name in names if name != chosen]
-    return read_index(store, chosen, suffix=SUFFIX), [
-        f"{chosen} was read, not {listed(ignored)}"
-    ] if ignored else []
+    notes = [f"{chosen} was read, not {listed(ignored)}"] if ignored else []
+    return read_index(store, chosen, suffix=SUFFIX), notes
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names of files as text, and how many there are."""
+    """Return the first three file names as text, and the number of files if there are more."""
     return ", ".join(names[:3]) + (f" … ({len(names)} in all)" if len(names) > 3 else "")

@@ -1,26 +1,25 @@
-"""safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of
-tensors.
+"""safetensors: single files, Hugging Face's sharded directories, and torch's tensor pieces.
 
 On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a directory,
-``safetensors.pieces`` for pieces. Around the weights of a directory lie the small files of
-``huggingface.files``, and ``ckpt-objects.pt`` (``torch.side_file``) if there were entries that are
-no tensors.
+``safetensors.pieces`` for pieces. A directory also contains the small files of
+``huggingface.files``, and ``ckpt-objects.pt`` (``torch.side_file``) for entries that are not
+tensors.
 
-Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps a name to the tensor that it stands for, as
-``save_model`` of safetensors records it (name and kept name among the metadata); both are tensors
-of the catalog.
+Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps the name of a tied tensor to the name under
+which it is stored. safetensors' ``save_model`` records this pair in the metadata; both names are
+tensors of the catalog.
 
-Written: one file while the tensors fit in ``WriteOptions.max_file_bytes`` (5 GB unless set), else
+Written: one file if the tensors fit in ``WriteOptions.max_file_bytes`` (default 5 GB), else
 numbered ones, filled in the order of the catalog, and an index. A file equals what safetensors 0.8
 writes for the same tensors and metadata, byte for byte, except that the metadata are sorted. With
-``WriteOptions.is_file`` there is one file, with nothing beside it. ``aliases``, ``carried``,
-``documents`` and ``WeightFileFacts`` are written again.
+``WriteOptions.is_file`` there is one file and nothing else. ``aliases``, ``carried``, ``documents``
+and ``WeightFileFacts`` are written again.
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
 Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no
-name for them), several files with a tensor of one name and no index, pipelines of several models in
-folders.
+name for them), several files with a tensor of the same name and no index, pipelines of several
+models in subdirectories.
 
 Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in
 tests/golden (``hf``, ``oracle``).
@@ -71,9 +70,7 @@ if TYPE_CHECKING:
 
 
 def sniff(store: ReadStore) -> bool:
-    """Return whether the file is one, by its name or its first bytes, or the directory holds such
-    files.
-    """
+    """Return whether a file or directory is a safetensors checkpoint, by names or first bytes."""
     if store.entry is None:
         return has_tensors(store)
     if store.entry.endswith((SUFFIX, INDEX_SUFFIX)):
@@ -87,20 +84,32 @@ def read(store: ReadStore) -> Catalog:
     Raises:
         CorruptError: a header or the index is malformed, they disagree, or a tensor is in two
             files.
-        TruncatedError: a file ends too early.
-        MissingShardError: a file, a tensor or a piece of one is missing.
+        TruncatedError: a file is truncated.
+        MissingShardError: a file, a tensor or a piece of a tensor is missing.
         UnsupportedError: a dtype is not supported, or it is unclear which files belong together.
         UnsafeError: the index names a file outside the directory.
     """
     if store.entry is not None and not store.entry.endswith(INDEX_SUFFIX):
         return _read_file(store, store.entry)
-    # Read the headers of the files that count.
+
+    # Read all headers. If one is damaged, the hint lists the files that can be read alone.
     files = files_of(store)
-    headers = _read_headers(store, files.names)
+    headers = []
+    for name in files.names:
+        try:
+            headers.append(read_header(store, name))
+        except CheckpointingException as err:
+            others = [other for other in files.names if other != name]
+            readable = [other for other in others if looks_like_header(store, other)]
+            if readable:
+                advice = f"the other files can be read one by one: {listed(readable)}"
+                err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
+            raise
     notes = list(files.notes)
     if files.index is not None and not files.is_pieces:
         notes += _check_index(headers, files.index)
-    # Pieces are joined to global tensors; complete tensors are taken as they are.
+
+    # Join pieces to global tensors.
     if any(map(has_pieces, headers)):
         catalog = _catalog_of_pieces(headers, stem=files.stem)
         notes += _check_pieces(store, catalog, files.index if files.is_pieces else None)
@@ -110,13 +119,14 @@ def read(store: ReadStore) -> Catalog:
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
-    """Return the complete tensors of those files of a directory that can be read.
+    """Read the complete tensors of those files of a directory that can be read.
 
     Args:
-        report: receives the error of every file that is left out.
+        store: the directory.
+        report: receives the error of every file that is skipped.
 
     Raises:
-        CheckpointingException: it is unclear which files count, or a tensor is in two of them.
+        CheckpointingException: it is unclear which files to read, or a tensor is in two of them.
     """
     headers: list[Header] = []
     for name in files_of(store).names:
@@ -130,37 +140,23 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     return _catalog_of_headers(headers)
 
 
-def _read_headers(store: ReadStore, names: Sequence[str]) -> list[Header]:
-    """Read the headers of the files of a directory.
+def _read_file(store: ReadStore, name: str) -> Catalog:
+    """Read the catalog of a single file.
 
     Raises:
-        CheckpointingException: the first that cannot be read; the hint lists those that can.
+        CorruptError, TruncatedError, UnsupportedError: see ``read_header``.
+        UnsupportedError: the file is one of several with pieces of tensors.
     """
-    headers = []
-    for name in names:
-        try:
-            headers.append(read_header(store, name))
-        except CheckpointingException as err:
-            readable = [
-                other for other in names if other != name and looks_like_header(store, other)
-            ]
-            if readable:
-                advice = f"the other files can be read one by one: {listed(readable)}"
-                err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
-            raise
-    return headers
-
-
-def _read_file(store: ReadStore, name: str) -> Catalog:
-    """Read the catalog of one file alone."""
     header = read_header(store, name)
     if has_pieces(header) and is_piece(name):
         raise UnsupportedError(
-            "the file holds one rank's pieces of tensors",
+            "the file contains only one rank's pieces of tensors",
             file=name,
-            hint="pass the directory with all of them",
+            hint="pass the directory with the pieces of all ranks",
         )
     catalog = _catalog_of_pieces([header]) if has_pieces(header) else _catalog_of_headers([header])
+
+    # Note what else the directory has to offer.
     notes = []
     number = shard_number(name)
     if number is not None and number[1] > 1:
@@ -175,8 +171,10 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
 
 
 def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
-    """Return the catalog of files with complete tensors, including those only recorded as
-    aliases.
+    """Build the catalog of files with complete tensors and of the aliases in their metadata.
+
+    Raises:
+        CorruptError: a tensor is in two files.
     """
     arrays: dict[str, StoredArray] = {}
     for header in headers:
@@ -189,9 +187,15 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
                     hint="pass one of the files, or an index that names the right one",
                 )
             arrays[key] = array
-    aliases = _recorded_aliases(headers, arrays)
-    for key, first in aliases.items():
-        arrays[key] = replace(arrays[first], name=key)
+    # An alias is recorded as metadata: a name that is not a tensor, with the name of one as value.
+    aliases = {
+        name: original
+        for header in headers
+        for name, original in header.metadata.items()
+        if original in header.arrays and name not in arrays and name not in DEFAULT_METADATA
+    }
+    for key, original in aliases.items():
+        arrays[key] = replace(arrays[original], name=key)
     metadata, notes = _merge_metadata(headers, aliases)
     catalog = catalog_of_arrays(format="safetensors", arrays=arrays)
     return replace(catalog, aliases=aliases, notes=notes).with_facet(
@@ -200,7 +204,7 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
 
 
 def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
-    """Return the catalog of files with pieces of tensors."""
+    """Build the catalog of files with pieces of tensors; raises the errors of ``pieces_of``."""
     pieces = pieces_of(headers)
     metadata, notes = _merge_metadata(headers, {})
     catalog = Catalog(
@@ -209,27 +213,10 @@ def _catalog_of_pieces(headers: Sequence[Header], *, stem: str | None = None) ->
     return catalog.with_facet(WeightFileFacts(metadata, stem))
 
 
-def _recorded_aliases(
-    headers: Iterable[Header], arrays: Mapping[str, StoredArray]
-) -> dict[str, str]:
-    """Return name → tensor that it stands for, from the files' metadata.
-
-    An alias is a name of no tensor whose value is the name of a tensor in the file.
-    """
-    return {
-        name: first
-        for header in headers
-        for name, first in header.metadata.items()
-        if first in header.arrays and name not in arrays and name not in DEFAULT_METADATA
-    }
-
-
 def _merge_metadata(
     headers: Iterable[Header], aliases: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the merged ``__metadata__`` of all files, and a note for every entry on which they
-    differ.
-    """
+    """Merge the ``__metadata__`` of all files, and note every entry in which they differ."""
     merged: dict[str, str] = {}
     notes: dict[str, None] = {}
     for header in headers:
@@ -244,50 +231,55 @@ def _merge_metadata(
 
 
 def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
-    """Check that every tensor is where the index says and nowhere else; return notes.
+    """Check that the index lists exactly the tensors of each file; return notes.
 
     Raises:
-        MissingShardError: a file does not hold a tensor that the index places there.
-        CorruptError: a file holds a tensor that the index does not place there.
+        MissingShardError: a tensor is missing in the file that the index names.
+        CorruptError: the index does not list a tensor, or lists it in another file.
     """
     arrays_of = {header.file: header.arrays for header in headers}
     for key, name in index.file_of.items():
         if key not in arrays_of[name]:
             raise MissingShardError(
-                f"{index.file} places the tensor in this file, but it is not there",
+                f"{index.file} lists the tensor in this file, but it is missing there",
                 file=name,
                 key=key,
-                hint="files of two checkpoints may be mixed: copy it again",
+                hint=_MIXED,
             )
     for name, arrays in arrays_of.items():
         for key in arrays:
-            if index.file_of.get(key) != name:
-                stated_file = index.file_of.get(key)
-                raise CorruptError(
+            listed_file = index.file_of.get(key)
+            if listed_file != name:
+                problem = (
                     f"{index.file} does not list the tensor"
-                    if stated_file is None
-                    else f"{index.file} places it in {stated_file}",
-                    file=name,
-                    key=key,
-                    hint="files of two checkpoints may be mixed: copy it again",
+                    if listed_file is None
+                    else f"{index.file} lists the tensor in {listed_file}"
                 )
+                raise CorruptError(problem, file=name, key=key, hint=_MIXED)
     return _size_notes(sum(header.n_bytes for header in headers), index)
 
 
+_MIXED = "files of two checkpoints may be mixed: copy the checkpoint again"
+
+
 def _size_notes(n_bytes: int, index: WeightIndex) -> list[str]:
-    """Return a note if the index states another total size than the tensors have."""
+    """Return a note if the total size in the index differs from that of the tensors."""
     if index.total_bytes is None or index.total_bytes == n_bytes:
         return []
     return [
-        f"{index.file} states a total_size of {index.total_bytes} bytes, but the tensors have {n_bytes}"
+        f"the tensors have {n_bytes} bytes, but total_size in {index.file} is {index.total_bytes}"
     ]
 
 
 def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None) -> list[str]:
-    """Compare the global tensors with an index and a configuration, if there are any; return notes.
+    """Compare the global tensors with the index and config.json, if they exist; return notes.
+
+    The header of a piece does not contain the global shape, so nothing else shows that the files of
+    the last ranks are missing.
 
     Raises:
-        MissingShardError: a tensor, or a part of one, is in no piece.
+        CorruptError: a size in config.json is invalid.
+        MissingShardError: a tensor or part of a tensor is missing.
     """
     config = config_of(store)
     if config is not None:
@@ -300,12 +292,11 @@ def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None)
             raise MissingShardError(
                 f"{index.file} lists the tensor, but all its pieces are missing", key=key, hint=hint
             )
+    # A total that is a multiple was computed for a wider dtype than the one that was saved.
     n_bytes, total = catalog.n_bytes, index.total_bytes or 0
-    if total > n_bytes and (
-        n_bytes == 0 or total % n_bytes
-    ):  # a multiple: the index is of a wider dtype
+    if total > n_bytes and (n_bytes == 0 or total % n_bytes):
         raise MissingShardError(
-            f"the pieces add up to {n_bytes:,} bytes, but the index states {total:,}",
+            f"the pieces have {n_bytes:,} bytes in all, but total_size in the index is {total:,}",
             file=index.file,
             hint=hint,
         )

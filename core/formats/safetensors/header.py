@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parsing it against its file, and making one.
+"""The header of a safetensors file: reading it and checking it against the file, and writing one.
 
 Byte by byte::
 
@@ -9,19 +9,20 @@ Byte by byte::
     {"__metadata__": {"format": "pt"},
      "w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}   (then spaces)
 
-All little endian. ``data_offsets`` count from byte 8 + N; in their order the tensors follow each
-other without a gap and end where the file ends. N is at most 100,000,000; the JSON begins with
-``{``. Every rule is checked here, so that the extent of an array from a header lies in its file.
+All little endian. ``data_offsets`` are relative to byte 8 + N. In the order of these offsets the
+tensors follow each other without gaps and end with the file. N is at most 100,000,000; the JSON
+begins with ``{``. Every rule is checked here, so that the extent of an array is always within its
+file.
 
-``F4`` holds two elements a byte. Its JSON shape counts elements; the catalog has torch's
+``F4`` stores two elements per byte. Its JSON shape counts elements; the catalog has torch's
 ``float4_e2m1fn_x2``, whose last axis counts bytes, so the last axis is halved on reading and
 doubled on writing.
 
 Source: the format's description in safetensors' README, and safetensors 0.8 itself (order of the
 tensors, escapes, padding), compared byte by byte in tests.
 
-Not supported, refused by name: ``F6_E2M3`` and ``F6_E3M2``, and ``F4`` whose last axis is odd or
-that has none.
+Not supported, refused by name: ``F6_E2M3`` and ``F6_E3M2``, and ``F4`` without axes or with an odd
+last axis.
 """
 
 from __future__ import annotations
@@ -57,26 +58,11 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 
 ORDER = (
-    *(
-        "U64",
-        "I64",
-        "F64",
-        "C64",
-        "F32",
-        "U32",
-        "I32",
-        "BF16",
-        "F16",
-        "U16",
-        "I16",
-        "F8_E5M2FNUZ",
-        "F8_E4M3FNUZ",
-    ),
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32"),
+    *("BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ"),
     *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
-"""Dtypes in the order in which safetensors 0.8 writes them: wide ones first, so that every tensor
-is aligned.
-"""
+"""Dtypes in the order in which safetensors 0.8 writes them: wide ones first, for alignment."""
 
 _BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 _RANK = {name: rank for rank, name in enumerate(ORDER)}
@@ -87,11 +73,11 @@ _MAX_EXTENT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a safetensors header, checked.
+    """The checked content of a safetensors header.
 
     Args:
         file: name in the store.
-        arrays: the tensors by name, in the order of their bytes; each is its array.
+        arrays: the tensors by name, in the order of their bytes.
         metadata: ``__metadata__``, in the order of the file.
     """
 
@@ -101,27 +87,25 @@ class Header:
 
     @property
     def n_bytes(self) -> int:
-        """Return the size of all tensors in bytes."""
+        """Size of all tensors in bytes."""
         return sum(array.n_bytes for array in self.arrays.values())
 
 
 def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
-    """Return whether a file has the beginning of a safetensors file at byte ``begin``.
-
-    Reads 9 bytes.
-    """
+    """Return whether a safetensors header seems to begin at byte ``begin``; reads 9 bytes."""
     size = store.size(file) - begin
     if size < 10:
         return False
     head = store.read(file, begin, 9)
-    n = int.from_bytes(head[:8], "little")
-    return 2 <= n <= min(size - 8, MAX_HEADER_BYTES) and head[8:] == b"{"
+    header_bytes = int.from_bytes(head[:8], "little")
+    return 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES) and head[8:] == b"{"
 
 
 def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report = raising) -> Header:
     """Read the header of a file and check it against the file's size.
 
     Args:
+        store, file: the checkpoint and the file in it.
         begin: byte of the file at which the header begins.
         report: receives the problems of single entries.
 
@@ -131,34 +115,36 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         UnsupportedError: a dtype is unknown or not supported.
         MissingShardError, StorageError: the file cannot be read.
     """
-    # Check the length of the header before reading it.
+    # Check the length of the header before reading it. The first bytes of a web page or a Git LFS
+    # pointer are a huge length.
     size = store.size(file)
     if size < begin + 8:
         raise TruncatedError(
             f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file
         )
-    n = int.from_bytes(store.read(file, begin, 8), "little")
-    start = begin + 8 + n
-    if n > MAX_HEADER_BYTES:
+    header_bytes = int.from_bytes(store.read(file, begin, 8), "little")
+    start = begin + 8 + header_bytes
+    if header_bytes > MAX_HEADER_BYTES:
         substitute = substitute_in(store, file)
         if substitute is not None:
             raise CorruptError(substitute.title, file=file, hint=substitute.hint)
         raise CorruptError(
-            f"the header length is {n:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
+            f"the header has {header_bytes:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
             file=file,
             hint="this may not be a safetensors file",
         )
     if start > size:
         raise TruncatedError(
-            f"the file has {size} bytes, but its header alone ends at byte {start}",
+            f"the file has {size} bytes, but its header ends at byte {start}",
             file=file,
             span=(size, start),
             hint="copy the file again",
         )
-    # Read the entries; one that is refused does not hide the others.
+
+    # Read the entries. With a report that collects, a refused entry does not hide the others.
     metadata: dict[str, str] = {}
     scanned_entries = scanned(
-        store.read(file, begin + 8, n), file=file, metadata=metadata, report=report
+        store.read(file, begin + 8, header_bytes), file=file, metadata=metadata, report=report
     )
     entries = []
     n_refused = 0
@@ -169,18 +155,15 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
             err.rule = err.rule or "safetensors.entry"
             report(err)
             n_refused += 1
-    return Header(
-        file,
-        _arrays_in_order(
-            entries, start=start, size=size, file=file, report=report, n_refused=n_refused
-        ),
-        metadata,
+    arrays = _arrays_in_order(
+        entries, start=start, size=size, file=file, report=report, n_refused=n_refused
     )
+    return Header(file, arrays, metadata)
 
 
 @value(frozen=True, slots=True)
 class _HeaderEntry:
-    """A tensor of the header with torch's dtype and shape; begin and end in bytes of the data."""
+    """A tensor of the header, with torch's dtype and shape; begin and end in bytes of the data."""
 
     name: str
     dtype: DType
@@ -190,29 +173,38 @@ class _HeaderEntry:
 
 
 def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
-    """Check the fields of an entry, and return the tensor."""
+    """Check the fields of an entry, and return the tensor.
+
+    Raises:
+        CorruptError: a field is missing, unknown or malformed, or the fields do not match.
+        UnsupportedError: the dtype is not supported, or an odd number of elements is packed.
+    """
     if fields.keys() != _FIELDS:
         field = sorted(fields.keys() ^ _FIELDS)[0]
-        problem = (
-            f"lacks the field {field!r}"
-            if field in _FIELDS
-            else f"has the unknown field {field[:40]!r}"
-        )
-        raise CorruptError(f"the entry {problem}", file=file, key=name)
+        problem = "is missing" if field in _FIELDS else "is unknown"
+        raise CorruptError(f"the field {field[:40]!r} {problem}", file=file, key=name)
     shape = _parse_numbers(fields["shape"], "shape", file, name)
     offsets = _parse_numbers(fields["data_offsets"], "data_offsets", file, name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(
-            f"data_offsets {list(offsets[:4])} are not a begin and an end", file=file, key=name
+            f"data_offsets {list(offsets[:4])} are not a range of bytes", file=file, key=name
         )
     dtype = _parse_dtype(fields["dtype"], file, name)
+    # The header counts elements, torch counts bytes with two elements each.
     if dtype.kind == "packed":
-        shape = _shape_in_bytes(shape, dtype, file, name)
+        if not shape or shape[-1] % 2:
+            raise UnsupportedError(
+                f"{dtype.safetensors} has two elements per byte, so the last axis must be even, "
+                f"but the shape is {_short_shape(shape)}",
+                file=file,
+                key=name,
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
     n_bytes = prod(shape) * dtype.itemsize
     if n_bytes != offsets[1] - offsets[0]:
         raise CorruptError(
-            f"dtype {dtype.safetensors} and shape {_short_shape(shape)} make {n_bytes} bytes, "
-            f"data_offsets {list(offsets)} are {offsets[1] - offsets[0]}",
+            f"a {dtype.safetensors} tensor of shape {_short_shape(shape)} has {n_bytes} bytes, but "
+            f"data_offsets {list(offsets)} span {offsets[1] - offsets[0]}",
             file=file,
             key=name,
         )
@@ -220,6 +212,7 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
 
 
 def _parse_numbers(value: object, field: str, file: str, name: str) -> Shape:
+    """Return the numbers of a field; raise CorruptError if it is not a list of them."""
     if not isinstance(value, list) or not all(
         type(n) is int and 0 <= n < _MAX_EXTENT for n in value
     ):
@@ -232,36 +225,27 @@ def _parse_numbers(value: object, field: str, file: str, name: str) -> Shape:
 
 
 def _parse_dtype(value: object, file: str, name: str) -> DType:
+    """Return the dtype of an entry; raise UnsupportedError if it is unknown or not supported."""
     dtype = _BY_NAME.get(value) if isinstance(value, str) else None
     if dtype is not None:
         return dtype
     if value in _SIX_BITS:
         raise UnsupportedError(
-            f"dtype {value} (six bits an element) is not supported",
+            f"dtype {value} (six bits per element) is not supported",
             file=file,
             key=name,
-            hint="leave it out, or recast it",
+            hint="remove the tensor, or save it with another dtype",
         )
     raise UnsupportedError(
         f"dtype {str(value)[:40]!r} is unknown",
         file=file,
         key=name,
-        hint="update ckpt-toolkit, or ask where the file came from",
+        hint="update ckpt-toolkit, or find out which program wrote the file",
     )
 
 
-def _shape_in_bytes(shape: Shape, dtype: DType, file: str, name: str) -> Shape:
-    """Return the shape in bytes of a tensor with two elements a byte."""
-    if not shape or shape[-1] % 2:
-        raise UnsupportedError(
-            f"{dtype.safetensors} of shape {_short_shape(shape)}: with two elements a byte, the last axis must be even",
-            file=file,
-            key=name,
-        )
-    return (*shape[:-1], shape[-1] // 2)
-
-
 def _short_shape(shape: Sequence[int]) -> str:
+    """Format a shape, abbreviated if it has many axes."""
     return f"{list(shape)}" if len(shape) <= 8 else f"{list(shape[:8])}… of {len(shape)} axes"
 
 
@@ -274,17 +258,19 @@ def _arrays_in_order(
     report: Report,
     n_refused: int,
 ) -> dict[str, StoredArray]:
-    """Return the arrays in the order of their bytes, which must fill the file from ``start`` to
-    ``size``.
+    """Return the arrays in the order of their bytes, which must fill the data without gaps.
 
     Args:
-        report: receives each tensor that lies elsewhere.
-        n_refused: number of entries that were refused; if there are any, holes are no problem.
+        entries: the tensors, in any order.
+        start, size: first byte of the data in the file, and size of the file.
+        file: name of the file.
+        report: receives each tensor at a wrong position.
+        n_refused: number of entries that were refused; with any, gaps are expected.
     """
     arrays: dict[str, StoredArray] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
-        # Each tensor must begin where the one before it ends.
+        # Each tensor must begin at the end of the previous one.
         if start + entry.end > size:
             problem: CheckpointingException = TruncatedError(
                 f"the file has {size} bytes, but the tensor ends at byte {start + entry.end}",
@@ -295,13 +281,10 @@ def _arrays_in_order(
             )
             report(problem)
         elif entry.begin != end and not (n_refused and entry.begin > end):
-            problem_text = (
-                "overlaps the one before it"
-                if entry.begin < end
-                else "leaves a gap after the one before it"
-            )
+            relation = "overlaps the previous one" if entry.begin < end else "follows a gap"
             problem = CorruptError(
-                f"the tensor {problem_text}: it begins at byte {entry.begin} of the data, that one ends at {end}",
+                f"the tensor {relation}: it begins at byte {entry.begin} of the data, but the "
+                f"previous one ends at byte {end}",
                 file=file,
                 key=entry.name,
                 rule="safetensors.order",
@@ -312,7 +295,7 @@ def _arrays_in_order(
         )
         end = max(end, entry.end)
     if start + end < size and not n_refused:
-        message = f"{size - start - end} bytes at the end belong to no tensor"
+        message = f"{size - start - end} bytes after the last tensor do not belong to any"
         report(CorruptError(message, file=file, span=(start + end, size), rule="safetensors.rest"))
     return arrays
 
@@ -320,29 +303,40 @@ def _arrays_in_order(
 def file_image(
     path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[str, str]
 ) -> FileImage:
-    """Return the image of a safetensors file.
+    """Lay out a safetensors file.
 
     Args:
         path: name of the file.
-        arrays: tensor name → its whole array.
+        arrays: tensor name → array with the complete tensor.
         metadata: ``__metadata__``.
 
     Raises:
-        UnsupportedError: the format has no such dtype or name, or the header would be too large.
+        UnsupportedError: the format cannot store a dtype, shape or name, or the header would be too
+            large.
     """
-    # List the tensors in safetensors' order.
+    # List the tensors in safetensors' order, as compact JSON like that of safetensors itself.
     order = sorted(arrays, key=lambda name: (_RANK[_dtype_name(name, arrays[name])], name))
     parts = [f'"{METADATA}":{_dumped(dict(sorted(metadata.items())))}'] if metadata else []
     ends = [0]
     for name in order:
         array = arrays[name]
+        shape = array.shape
+        # torch counts bytes with two elements each, the header counts elements.
+        if DTYPES[array.dtype].kind == "packed":
+            if not shape:
+                raise UnsupportedError(
+                    "a tensor with two elements per byte needs at least one axis",
+                    key=name,
+                    hint=f"exclude the tensor: --exclude {name!r}",
+                )
+            shape = (*shape[:-1], 2 * shape[-1])
         ends.append(ends[-1] + array.n_bytes)
-        shape = ",".join(map(str, _shape_in_elements(name, array)))
-        spelling = _dtype_name(name, array)
         parts.append(
-            f'{_dumped(name)}:{{"dtype":"{spelling}","shape":[{shape}],"data_offsets":[{ends[-2]},{ends[-1]}]}}'
+            f'{_dumped(name)}:{{"dtype":"{_dtype_name(name, array)}",'
+            f'"shape":[{",".join(map(str, shape))}],"data_offsets":[{ends[-2]},{ends[-1]}]}}'
         )
-    # Encode the header, padded to 8 bytes.
+
+    # Encode the header, padded so that the data is aligned to 8 bytes.
     try:
         text = f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as err:
@@ -358,9 +352,9 @@ def file_image(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            f"the header would have {len(text):,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
+            f"the header needs {len(text):,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
             file=path,
-            hint="write several files: --max-shard-size",
+            hint="write several files with --max-shard-size",
         )
     head = len(text).to_bytes(8, "little") + text
 
@@ -375,33 +369,25 @@ def file_image(
 
 
 def _dumped(value: object) -> str:
+    """Return a value as compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _dtype_name(name: str, array: PlannedArray) -> str:
-    """Return the dtype as the format spells it."""
+    """Return safetensors' name of an array's dtype.
+
+    Raises:
+        UnsupportedError: the format does not have the dtype, or reserves the tensor's name.
+    """
     dtype_name = DTYPES[array.dtype].safetensors
     if dtype_name is None:
         raise UnsupportedError(
             f"safetensors has no dtype {array.dtype}",
             key=name,
-            hint=f"leave the tensor out: --exclude {name!r}",
+            hint=f"exclude the tensor: --exclude {name!r}",
         )
     if name == METADATA:
         raise UnsupportedError(
-            f"no tensor can be called {METADATA}", key=name, hint=rename_hint([name])
+            f"the name {METADATA} is reserved", key=name, hint=rename_hint([name])
         )
     return dtype_name
-
-
-def _shape_in_elements(name: str, array: PlannedArray) -> Shape:
-    """Return the shape in elements."""
-    if DTYPES[array.dtype].kind != "packed":
-        return array.shape
-    if not array.shape:
-        raise UnsupportedError(
-            "a tensor with two elements a byte needs at least one axis",
-            key=name,
-            hint=f"--exclude {name!r}",
-        )
-    return (*array.shape[:-1], 2 * array.shape[-1])

@@ -1,9 +1,8 @@
-"""The JSON text of a safetensors header, scanned: an object of small objects, and one object of
-strings.
+"""Scanner for the JSON text of a safetensors header: small objects and one object of strings.
 
-A scanner that knows the shape, not a JSON parser: what a parser makes of 100 MB of brackets takes
-gigabytes. An entry is taken as text of at most ``MAX_ENTRY_BYTES`` and parsed alone; the first
-thing out of place ends the scan.
+A general JSON parser would need gigabytes for a header of 100 MB of brackets. This scanner knows
+the structure: it parses one entry of at most ``MAX_ENTRY_BYTES`` at a time, and stops at the first
+unexpected byte.
 
 Source: RFC 8259; the description of the format in safetensors' README.
 """
@@ -27,16 +26,16 @@ _TEXT = re.compile(_STRING)
 _FLAT = re.compile(rb"\{[^{}]{0,%d}+\}" % MAX_ENTRY_BYTES)
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
 _USUAL = re.compile(
-    rb'\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],"data_offsets":\[(%b),(%b)\]\}'
-    % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+    rb'\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],'
+    rb'"data_offsets":\[(%b),(%b)\]\}' % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-"""An entry as safetensors itself writes it; others are parsed as JSON, which is slower."""
+"""An entry in the form that safetensors writes; other forms are parsed as JSON, which is slower."""
 _NEXT = re.compile(_SPACE + rb"([,}])")
 _REST = re.compile(_SPACE + rb"\Z")
 _PAIRS = json.JSONDecoder(object_pairs_hook=list)
 
 Fields = dict[str, object]
-"""The fields of an entry; values are numbers, strings and lists."""
+"""The fields of an entry by name; values are numbers, strings and lists."""
 
 
 def scanned(
@@ -47,14 +46,14 @@ def scanned(
     metadata: dict[str, str] | None = None,
     report: Report = raising,
 ) -> Iterator[tuple[str, Fields]]:
-    """Yield the entries of a JSON object of objects that hold no others, in order.
+    """Yield the entries of a JSON object whose values are flat objects, in order.
 
     Args:
         data: the text.
-        file, what: the file and the part of it that the text is, for messages.
+        file, what: name of the file and description of the text, for messages.
         metadata: receives the members of the entry ``__metadata__``, which must be strings; None if
             that name has no special meaning.
-        report: receives names that occur twice, and entries that are not objects of fields.
+        report: receives duplicate names and entries that are not objects of fields.
 
     Raises:
         CorruptError: the text breaks another rule.
@@ -63,7 +62,7 @@ def scanned(
 
 
 class _HeaderScanner:
-    """Scans one text from begin to end."""
+    """Scanner of one text, from beginning to end."""
 
     def __init__(self, data: bytes, file: str, what: str, report: Report) -> None:
         self._data = data
@@ -73,13 +72,11 @@ class _HeaderScanner:
         self._at = 0
 
     def entries(self, metadata: dict[str, str] | None) -> Iterator[tuple[str, Fields]]:
-        """Yield name and fields of every entry.
-
-        The strings of ``__metadata__`` go into ``metadata``.
-        """
+        """Yield name and fields of every entry; add the strings of ``__metadata__`` to a dict."""
         names: set[str] = set()
-        is_open = self._enter_object()
-        while is_open:
+        has_more = self._enter_object()
+        while has_more:
+            # Of two entries with the same name the first is used.
             name = self._read_name()
             is_first = name not in names
             if not is_first:
@@ -94,7 +91,7 @@ class _HeaderScanner:
                 fields = self._read_fields(name)
                 if fields is not None and is_first:
                     yield name, fields
-            is_open = self._has_more()
+            has_more = self._has_more()
         if _REST.match(self._data, self._at) is None:
             raise CorruptError(
                 f"{len(self._data) - self._at} bytes follow the JSON object of the {self._what}",
@@ -102,7 +99,7 @@ class _HeaderScanner:
             )
 
     def _enter_object(self) -> bool:
-        """Step into an object; return whether it has members."""
+        """Skip an opening brace; return whether the object has members."""
         match = _OPEN.match(self._data, self._at)
         if match is None:
             raise self._error("an opening brace")
@@ -110,7 +107,7 @@ class _HeaderScanner:
         return match[1] is None
 
     def _read_name(self) -> str:
-        """Read a member's name; its value follows."""
+        """Read a member's name and the colon after it."""
         match = _NAME.match(self._data, self._at)
         if match is None:
             raise self._error("a name and a colon")
@@ -118,36 +115,42 @@ class _HeaderScanner:
         return self._decode_string(match[1])
 
     def _has_more(self) -> bool:
-        """Step over a comma, or out of an object; return whether a member follows."""
+        """Skip a comma or a closing brace; return whether another member follows."""
         match = _NEXT.match(self._data, self._at)
         if match is None:
             raise self._error("a comma or a closing brace")
         self._at = match.end()
         return match[1] == b","
 
-    def _read_strings(self, into: dict[str, str]) -> None:
-        is_open = self._enter_object()
-        while is_open:
+    def _read_strings(self, strings: dict[str, str]) -> None:
+        """Read an object of strings and add its members to a dict."""
+        has_more = self._enter_object()
+        while has_more:
             name = self._read_name()
             value = _TEXT.match(self._data, self._at)
             if value is None:
                 raise CorruptError(
-                    f"{METADATA} may hold only strings, but {name[:100]!r} is not one",
+                    f"{METADATA} may only contain strings, but {name[:100]!r} is not one",
                     file=self._file,
                     rule="safetensors.metadata",
                 )
-            if name in into:
+            if name in strings:
                 message = f"{METADATA} has {name[:100]!r} twice"
                 self._report(CorruptError(message, file=self._file, rule="safetensors.duplicate"))
-            into[name] = self._decode_string(value[0])
+            strings[name] = self._decode_string(value[0])
             self._at = value.end()
-            is_open = self._has_more()
+            has_more = self._has_more()
 
     def _read_fields(self, name: str) -> Fields | None:
         """Read the fields of an entry.
 
-        None if it is not JSON or has a field twice, which was reported.
+        Returns:
+            None if the entry is not JSON or has a field twice, which was reported.
+
+        Raises:
+            CorruptError: the end of the entry cannot be determined.
         """
+        # The usual form needs no parser; headers have up to 10⁵ such entries.
         plain = _USUAL.match(self._data, self._at)
         if plain is not None:
             self._at = plain.end()
@@ -158,6 +161,8 @@ class _HeaderScanner:
                 "shape": extents,
                 "data_offsets": [int(start), int(end)],
             }
+
+        # Any other form: find its end, as it has no inner braces, and parse it as pairs.
         match = _FLAT.match(self._data, self._at)
         if match is None:
             raise CorruptError(
@@ -193,8 +198,10 @@ class _HeaderScanner:
         return text
 
     def _error(self, expected: str) -> CorruptError:
-        rest = self._data[self._at : self._at + 20].decode("utf-8", "replace")
+        """Build the error for an unexpected byte."""
+        next_text = self._data[self._at : self._at + 20].decode("utf-8", "replace")
         return CorruptError(
-            f"the {self._what} is not valid JSON: expected {expected} at byte {self._at}, not {rest!r}",
+            f"the {self._what} is not valid JSON: expected {expected} at byte {self._at}, not "
+            f"{next_text!r}",
             file=self._file,
         )

@@ -1,23 +1,24 @@
-"""Laying out safetensors files: the tensors of each file, and the files around them.
+"""Laying out safetensors files: the tensors of each file, and the other files of the directory.
 
 On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and
-``model.safetensors.index.json``; beside them the small files (``huggingface.files``) and
+``model.safetensors.index.json``; next to them the small files (``huggingface.files``) and
 ``ckpt-objects.pt`` (``torch.side_file``).
 
-Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor
-that is larger than a file may be ends the file before it.
+Shards are filled in the order of the catalog, as in huggingface_hub, with one difference: a tensor
+larger than the maximum file size also ends the previous file.
 
-Source: huggingface_hub 2.4 ``serialization/_base.py``; transformers 5.23 ``modeling_utils.py`` (the
-    index's spelling).
+Source: huggingface_hub 2.4 ``serialization/_base.py``; transformers 5.23 ``modeling_utils.py``
+    (format of the index).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from core.catalog.catalog import TargetCatalog
-from core.catalog.facets import WeightFileFacts
+from core.catalog.facets import WeightFileFacts, WriteOptions
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
@@ -27,31 +28,35 @@ from core.formats.safetensors.header import file_image
 from core.formats.torch.side_file import objects_image
 
 DEFAULT_FILE_BYTES = 5_000_000_000
-"""huggingface_hub's own, so that shards are as people know them."""
+"""The default of huggingface_hub, so that shards are the usual ones."""
 DEFAULT_METADATA = {"format": "pt"}
-"""What transformers and safetensors.torch write; transformers before 5 refused files without it."""
+"""Metadata that transformers and safetensors.torch write; transformers < 5 requires it."""
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
-    """Return the images of a directory: weights, the small files around them, objects, and the
-    index last.
+    """Lay out a directory: weights, the small files, objects, and the index last.
 
     Args:
-        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is
-            not written; its name is recorded in the metadata of the file that holds the other.
+        target: every tensor is one array. A tensor that ``aliases`` maps to another is not written;
+            its name is recorded in the metadata of the file with the other.
             ``core.formats.safetensors.format`` lists the other fields that are used.
 
+    Returns:
+        The layouts of the files; with ``WriteOptions.is_file`` only that of one weight file.
+
     Raises:
-        UnsupportedError: the format has no such dtype or name, a tensor is in several pieces, or an
-            object was not read.
+        UnsupportedError: the format cannot store a dtype or name, a tensor is in several chunks, an
+            object was not read, or two files have the same name.
     """
+    facts = target.facet(WeightFileFacts) or WeightFileFacts()
+    stem = facts.stem if facts.stem in STEMS else STEMS[0]
+    metadata = {**DEFAULT_METADATA, **facts.metadata}
+
     # Distribute the tensors over files.
-    aliases = _kept_aliases(target)
+    aliases = _recordable_aliases(target, metadata)
     arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
-    shards = _shards(arrays, _max_bytes(target))
-    facts = target.facet(WeightFileFacts)
-    stem = facts.stem if facts is not None and facts.stem in STEMS else STEMS[0]
-    metadata = _written_metadata(target)
+    shards = _fill_files(arrays, target.write)
+
     # Each file records the aliases of its tensors.
     weights = []
     file_of: dict[str, str] = {}
@@ -59,78 +64,57 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
         file_of |= dict.fromkeys(keys, name)
         keys_in_file = set(keys)
-        recorded = {key: first for key, first in aliases.items() if first in keys_in_file}
+        recorded = {key: original for key, original in aliases.items() if original in keys_in_file}
         weights.append(
             file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded})
         )
     if target.write.is_file:
         return tuple(weights)
-    # Small files, objects and the index complete a directory.
-    images = [*weights, *file_images(target)]
+
+    # Add the small files, the objects and, for several shards, the index.
     objects = objects_image(target)
-    if objects is not None:
-        images.append(objects)
+    images = [*weights, *file_images(target), *([] if objects is None else [objects])]
     if len(shards) > 1:
         total = sum(array.n_bytes for array in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
-    # A carried file may have the name of one that is written.
-    paths: set[str] = set()
-    for image in images:
-        if image.path in paths:
-            raise UnsupportedError("two files would have the same name", file=image.path)
-        paths.add(image.path)
+
+    # A carried file may have the name of a file that is written.
+    path, n_files = Counter(image.path for image in images).most_common(1)[0]
+    if n_files > 1:
+        raise UnsupportedError("two files would have the same name", file=path)
     return tuple(images)
 
 
-def _max_bytes(target: TargetCatalog) -> int | None:
-    """Return the maximum number of tensor bytes in one file; None for no limit."""
-    if target.write.is_file:
-        return None
-    limit = target.write.max_file_bytes
-    return DEFAULT_FILE_BYTES if limit is None else limit
-
-
-def _shards(arrays: Mapping[str, PlannedArray], max_bytes: int | None) -> list[list[str]]:
-    """Return the keys of each file, filled in order.
-
-    A new file begins when the next tensor does not fit; there is at least one file.
-    """
-    shards: list[list[str]] = [[]]
+def _fill_files(arrays: Mapping[str, PlannedArray], options: WriteOptions) -> list[list[str]]:
+    """Return the keys of each file's tensors; a tensor that does not fit begins a new file."""
+    max_bytes = DEFAULT_FILE_BYTES if options.max_file_bytes is None else options.max_file_bytes
+    files: list[list[str]] = [[]]
     n_bytes = 0
     for key, array in arrays.items():
-        if max_bytes is not None and shards[-1] and n_bytes + array.n_bytes > max_bytes:
-            shards.append([])
+        if not options.is_file and files[-1] and n_bytes + array.n_bytes > max_bytes:
+            files.append([])
             n_bytes = 0
-        shards[-1].append(key)
+        files[-1].append(key)
         n_bytes += array.n_bytes
-    return shards
+    return files
 
 
-def _written_metadata(target: TargetCatalog) -> dict[str, str]:
-    """Return ``__metadata__`` without aliases: the source's, and the ``format`` that transformers
-    asks for.
+def _recordable_aliases(target: TargetCatalog, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the aliases that the metadata can record: alias → name of the stored tensor.
+
+    Both names must be tensors with the same dtype and shape, and the metadata must not have an
+    entry with the alias's name.
     """
-    facts = target.facet(WeightFileFacts)
-    return {**DEFAULT_METADATA, **({} if facts is None else facts.metadata)}
-
-
-def _kept_aliases(target: TargetCatalog) -> dict[str, str]:
-    """Return key → key whose bytes serve for it, if both have equal form and the name can be
-    recorded.
-    """
-    stated = target.aliases
-    metadata = _written_metadata(target)
     aliases: dict[str, str] = {}
-    for key, first in stated.items():
-        first = stated.get(first, first)
-        alias, original = target.tensors.get(key), target.tensors.get(first)
-        is_alike = (
-            alias is not None
-            and original is not None
-            and (alias.dtype, alias.shape) == (original.dtype, original.shape)
-        )
-        if is_alike and key != first and first not in stated and key not in metadata:
-            aliases[key] = first
+    for key, original_key in target.aliases.items():
+        # An alias of an alias refers to the tensor that is stored.
+        original_key = target.aliases.get(original_key, original_key)
+        is_direct = key != original_key and original_key not in target.aliases
+        alias, original = target.tensors.get(key), target.tensors.get(original_key)
+        if alias is None or original is None or not is_direct or key in metadata:
+            continue
+        if (alias.dtype, alias.shape) == (original.dtype, original.shape):
+            aliases[key] = original_key
     return aliases

@@ -1,21 +1,21 @@
-"""TensorPieces of tensors in safetensors files, as torch's Hugging Face storage writer leaves them.
+"""Pieces of tensors in safetensors files, as written by torch's Hugging Face storage writer.
 
-On disk, one file per rank and file number, ``shard-0000R-model-0000i-of-0000n.safetensors``, and in its header::
+On disk, one file per rank and file number, ``shard-0000R-model-0000i-of-0000n.safetensors``, with
+this in its header::
 
     "__metadata__": {"format": "pt", "DCP_VERSION": "1.0",
                      "DCP_SHARDING_INFO": "{\\"w\\": {\\"saved_offsets\\": [65, 0]}, …}"}
 
-A tensor of the file is the piece of a global tensor that begins at its offsets (elements). The
-global shape is stated
-nowhere: it is the farthest end of all pieces. Hence pieces must tile it, and what else says how
-large tensors are, an index or ``config.json``, is compared; the last rank's files missing could not
-be noticed otherwise.
+A tensor of the file is the piece of a global tensor that begins at its offsets (in elements). The
+global shape is not recorded: it is the farthest end of all pieces, and the pieces must tile it. If
+the files of the last ranks were missing, only the shape would be smaller, so sizes are also
+compared with the index and ``config.json``.
 
-Versions: 1.0. Tensors without axes, of integers and of bool are read like others (torch 2.13's own
-consolidation writes zero for the first kind and fails on the others). Equal pieces in several files
-are replicas.
+Versions: 1.0. Tensors without axes, integer tensors and bool tensors are read like others (torch
+2.13's own consolidation writes zeros for the first kind and fails for the others). Equal pieces in
+several files are replicas.
 
-Not supported, refused by name: tensors of two elements a byte that are cut along their last axis.
+Not supported, refused by name: tensors with two elements per byte, divided along their last axis.
 
 Source: torch 2.13
 ``torch/distributed/checkpoint/{hf_storage,_hf_utils,_consolidate_hf_safetensors}.py``; written by
@@ -61,44 +61,60 @@ def has_pieces(header: Header) -> bool:
 
 
 def pieces_of(headers: Iterable[Header]) -> TensorPieces:
-    """Return the global tensors of some files.
+    """Assemble the global tensors of some files.
 
-    Files without sharding information hold complete tensors.
+    Files without sharding information contain complete tensors.
 
     Raises:
         CorruptError: pieces overlap, differ in dtype or axes, or the sharding information does not
             match the file.
         MissingShardError: a region of a tensor is in no piece.
-        UnsupportedError: the version is unknown, or a tensor with two elements a byte is cut along
-            its last axis.
+        UnsupportedError: the version is unknown, or a tensor with two elements per byte is divided
+            along its last axis.
     """
+    # Collect the pieces of each tensor. The offsets of packed tensors count elements, but their
+    # shapes count bytes, so these must not be divided along the last axis.
     pieces_of_key: dict[str, list[tuple[Box, StoredArray]]] = {}
     for header in headers:
         offset_of = _piece_offsets(header)
         for key, array in header.arrays.items():
-            offset = (0,) * len(array.shape) if offset_of is None else offset_of[key]
+            offset = offset_of[key]
             if DTYPES[array.dtype].kind == "packed" and offset and offset[-1]:
                 raise UnsupportedError(
-                    f"a {array.dtype} tensor that is cut along its last axis is not supported",
+                    f"a {array.dtype} tensor that is divided along its last axis is not supported",
                     file=header.file,
                     key=key,
                 )
             pieces_of_key.setdefault(key, []).append((Box(offset, array.shape), array))
-    tensors = {key: _global_tensor(key, pieces) for key, pieces in pieces_of_key.items()}
-    return TensorPieces(
-        tensors,
-        {key: _tiling_fragments(tensors[key], pieces) for key, pieces in pieces_of_key.items()},
-    )
+
+    # The global shape is the farthest end of all pieces, which must then tile it.
+    tensors: dict[str, TensorMeta] = {}
+    for key, pieces in pieces_of_key.items():
+        box, first = pieces[0]
+        for other, array in pieces:
+            if array.dtype != first.dtype or other.rank != box.rank:
+                raise CorruptError(
+                    f"one piece is {array.dtype} with {other.rank} axes, another {first.dtype} "
+                    f"with {box.rank}",
+                    file=array.extent.file,
+                    key=key,
+                )
+        ends = zip(*(box.end for box, _ in pieces), strict=True)
+        tensors[key] = TensorMeta(key, first.dtype, tuple(map(max, ends)))
+    fragments = {key: _tiling_fragments(tensors[key], pieces_of_key[key]) for key in tensors}
+    return TensorPieces(tensors, fragments)
 
 
-def _piece_offsets(header: Header) -> dict[str, Shape] | None:
-    """Return tensor → offset of its piece, for every tensor of a file.
+def _piece_offsets(header: Header) -> dict[str, Shape]:
+    """Return the offset of every tensor of a file in its global tensor, in elements.
 
-    None without sharding information.
+    Raises:
+        CorruptError: the sharding information is malformed or does not match the file.
+        UnsupportedError: the version of the sharding information is unknown.
     """
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
-        return None
+        return {key: (0,) * len(array.shape) for key, array in header.arrays.items()}
     version = header.metadata.get(VERSION, _KNOWN_VERSION)
     if version != _KNOWN_VERSION:
         raise UnsupportedError(
@@ -112,61 +128,55 @@ def _piece_offsets(header: Header) -> dict[str, Shape] | None:
         array = header.arrays.get(key)
         if array is None:
             raise CorruptError(
-                f"{SHARDING_INFO} names a tensor that is not in the file", file=header.file, key=key
+                f"{SHARDING_INFO} lists a tensor that is not in the file", file=header.file, key=key
             )
         offset = fields.get("saved_offsets")
-        is_list = isinstance(offset, list) and all(
-            type(n) is int and 0 <= n < 1 << 62 for n in offset
-        )
-        if not isinstance(offset, list) or not is_list or len(offset) != len(array.shape):
+        if (
+            not isinstance(offset, list)
+            or len(offset) != len(array.shape)
+            or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset)
+        ):
             raise CorruptError(
-                f"saved_offsets {str(offset)[:60]} do not match the {len(array.shape)} axes of the piece",
+                f"saved_offsets {str(offset)[:60]} do not match the piece, which has "
+                f"{len(array.shape)} axes",
                 file=header.file,
                 key=key,
             )
         offsets[key] = tuple(offset)
-    for key in header.arrays:
-        if key not in offsets:
-            raise CorruptError(
-                f"{SHARDING_INFO} has no offset for the piece", file=header.file, key=key
-            )
+    unlisted = next((key for key in header.arrays if key not in offsets), None)
+    if unlisted is not None:
+        raise CorruptError(
+            f"{SHARDING_INFO} does not list the tensor", file=header.file, key=unlisted
+        )
     return offsets
-
-
-def _global_tensor(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMeta:
-    """Return the global tensor of some pieces."""
-    box, first = pieces[0]
-    for other, array in pieces:
-        if array.dtype != first.dtype or other.rank != box.rank:
-            raise CorruptError(
-                f"a piece is {array.dtype} with {other.rank} axes, another {first.dtype} with {box.rank}",
-                file=array.extent.file,
-                key=key,
-            )
-    ends = zip(*(box.end for box, _ in pieces), strict=True)
-    return TensorMeta(key, first.dtype, tuple(max(axis) for axis in ends))
 
 
 def _tiling_fragments(
     meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]
 ) -> tuple[Fragment, ...]:
-    """Return the pieces of a tensor, after checking that they tile it.
+    """Return the pieces of a tensor as fragments, after checking that they tile it.
 
-    Empty pieces are left out unless the tensor is empty.
+    Raises:
+        CorruptError: two different pieces overlap.
+        MissingShardError: a region of the tensor is in no piece.
     """
+    # An empty piece covers nothing, so it is only kept as the one fragment of an empty tensor.
     if meta.n_elements:
         pieces = [(box, array) for box, array in pieces if not box.is_empty]
     else:
         pieces = pieces[:1]
-    # Equal pieces are replicas; different ones must neither overlap nor leave a hole.
-    array_of = dict(reversed(pieces))  # of equal pieces the first
+
+    # Equal pieces are replicas, of which the first is named in errors. Different ones must neither
+    # overlap nor leave a hole.
+    array_of = dict(reversed(pieces))
     boxes = list(array_of)
     overlap = first_overlap(boxes) if meta.n_elements else None
     if overlap is not None:
         first, other = boxes[overlap[0]], boxes[overlap[1]]
         raise CorruptError(
             f"two pieces overlap: offset {list(first.offset)} shape {list(first.shape)} in "
-            f"{array_of[first].extent.file}, and offset {list(other.offset)} shape {list(other.shape)}",
+            f"{array_of[first].extent.file}, and offset {list(other.offset)} shape "
+            f"{list(other.shape)}",
             file=array_of[other].extent.file,
             key=meta.key,
         )
@@ -174,8 +184,8 @@ def _tiling_fragments(
         hole = first_hole(full_box(meta.shape), boxes)
         assert hole is not None
         raise MissingShardError(
-            f"no piece holds offset {list(hole.offset)} shape {list(hole.shape)} of the tensor of shape "
-            f"{list(meta.shape)}",
+            f"no piece contains offset {list(hole.offset)} shape {list(hole.shape)} of the tensor, "
+            f"which has shape {list(meta.shape)}",
             key=meta.key,
             hint="copy the checkpoint again, with the files of all ranks",
         )
@@ -188,25 +198,27 @@ def _tiling_fragments(
 
 
 def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> None:
-    """Compare the sizes that pieces add up to with those that a model's configuration states.
+    """Raise if tensors assembled from pieces are smaller than in the model's configuration.
 
     Raises:
-        MissingShardError: an embedding has fewer rows than the vocabulary, or a final norm fewer
-            than the hidden size.
+        MissingShardError: an embedding has fewer rows than the vocabulary, or an embedding or final
+            norm is smaller than the hidden size.
         CorruptError: a size in the configuration is not a positive number.
     """
     config_sizes = {name: config_number(config, name) for name in ("vocab_size", "hidden_size")}
     for key, meta in tensors.items():
-        for ends, axis, name in _SIZES_IN_CONFIG:
-            least = config_sizes[name]
+        for suffixes, axis, name in _SIZES_IN_CONFIG:
+            # Embeddings may be larger: training pads the vocabulary.
+            min_size = config_sizes[name]
             if (
-                key.endswith(ends)
+                key.endswith(suffixes)
                 and axis < len(meta.shape)
-                and least is not None
-                and meta.shape[axis] < least
+                and min_size is not None
+                and meta.shape[axis] < min_size
             ):
                 raise MissingShardError(
-                    f"the pieces add up to shape {list(meta.shape)}, but config.json states {name} {least}",
+                    f"the pieces form a tensor of shape {list(meta.shape)}, but {name} in "
+                    f"config.json is {min_size}",
                     key=key,
                     hint="the files of the last ranks may be missing: copy the checkpoint again",
                 )
@@ -217,4 +229,4 @@ _SIZES_IN_CONFIG = (
     (("embed_tokens.weight",), 1, "hidden_size"),
     (("model.norm.weight",), 0, "hidden_size"),
 )
-"""Suffixes of names, axis, and the size in config.json that is the minimum for this axis."""
+"""Suffixes of tensor names, axis, and the size in config.json that is the minimum for this axis."""

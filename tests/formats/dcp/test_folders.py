@@ -100,7 +100,7 @@ def test_entries_of_a_second_model_have_its_number(tmp_path: Path) -> None:
 def test_entries_of_one_name_in_two_directories_are_refused(tmp_path: Path) -> None:
     for folder in (MODEL, OPTIMIZER):
         dist_cp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / folder)
-    with pytest.raises(UnsupportedError, match="both hold an entry with this name"):
+    with pytest.raises(UnsupportedError, match="both contain an entry with this name"):
         open_checkpoint(tmp_path)
 
 

@@ -378,7 +378,7 @@ def test_an_array_that_the_metadata_lists_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingShardError, match="text") as caught:
+    with pytest.raises(MissingShardError, match="the string is missing") as caught:
         ocdbt.FORMAT.read(LocalStore(orbax(tmp_path / "x", *LEAVES)))
     assert caught.value.key == "name"
 
@@ -693,12 +693,12 @@ def test_data_files_outside_the_checkpoint_are_refused(path: str) -> None:
     [
         (hand_made(leaf_node([b"b", b"a"], [b"", b""]), n_keys=2), "not in order"),
         (hand_made(leaf_node([b"a", b"a"], [b"", b""]), n_keys=2), "not in order"),
-        (hand_made(leaf_node([b"a"], [b""]), n_keys=2), "1 keys, but the manifest states 2"),
+        (hand_made(leaf_node([b"a"], [b""]), n_keys=2), "1 keys, but the manifest lists 2"),
         (hand_made(leaf_node([b"\xff"], [b""])), "not valid UTF-8"),
-        (hand_made(leaf_node([b"a"], [b""]), height=1), "height 0, but its parent 1"),
+        (hand_made(leaf_node([b"a"], [b""]), height=1), "height 0, but its parent requires 1"),
         (hand_made(leaf_node([b"a"], [b""]), height=200), "200 levels"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varint(0))), "no entries"),
-        (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varint(1 << 40))), "are announced"),
+        (hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varint(1 << 40))), "items should follow"),
         (hand_made(wrapped(NODE_MAGIC, b"\0" + b"\xff" * 11)), "more than 64 bits"),
         (
             hand_made(wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1 << 20) + b"a")),
@@ -716,10 +716,10 @@ def test_data_files_outside_the_checkpoint_are_refused(path: str) -> None:
             hand_made(
                 wrapped(NODE_MAGIC, b"\0" + table() + varints(1, 1) + b"a" + varints(5, 1, 3, 0))
             ),
-            "data file 3 is named",
+            "refers to data file 3 of 0",
         ),
         (hand_made(leaf_node([b"a"], [b""])[:-4] + b"\0\0\0\0"), "CRC-32C"),
-        (hand_made(wrapped(MANIFEST_MAGIC, b"")), "begins with"),
+        (hand_made(wrapped(MANIFEST_MAGIC, b"")), "wrong magic number"),
     ],
 )
 def test_nodes_that_cannot_be_are_corrupt(store: MemoryStore, match: str) -> None:

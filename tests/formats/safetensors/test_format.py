@@ -275,17 +275,17 @@ def without(key: str) -> dict[str, str]:
 
 
 BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str | None]] = {
-    "nothing": ({"config.json": b"{}"}, MissingShardError, "holds no safetensors file", None),
+    "nothing": ({"config.json": b"{}"}, MissingShardError, "has no safetensors file", None),
     "a file that is not there": (
         {INDEX: index_of(WEIGHT_MAP), "model-00001-of-00002.safetensors": A},
         MissingShardError,
-        "files named by model.safetensors.index.json are missing",
+        "files listed in model.safetensors.index.json are missing",
         "b",
     ),
     "a tensor that is not there": (
         {**SHARDED, INDEX: index_of({**WEIGHT_MAP, "x": "model-00001-of-00002.safetensors"})},
         MissingShardError,
-        "but it is not there",
+        "but it is missing there",
         "x",
     ),
     "a tensor that is not listed": (
@@ -301,7 +301,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
             INDEX: index_of(WEIGHT_MAP),
         },
         CorruptError,
-        "places it in model-00002",
+        "lists the tensor in model-00002",
         "c",
     ),
     "no weight_map": ({**SHARDED, INDEX: b"{}"}, CorruptError, "no weight_map", None),
@@ -370,12 +370,12 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "a wrong total_size": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP, total_size=99)},
         ["a", "b", "c"],
-        "total_size of 99",
+        f"total_size in {INDEX} is 99",
     ),
     "a file beside the index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "old.safetensors": A},
         ["a", "b", "c"],
-        "so not read: old.safetensors",
+        "does not list them: old.safetensors",
     ),
     "files without an index": (dict(SHARDED), ["a", "b", "c"], "2 files without an index"),
     "a second index": (
@@ -386,17 +386,17 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "an adapter beside the model": (
         {"adapter_model.safetensors": A, "model.safetensors": save({"w": torch.ones(1)})},
         ["w"],
-        "model.safetensors is what loaders take, so not read: adapter_model.safetensors",
+        "not read, as loaders only read model.safetensors: adapter_model.safetensors",
     ),
     "an adapter beside the model's shards": (
         {**SHARDED, "adapter_model.safetensors": A},
         ["a", "b", "c"],
-        "model-00001-of-00002.safetensors … is what loaders take, so not read: adapter_model.safetensors",
+        "not read, as loaders only read model-00001-of-00002.safetensors …: adapter_model.safetensors",
     ),
     "the same weights under another name": (
         {"consolidated.safetensors": A, "model.safetensors": A},
         ["a"],
-        "not read: consolidated.safetensors",
+        "not read, as loaders only read model.safetensors: consolidated.safetensors",
     ),
     "the index of an adapter beside the model": (
         {

@@ -133,8 +133,8 @@ BROKEN: dict[
     "a field twice": ('{"w":' + W[:-1] + ',"dtype":"F32"}}', 8, CorruptError, "a field twice"),
     "metadata no object": ('{"__metadata__":"pt"}', 0, CorruptError, "an opening brace"),
     "metadata null": ('{"__metadata__":null}', 0, CorruptError, "an opening brace"),
-    "metadata of numbers": ('{"__metadata__":{"a":1}}', 0, CorruptError, "only strings"),
-    "metadata of objects": ('{"__metadata__":{"a":{}}}', 0, CorruptError, "only strings"),
+    "metadata of numbers": ('{"__metadata__":{"a":1}}', 0, CorruptError, "only contain strings"),
+    "metadata of objects": ('{"__metadata__":{"a":{}}}', 0, CorruptError, "only contain strings"),
     "an entry that is a number": ('{"w":1}', 0, CorruptError, "not a JSON object of at most"),
     "an entry with an object": (
         '{"w":{"dtype":{}}}',
@@ -159,25 +159,25 @@ BROKEN: dict[
         '{"w":{"shape":[2],"data_offsets":[0,8]}}',
         8,
         CorruptError,
-        "lacks the field 'dtype'",
+        "the field 'dtype' is missing",
     ),
     "no shape": (
         '{"w":{"dtype":"F32","data_offsets":[0,8]}}',
         8,
         CorruptError,
-        "lacks the field 'shape'",
+        "the field 'shape' is missing",
     ),
     "no offsets": (
         '{"w":{"dtype":"F32","shape":[2]}}',
         8,
         CorruptError,
-        "lacks the field 'data_offsets'",
+        "the field 'data_offsets' is missing",
     ),
     "a field that is unknown": (
         {"w": entry(strides=[1])},
         8,
         CorruptError,
-        "unknown field 'strides'",
+        "the field 'strides' is unknown",
     ),
     "a dtype that is unknown": ({"w": entry("Q4_K")}, 8, UnsupportedError, "'Q4_K' is unknown"),
     "a dtype that is a number": ({"w": entry(4)}, 8, UnsupportedError, "'4' is unknown"),
@@ -195,7 +195,7 @@ BROKEN: dict[
         {"w": entry("F4", [4], [0, 4])},
         4,
         CorruptError,
-        "make 2 bytes",
+        "has 2 bytes",
     ),
     "a shape that is no list": ({"w": entry(shape=2)}, 8, CorruptError, "shape is 2, not a list"),
     "a negative extent": ({"w": entry(shape=[-2])}, 8, CorruptError, "not a list of numbers"),
@@ -218,26 +218,31 @@ BROKEN: dict[
         {"w": entry(shape=[1 << 40, 1 << 40])},
         8,
         CorruptError,
-        "make 48357",
+        "has 48357",
     ),
     "a shape that makes another length": (
         {"w": entry(shape=[3])},
         8,
         CorruptError,
-        "make 12 bytes",
+        "has 12 bytes",
     ),
-    "one offset": ({"w": entry(offsets=[8])}, 8, CorruptError, "not a begin and an end"),
-    "three offsets": ({"w": entry(offsets=[0, 4, 8])}, 8, CorruptError, "not a begin and an end"),
-    "offsets backwards": ({"w": entry(offsets=[8, 0])}, 8, CorruptError, "not a begin and an end"),
+    "one offset": ({"w": entry(offsets=[8])}, 8, CorruptError, "are not a range of bytes"),
+    "three offsets": ({"w": entry(offsets=[0, 4, 8])}, 8, CorruptError, "are not a range of bytes"),
+    "offsets backwards": (
+        {"w": entry(offsets=[8, 0])},
+        8,
+        CorruptError,
+        "are not a range of bytes",
+    ),
     "negative offsets": ({"w": entry(offsets=[-8, 0])}, 8, CorruptError, "not a list of numbers"),
-    "a hole before the first": ({"w": entry(offsets=[4, 12])}, 12, CorruptError, "leaves a gap"),
-    "a hole": ({"w": entry(), "x": entry(offsets=[12, 20])}, 20, CorruptError, "leaves a gap"),
+    "a hole before the first": ({"w": entry(offsets=[4, 12])}, 12, CorruptError, "follows a gap"),
+    "a hole": ({"w": entry(), "x": entry(offsets=[12, 20])}, 20, CorruptError, "follows a gap"),
     "an overlap": ({"w": entry(), "x": entry(offsets=[4, 12])}, 12, CorruptError, "overlaps"),
     "the same bytes twice": ({"w": entry(), "x": entry()}, 8, CorruptError, "overlaps"),
     "a truncated file": ({"w": entry()}, 7, TruncatedError, "the tensor ends at byte"),
     "no data": ({"w": entry()}, 0, TruncatedError, "the tensor ends at byte"),
-    "trailing bytes": ({"w": entry()}, 9, CorruptError, "1 bytes at the end belong to no tensor"),
-    "data without tensors": ("{}", 3, CorruptError, "3 bytes at the end"),
+    "trailing bytes": ({"w": entry()}, 9, CorruptError, "1 bytes after the last tensor"),
+    "data without tensors": ("{}", 3, CorruptError, "3 bytes after the last tensor"),
     "half a surrogate pair": ('{"\\ud800":' + W + "}", 8, CorruptError, "not valid text"),
     "no UTF-8": (b'{"\xff":' + W.encode() + b"}", 8, CorruptError, "not valid text"),
     "no UTF-8 in an entry": (b'{"w":{"\xff":1}}', 0, CorruptError, "the entry is not valid JSON"),
@@ -271,13 +276,13 @@ def test_a_file_without_a_length_is_truncated(n_bytes: int) -> None:
 
 
 def test_a_header_that_is_longer_than_the_file_is_truncated() -> None:
-    with pytest.raises(TruncatedError, match="header alone ends at byte 108"):
+    with pytest.raises(TruncatedError, match="its header ends at byte 108"):
         read_header(MemoryStore({"f": struct.pack("<Q", 100) + b"{}"}), "f")
 
 
 @pytest.mark.parametrize("n", [MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1])
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(n: int) -> None:
-    with pytest.raises(CorruptError, match=f"header length is {n:,} bytes"):
+    with pytest.raises(CorruptError, match=f"the header has {n:,} bytes"):
         read_header(MemoryStore({"f": struct.pack("<Q", n) + b"{}"}), "f")
 
 
