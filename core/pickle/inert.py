@@ -222,9 +222,8 @@ def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
             visited.add(id(node))
         yield node
         # Reversed, as the last part on the stack is visited first.
-        parts = parts_of(node)
-        if not is_flat(parts):
-            stack += [part for part in reversed(parts) if type(part) not in PLAIN]
+        parts = parts_to_visit(node)
+        stack += [part for part in reversed(parts) if type(part) not in PLAIN]
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
@@ -232,22 +231,33 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 def parts_of(node: object) -> Sequence[object]:
     """Return the direct parts of an inert value, plain ones too; () for a leaf."""
+    if isinstance(node, Inert):
+        parts = [node.fn, node.args, node.kwargs or None]
+        if node.state is not NO_STATE:
+            parts.append(node.state)
+        parts += node.items
+        parts += chain.from_iterable(node.entries)
+        return parts
     if isinstance(node, (list, tuple)):
         return node
     if isinstance(node, dict):
         return list(chain.from_iterable(node.items()))
     if isinstance(node, (set, frozenset)):
         return list(node)
-    if isinstance(node, Persistent):
-        return (node.value,)
-    if not isinstance(node, Inert):
-        return ()
-    parts = [node.fn, node.args, node.kwargs or None]
-    if node.state is not NO_STATE:
-        parts.append(node.state)
-    parts += node.items
-    parts += chain.from_iterable(node.entries)
-    return parts
+    return (node.value,) if isinstance(node, Persistent) else ()
+
+
+def parts_to_visit(node: object) -> Sequence[object]:
+    """Return the direct parts of an inert value, without those that are obviously plain.
+
+    Large containers of numbers and dicts with keys of type str thus cost little.
+    """
+    if type(node) is Inert:
+        return parts_of(node)
+    if isinstance(node, dict) and is_flat(node):
+        return () if is_flat(node.values()) else list(node.values())
+    parts = parts_of(node)
+    return () if is_flat(parts) else parts
 
 
 class ValueCounter:

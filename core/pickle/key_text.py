@@ -121,7 +121,7 @@ def _text_of_call(key: Inert, levels: int, *, is_top: bool) -> str | None:
     if is_scalar_call(key):
         value = scalar_of(key)
         return None if value is None else _text(value, levels, is_top=is_top)
-    # Arguments of other types have no text, and that of a huge integer would take long to make.
+    # Other arguments do not identify the key, and a huge integer would take long to format.
     if any(type(arg) is int and arg.bit_length() > _MAX_BITS for arg in key.args):
         return None
     if not all(isinstance(arg, (str, int, float, Inert, type(None))) for arg in key.args):

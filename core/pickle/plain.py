@@ -1,6 +1,6 @@
 """Convert any inert value to plain containers, and back.
 
-``to_plain`` spells what only a pickle can express (records, names, tuples, sets, keys that are not
+``to_plain`` writes what only a pickle can express (records, names, tuples, sets, keys that are not
 strings) as dicts whose first key begins with ``$``. The result can be read by
 ``torch.load(weights_only=True)``, and by people::
 
@@ -227,7 +227,7 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
         return [result_of(item) for item in node]
     if kind is not dict:
         raise CorruptError(f"a plain value holds a {kind.__name__}")
-    # A dict whose first key begins with "$" spells another value; every other dict is one.
+    # A dict whose first key begins with "$" represents another value; any other dict is a dict.
     content = {key: result_of(item) for key, item in node.items()}
     tag = next(iter(node), "")
     if type(tag) is not str or not tag.startswith("$"):

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.pickle.inert import PLAIN, Inert, is_flat, parts_of
+from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
 from core.pickle.reduce import Name
@@ -279,8 +279,7 @@ def _check_depth(value: object, max_depth: int) -> None:
                 continue
             # Descend into this container first; its siblings follow when its parts are done.
             visited.add(id(node))
-            parts = parts_of(node)
-            path.append(iter(() if is_flat(parts) else parts))
+            path.append(iter(parts_to_visit(node)))
             if len(path) > max_depth:
                 raise depth_error(max_depth)
             break
