@@ -38,22 +38,22 @@ class Box:
 
     @property
     def rank(self) -> int:
-        """Return the number of axes."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def end(self) -> Shape:
-        """Return one past the last index per axis, in elements."""
+        """Index after the last one per axis, in elements."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     @property
     def n_elements(self) -> int:
-        """Return the number of elements, which is 1 for rank 0."""
+        """Number of elements, which is 1 for rank 0."""
         return prod(self.shape)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether some extent is zero."""
+        """True if some extent is zero."""
         return 0 in self.shape
 
     def intersect(self, other: Box) -> Box | None:
@@ -76,9 +76,9 @@ class Box:
         return Box(tuple(offset), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        """Return whether every element of ``other`` lies in this box.
+        """Return whether every element of ``other`` is in this box.
 
-        An empty box lies in every box that contains its offset.
+        An empty box is in every box that contains its offset, at the end included.
         """
         return all(
             o1 <= o2 and o2 + n2 <= o1 + n1
@@ -88,7 +88,11 @@ class Box:
         )
 
     def shift(self, delta: Iterable[int]) -> Box:
-        """Return the box moved by ``delta`` elements per axis, not to below zero."""
+        """Return the box moved by ``delta`` elements per axis.
+
+        Raises:
+            ValueError: the box would begin below zero.
+        """
         return Box(tuple(o + d for o, d in zip(self.offset, delta, strict=True)), self.shape)
 
     def subtract(self, other: Box) -> list[Box]:
@@ -96,25 +100,29 @@ class Box:
 
         Returns:
             At most ``2 * rank`` boxes, none empty; ``[self]`` if the two are disjoint.
+
+        Raises:
+            ValueError: the ranks differ.
         """
         common = self.intersect(other)
         if common is None:
             return [] if self.is_empty else [self]
-        pieces = []
+        boxes = []
         offset = list(self.offset)
         shape = list(self.shape)
-        # Cut off what lies before and after the common part, axis by axis, and go on with the rest.
+        # Axis by axis, cut off the slabs before and after the common part. What remains has the
+        # extent of the common part on this axis.
         for axis in range(self.rank):
-            below = common.offset[axis] - offset[axis]
-            if below:
-                pieces.append(Box(tuple(offset), (*shape[:axis], below, *shape[axis + 1 :])))
-            above = offset[axis] + shape[axis] - common.end[axis]
-            if above:
+            n_before = common.offset[axis] - offset[axis]
+            if n_before:
+                boxes.append(Box(tuple(offset), (*shape[:axis], n_before, *shape[axis + 1 :])))
+            n_after = offset[axis] + shape[axis] - common.end[axis]
+            if n_after:
                 start = (*offset[:axis], common.end[axis], *offset[axis + 1 :])
-                pieces.append(Box(start, (*shape[:axis], above, *shape[axis + 1 :])))
+                boxes.append(Box(start, (*shape[:axis], n_after, *shape[axis + 1 :])))
             offset[axis] = common.offset[axis]
             shape[axis] = common.shape[axis]
-        return pieces
+        return boxes
 
     def split(self, axis: int, sizes: Iterable[int]) -> list[Box]:
         """Cut the box along ``axis`` into consecutive boxes with the extents ``sizes``.
@@ -148,6 +156,7 @@ def c_strides(shape: Shape) -> Shape:
     """Return the strides, in elements, of a C-order array."""
     strides = []
     step = 1
+    # An extent of 0 counts as 1, so that an empty array has positive strides too.
     for extent in reversed(shape):
         strides.append(step)
         step *= max(extent, 1)
@@ -187,10 +196,10 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
         At most ``2 * len(shape) - 1`` disjoint boxes, in C order; [] if start == stop.
 
     Raises:
-        ValueError: the range does not lie in the tensor.
+        ValueError: the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"flat range {start}–{stop} does not lie in a tensor of shape {shape}")
+        raise ValueError(f"flat range {start}–{stop} is not inside a tensor of shape {shape}")
     if start == stop:
         return []
     if not shape:
@@ -199,24 +208,20 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
     row_size = prod(shape[1:])
     first, head = divmod(start, row_size)
     last, tail = divmod(stop, row_size)
+
+    def boxes_in_row(row: int, row_start: int, row_stop: int) -> list[Box]:
+        inner_boxes = boxes_of_flat_range(shape[1:], row_start, row_stop)
+        return [Box((row, *inner.offset), (1, *inner.shape)) for inner in inner_boxes]
+
     if first == last:
-        return [
-            Box((first, *inner.offset), (1, *inner.shape))
-            for inner in boxes_of_flat_range(shape[1:], head, tail)
-        ]
+        return boxes_in_row(first, head, tail)
     # A partial first row, the complete rows in one box, and a partial last row.
     boxes = []
     if head:
-        boxes += [
-            Box((first, *inner.offset), (1, *inner.shape))
-            for inner in boxes_of_flat_range(shape[1:], head, row_size)
-        ]
+        boxes += boxes_in_row(first, head, row_size)
         first += 1
     if last > first:
         boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
     if tail:
-        boxes += [
-            Box((last, *inner.offset), (1, *inner.shape))
-            for inner in boxes_of_flat_range(shape[1:], 0, tail)
-        ]
+        boxes += boxes_in_row(last, 0, tail)
     return boxes

@@ -1,14 +1,17 @@
 """Casts: changing the dtype of dense elements in a buffer.
 
-Every value is rounded as torch 2.13's ``Tensor.to`` rounds it, bit for bit: to nearest even,
-through float32 wherever one side is narrower than that (so float64 → bfloat16 rounds twice, as in
-torch), overflow to infinity, or to NaN in the ``fnuz`` types, and saturating at ±448, infinities
-included, in float8_e4m3fn. A NaN stays a NaN; its sign and payload are numpy's and ml_dtypes',
-because torch's own depend on the instruction set.
+Every value is rounded as torch 2.13's ``Tensor.to`` rounds it, bit for bit:
+
+- to nearest even, through float32 wherever one side is narrower than that (so float64 → bfloat16
+  rounds twice, as in torch);
+- overflow becomes infinity, or NaN in the ``fnuz`` types; float8_e4m3fn saturates at ±448,
+  infinities included;
+- a NaN stays a NaN; its sign and payload are those of numpy and ml_dtypes, because torch's own
+  depend on the instruction set.
 
 Supported: all pairs of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and their
-``fnuz`` forms; from float8_e8m0fnu; from bool and integers to integers and floats that hold each of
-their values.
+``fnuz`` forms; from float8_e8m0fnu; from bool and integers to integers and floats that represent
+each of their values exactly.
 
 Not supported: complex, packed four-bit types, to float8_e8m0fnu (scales are not rounded values),
 and casts that would lose integers or fractions.
@@ -27,9 +30,9 @@ Cast = Callable[[memoryview, memoryview], None]
 """Casts the dense elements of the first buffer into the second, which has room for as many."""
 
 _EXACT_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
-"""Type → bits of the integers that it holds exactly."""
+"""Type → bits of the integers that it represents exactly."""
 _BATCH_SIZE = 1 << 16
-"""Elements that are cast at once, so that temporary arrays stay small and in the cache."""
+"""Elements per batch, so that temporary arrays stay small and in the cache."""
 
 
 def check_cast(source: str, target: str, *, key: str | None = None) -> None:
@@ -40,23 +43,25 @@ def check_cast(source: str, target: str, *, key: str | None = None) -> None:
         key: the tensor, for the message.
 
     Raises:
-        UnsupportedError: the module's docstring lists the cast as not supported.
+        UnsupportedError: the cast is not supported (see the module's docstring), or a dtype is
+            unknown.
     """
     if source != target and not _is_supported(source, target):
         raise UnsupportedError(
             f"casting {source} to {target} is not supported",
             key=key,
-            hint="leave this tensor out of --dtype, or choose a wider type",
+            hint="exclude this tensor from --dtype, or choose a wider type",
         )
 
 
 def _is_supported(source: str, target: str) -> bool:
+    """Return whether two different dtypes are among the supported casts."""
     old, new = dtype_of(source), dtype_of(target)
     if old.kind == "float":
         return new.kind == "float" and target != "float8_e8m0fnu"
     if old.kind not in ("bool", "int", "uint"):
         return False
-    # Of integers, the new type must hold every value of the old one.
+    # The new type must represent every integer of the old type.
     value_bits = 1 if old.kind == "bool" else 8 * old.itemsize - (old.kind == "int")
     if new.kind == "float":
         return value_bits <= _EXACT_BITS.get(target, 0)
@@ -67,7 +72,7 @@ def _is_supported(source: str, target: str) -> bool:
 
 @lru_cache
 def cast_of(source: str, target: str) -> Cast:
-    """Return the function that casts dense little-endian elements; numpy is imported here.
+    """Return the function that casts dense little-endian elements from one dtype to another.
 
     Raises:
         UnsupportedError: the cast is not supported.
@@ -80,20 +85,28 @@ def cast_of(source: str, target: str) -> Cast:
     if is_float and (
         in_bytes == 1 or (in_bytes == 2 and (source, target) != ("bfloat16", "float32"))
     ):
-        # From at most 16 bits: look up every bit pattern in a table of all of them.
-        # mode="wrap", because "raise" would copy the output once more.
+        # From at most 16 bits: look up each bit pattern in a table of all casts. numpy widens
+        # bfloat16 to float32 faster than that.
         table = patterns_of(source, target)
 
         def cast_batch(data: memoryview, out: memoryview) -> None:
             patterns = np.frombuffer(data, dtype=f"u{in_bytes}")
+            # Patterns are in range, and mode="raise" would copy the output once more.
             np.take(table, patterns, out=np.frombuffer(out, dtype=f"u{out_bytes}"), mode="wrap")
 
     elif is_float and out_bytes == 1:
         # From wide floats to eight bits: reduce to bfloat16 patterns first, then look those up.
+        # Values are rounded to odd: cut off, with the last bit set if any bits were lost. That
+        # keeps eight bits and the side of a tie on which the value is, so rounding from there to
+        # the four or fewer bits of an eight-bit type is rounding from float32 (S. Boldo,
+        # G. Melquiond, "When double rounding is odd").
         table = patterns_of("bfloat16", target)
 
         def cast_batch(data: memoryview, out: memoryview) -> None:
-            patterns = _round_to_odd(data, source)
+            values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
+            with np.errstate(all="ignore"):
+                bits = values.astype(np.float32, copy=False).view(np.uint32)
+            patterns = (bits >> 16).astype(np.uint16) | ((bits & 0xFFFF) != 0)
             np.take(table, patterns, out=np.frombuffer(out, dtype="u1"), mode="wrap")
 
     else:
@@ -112,7 +125,7 @@ def cast_of(source: str, target: str) -> Cast:
 
 
 def _convert(data: memoryview, source: str, out: memoryview, target: str) -> None:
-    """Cast elements with numpy and ml_dtypes, the reference for the faster ways."""
+    """Cast elements with numpy and ml_dtypes; the tables of the faster casts are built with it."""
     import numpy as np
 
     values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
@@ -124,7 +137,7 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
             and min(itemsize(source), itemsize(target)) <= 2
         ):
             values = values.astype(np.float32)
-        # torch saturates in float8_e4m3fn, ml_dtypes overflows to NaN.
+        # torch saturates in float8_e4m3fn, where ml_dtypes overflows to NaN.
         if target == "float8_e4m3fn":
             values = np.clip(values, np.float32(-448), np.float32(448))
         np.copyto(np.frombuffer(out, dtype=_numpy_dtype(target)), values, casting="unsafe")
@@ -132,7 +145,11 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
 
 @lru_cache
 def patterns_of(source: str, target: str) -> Any:
-    """Return the cast of every bit pattern of a type of at most 16 bits, as unsigned integers."""
+    """Cast every bit pattern of a type of at most 16 bits.
+
+    Returns:
+        The results by pattern, an array of unsigned integers.
+    """
     import numpy as np
 
     patterns: Any = np.arange(1 << 8 * itemsize(source), dtype=f"u{itemsize(source)}")
@@ -141,30 +158,16 @@ def patterns_of(source: str, target: str) -> Any:
     return table
 
 
-def _round_to_odd(data: memoryview, source: str) -> Any:
-    """Cut float32 or float64 values to bfloat16 patterns, and make them odd if bits were lost.
-
-    That keeps eight bits and the knowledge on which side of a tie the value lies, so rounding from
-    there to the four or fewer bits of an eight-bit type is rounding from float32 (S. Boldo,
-    G. Melquiond, "When double rounding is odd").
-    """
-    import numpy as np
-
-    values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
-    with np.errstate(all="ignore"):
-        bits = values.astype(np.float32, copy=False).view(np.uint32)
-    return (bits >> 16).astype(np.uint16) | ((bits & 0xFFFF) != 0)
-
-
 def _numpy_dtype(name: str) -> Any:
+    """Return numpy's dtype, or that of ml_dtypes for types that numpy does not have."""
     import numpy as np
 
     numpy_name = dtype_of(name).numpy
     assert numpy_name is not None
-    if hasattr(np, numpy_name) and numpy_name != "bool":
-        return np.dtype(numpy_name)
     if numpy_name == "bool":
         return np.dtype(np.bool_)
+    if hasattr(np, numpy_name):
+        return np.dtype(numpy_name)
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, numpy_name))

@@ -1,13 +1,13 @@
-"""CRC-32 and content digests, computed in pieces that finish in any order.
+"""CRC-32 and content digests of arrays whose parts are written in any order.
 
-* ``crc32`` is zlib's polynomial (zip, gzip). Pieces are joined with ``crc32_combine``.
+* ``crc32`` uses zlib's polynomial (zip, gzip). Sums of parts are joined with ``crc32_combine``.
 * The *digest* of a byte string is the XXH3-128 of the XXH3-128s of its 1 MiB blocks, in order.
-  Blocks are counted from the beginning of the string, so the digest does not depend on who hashed
-  which part.
+  Blocks are counted from the beginning of the string, so the digest does not depend on how the
+  string was divided among processes.
 
-``RunSum`` follows the bytes of one consecutive run; ``ArraySum`` joins the runs of one array. A
-block that two runs share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` carries the
-sums of one process to another.
+``RunSum`` sums one run of consecutive bytes; ``ArraySum`` joins the runs of one array. A block that
+two runs share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` carries the sums of one
+process to another.
 
 Source: zlib's ``crc32_combine`` (multiplication by x^(8n) modulo the polynomial, bits reflected);
 XXH3 as in xxhash 0.8.
@@ -27,11 +27,12 @@ _combine: Callable[[int, int, int], int] | None
 try:
     from zlib_ng.zlib_ng import crc32 as _crc32
     from zlib_ng.zlib_ng import crc32_combine as _combine
-except ImportError:  # no wheel for this platform: the same numbers, four times slower
+except ImportError:
+    # No wheel for this platform: zlib computes the same sums four times slower.
     _crc32, _combine = zlib.crc32, None
 
 BLOCK_BYTES = 1 << 20
-"""Size of the blocks that are hashed one by one for a digest."""
+"""Size of the blocks that a digest hashes individually."""
 
 ALGORITHM = "xxh3-128/1MiB"
 """Name of the digest in manifests."""
@@ -40,12 +41,12 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """Return the CRC-32 of ``data``, continued from the CRC-32 ``value`` of earlier bytes."""
+    """Compute the CRC-32 of ``data``, continuing from the CRC-32 ``value`` of earlier bytes."""
     return int(_crc32(data, value))
 
 
 def crc32_combine(first: int, second: int, n_second: int) -> int:
-    """Return the CRC-32 of two byte strings, one after the other.
+    """Compute the CRC-32 of two concatenated byte strings from their CRC-32s.
 
     Args:
         first, second: the CRC-32 of each string.
@@ -57,16 +58,16 @@ def crc32_combine(first: int, second: int, n_second: int) -> int:
 
 
 def combine_in_python(first: int, second: int, n_second: int) -> int:
-    """Return the same as ``crc32_combine`` without zlib-ng; factors of lengths are cached."""
-    return _times(_power(n_second), first) ^ second
+    """Compute ``crc32_combine`` without zlib-ng; the factor of each length is cached."""
+    return _multiply(_power(n_second), first) ^ second
 
 
 def crc32_of_zeros(n_bytes: int) -> int:
-    """Return the CRC-32 of ``n_bytes`` zero bytes."""
-    return _times(_power(n_bytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    """Compute the CRC-32 of ``n_bytes`` zero bytes."""
+    return _multiply(_power(n_bytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
-def _times(a: int, b: int) -> int:
+def _multiply(a: int, b: int) -> int:
     """Multiply two polynomials modulo the polynomial of CRC-32; bit 31 is x^0."""
     # For each power of x in ``a``, add ``b`` times that power.
     product = 0
@@ -76,29 +77,28 @@ def _times(a: int, b: int) -> int:
             product ^= b
             a ^= bit
         bit >>= 1
+        # Times x: the highest power overflows into the polynomial.
         b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
     return product
 
 
 @lru_cache(maxsize=4096)
 def _power(n_bytes: int) -> int:
-    """Return x^(8 * n_bytes) modulo the polynomial of CRC-32."""
+    """Compute x^(8 * n_bytes) modulo the polynomial of CRC-32."""
     power = 1 << 31
     exponent = n_bytes
-    square = _times(1 << 30, 1 << 30)  # x^2
-    square = _times(square, square)
-    square = _times(square, square)  # x^8
+    square = 1 << 23  # x^8
     # Square and multiply.
     while exponent:
         if exponent & 1:
-            power = _times(power, square)
-        square = _times(square, square)
+            power = _multiply(power, square)
+        square = _multiply(square, square)
         exponent >>= 1
     return power
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the digest (16 bytes) of a byte string in memory."""
+    """Compute the digest (16 bytes) of a byte string in memory."""
     view = memoryview(data)
     blocks = (
         xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES])
@@ -108,7 +108,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def digest_of_blocks(blocks: list[bytes]) -> bytes:
-    """Return the digest of a byte string from the hashes of all its blocks, in order."""
+    """Compute the digest of a byte string from the hashes of all its blocks, in order."""
     return xxhash.xxh3_128_digest(b"".join(blocks))
 
 
@@ -116,14 +116,14 @@ class RunSum:
     """CRC-32 and block hashes of one run of consecutive bytes of an array, fed in order.
 
     Args:
-        offset: where the run begins in the array, in bytes.
+        offset: position of the run in the array, in bytes.
         array_bytes: length of the array, whose last block may be short.
-        crc, digest: which sums to compute.
+        crc, digest: the sums to compute.
 
     Attributes:
-        n_bytes: how many bytes have been fed.
-        crc: CRC-32 of the bytes that have been fed; 0 if switched off.
-        blocks: hashes of the blocks that lie entirely in the run, consecutive from ``first_block``.
+        n_bytes: number of bytes fed so far.
+        crc: CRC-32 of the bytes fed so far; 0 if switched off.
+        blocks: hashes of the blocks that are entirely in the run, consecutive from ``first_block``.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class RunSum:
 
     @property
     def first_block(self) -> int:
-        """Return the number of the first block that begins in the run."""
+        """Number of the first block that begins in the run."""
         return -(-self.offset // BLOCK_BYTES)
 
     def feed(self, data: memoryview) -> None:
@@ -161,26 +161,30 @@ class RunSum:
         self.n_bytes += len(data)
 
     def _feed_blocks(self, data: memoryview) -> None:
-        """Hash the next bytes, and note the hash of every block that they complete."""
+        """Hash the next bytes, and store the hash of every block that they complete."""
         n_done = 0
         position = self.offset + self.n_bytes
         while n_done < len(data):
-            # Take the bytes up to the end of the block that ``position`` lies in.
+            # Take the bytes up to the end of the block that contains ``position``.
             in_block = position % BLOCK_BYTES
-            block_bytes = min(BLOCK_BYTES, self._array_bytes - position + in_block)
-            piece = data[n_done : n_done + block_bytes - in_block]
-            if position - in_block >= self.offset:  # else the block began before the run
-                if len(piece) == block_bytes:
-                    self.blocks.append(xxhash.xxh3_128_digest(piece))
-                else:
-                    if self._hash is None:
-                        self._hash = xxhash.xxh3_128()
-                    self._hash.update(piece)
-                    if in_block + len(piece) == block_bytes:
-                        self.blocks.append(self._hash.digest())
-                        self._hash.reset()
-            n_done += len(piece)
-            position += len(piece)
+            block_start = position - in_block
+            block_bytes = min(BLOCK_BYTES, self._array_bytes - block_start)
+            part = data[n_done : n_done + block_bytes - in_block]
+            n_done += len(part)
+            position += len(part)
+            # A block that began before the run is a seam, hashed later.
+            if block_start < self.offset:
+                continue
+            # A complete block is hashed directly, a partial one is continued by the next call.
+            if len(part) == block_bytes:
+                self.blocks.append(xxhash.xxh3_128_digest(part))
+                continue
+            if self._hash is None:
+                self._hash = xxhash.xxh3_128()
+            self._hash.update(part)
+            if in_block + len(part) == block_bytes:
+                self.blocks.append(self._hash.digest())
+                self._hash.reset()
 
 
 ReadArray = Callable[[int, memoryview], None]
@@ -192,11 +196,11 @@ class ArrayPart:
     """The sums of some runs of an array, as one process sends them to another.
 
     Args:
-        runs: (offset, bytes, CRC-32) of runs that do not touch each other, sorted by offset; the
-            CRC is 0 if switched off.
-        blocks: number → hash of all blocks that lie entirely in the runs; empty if digests are
+        runs: (offset, bytes, CRC-32) of runs with gaps between them, sorted by offset; the CRC is 0
+            if switched off.
+        blocks: number → hash of all blocks that are entirely in the runs; empty if digests are
             switched off.
-        n_unsummed: bytes outside the runs that were written piecemeal, without sums.
+        n_unsummed: bytes outside the runs, which were written in scattered parts, without sums.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -209,9 +213,9 @@ class ArraySum:
 
     Args:
         n_bytes: length of the array, in bytes.
-        crc, digest: which sums to compute.
+        crc, digest: the sums to compute.
 
-    Not safe for threads: the caller holds a lock around ``add`` and ``add_unsummed``.
+    Not thread-safe: the caller holds a lock around ``add`` and ``add_unsummed``.
     """
 
     __slots__ = (
@@ -235,17 +239,17 @@ class ArraySum:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every byte has been added."""
+        """True if every byte has been added."""
         return self._n_missing == 0
 
     def add(self, run: RunSum) -> None:
-        """Add a run that has been fed to its end."""
+        """Add a run that has been fed completely."""
         self._n_missing -= run.n_bytes
         self._runs.append((run.offset, run.n_bytes, run.crc))
         self._blocks.update(enumerate(run.blocks, run.first_block))
 
     def add_unsummed(self, n_bytes: int) -> None:
-        """Count bytes that were written piecemeal; ``finish`` will read the whole array again."""
+        """Count bytes that were written without sums; ``finish`` will read the array again."""
         self._n_missing -= n_bytes
         self._n_unsummed += n_bytes
 
@@ -264,14 +268,17 @@ class ArraySum:
                 runs[-1] = start, n_before + n_bytes, joined_crc
             else:
                 runs.append((offset, n_bytes, crc))
-        # Hash the seams within them; with unsummed bytes the array is read again anyway.
         blocks = dict(self._blocks)
-        for offset, n_bytes, _ in runs if self._with_digest and not self._n_unsummed else ():
+        # With unsummed bytes the array is read again anyway, so seams are not needed.
+        if not self._with_digest or self._n_unsummed:
+            return ArrayPart(tuple(runs), blocks, self._n_unsummed)
+        # Hash the seams: the blocks that are in a joined run, but in none of its parts.
+        for offset, n_bytes, _ in runs:
             end = offset + n_bytes
-            last = -(-end // BLOCK_BYTES) if end == self.n_bytes else end // BLOCK_BYTES
-            for number in range(-(-offset // BLOCK_BYTES), last):
-                if number not in blocks:
-                    blocks[number] = self._seam(number, read)
+            # Only the last block of the array may be short.
+            stop = -(-end // BLOCK_BYTES) if end == self.n_bytes else end // BLOCK_BYTES
+            seams = set(range(-(-offset // BLOCK_BYTES), stop)) - blocks.keys()
+            blocks |= {number: self._hash_block(number, read) for number in sorted(seams)}
         return ArrayPart(tuple(runs), blocks, self._n_unsummed)
 
     def join(self, part: ArrayPart) -> None:
@@ -282,29 +289,29 @@ class ArraySum:
         self._blocks.update(part.blocks)
 
     def finish(self, read: ReadArray) -> tuple[int, bytes]:
-        """Return CRC-32 and digest of the complete array; 0 and b"" where switched off.
+        """Return the CRC-32 and digest of the complete array; 0 and b"" if switched off.
 
         Args:
-            read: reads the seams, or the whole array if some bytes were written piecemeal.
+            read: reads the seams, or the complete array if some bytes were added without sums.
         """
         assert self.is_complete
         if self._n_unsummed:
             return self._sum_again(read)
-        # The CRC-32 is joined from those of the runs, in order.
+        # Join the CRC-32s of the runs, in order.
         crc = 0
         if self._with_crc:
             for _, n_bytes, run_crc in sorted(self._runs):
                 crc = crc32_combine(crc, run_crc, n_bytes)
         if not self._with_digest:
             return crc, b""
-        # The digest is the hash of the blocks' hashes; seams have none yet.
+        # The digest is the hash of the blocks' hashes; seams are hashed only now.
         state = xxhash.xxh3_128()
         for number in range(-(-self.n_bytes // BLOCK_BYTES)):
-            block = self._blocks.get(number)
-            state.update(self._seam(number, read) if block is None else block)
+            block_hash = self._blocks.get(number)
+            state.update(self._hash_block(number, read) if block_hash is None else block_hash)
         return crc, state.digest()
 
-    def _seam(self, number: int, read: ReadArray) -> bytes:
+    def _hash_block(self, number: int, read: ReadArray) -> bytes:
         """Read one block and return its hash."""
         start = number * BLOCK_BYTES
         data = memoryview(bytearray(min(BLOCK_BYTES, self.n_bytes - start)))
@@ -312,18 +319,18 @@ class ArraySum:
         return xxhash.xxh3_128_digest(data)
 
     def _sum_again(self, read: ReadArray) -> tuple[int, bytes]:
-        """Read the whole array and return its CRC-32 and digest."""
+        """Read the complete array and return its CRC-32 and digest."""
         array_run = RunSum(0, self.n_bytes, crc=self._with_crc, digest=self._with_digest)
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self.n_bytes)))
         for start in range(0, self.n_bytes, BLOCK_BYTES):
-            piece = buffer[: min(BLOCK_BYTES, self.n_bytes - start)]
-            read(start, piece)
-            array_run.feed(piece)
+            block = buffer[: min(BLOCK_BYTES, self.n_bytes - start)]
+            read(start, block)
+            array_run.feed(block)
         return array_run.crc, digest_of_blocks(array_run.blocks) if self._with_digest else b""
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli, RFC 3720 B.4), used in zarr 3 indexes and OCDBT nodes."""
+    """Compute the CRC-32C (Castagnoli, RFC 3720 B.4) of zarr 3 indexes and OCDBT nodes."""
     import google_crc32c
 
     return int(google_crc32c.value(bytes(data)))

@@ -1,11 +1,11 @@
-"""One table of element types and their spelling in every format.
+"""The table of element types, with their names in every format.
 
-The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Data is moved as opaque bytes; only
-casts need more than ``itemsize``.
+The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Data are moved as opaque bytes;
+only casts need more than ``itemsize``.
 
 Sources: torch 2.13 ``torch/storage.py`` (storage classes) and ``torch/_utils.py``
-(``_rebuild_tensor_v3`` for the types that have none); safetensors 0.8 ``Dtype``; ml_dtypes 0.6
-names.
+(``_rebuild_tensor_v3`` for the types without a storage class); safetensors 0.8 ``Dtype``; names of
+ml_dtypes 0.6.
 
 Not supported: torch's quantized and sub-byte shell types (``qint8``, ``int4`` …), which torch
 itself cannot save as plain storages.
@@ -20,16 +20,16 @@ from core.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """An element type.
 
     Args:
         name: canonical name, torch's without the ``torch.`` prefix.
         itemsize: bytes per stored element (``float4_e2m1fn_x2`` holds two values in one).
         kind: ``float``, ``int``, ``uint``, ``bool``, ``complex`` or ``packed``.
-        storage: name of torch's typed storage class, or None where pickles use ``UntypedStorage``
+        storage: name of torch's typed storage class, or None if pickles use ``UntypedStorage``
             and name the dtype.
-        numpy: numpy or ml_dtypes name, or None where neither has it.
-        safetensors: name in a safetensors header, or None.
+        numpy: name in numpy or ml_dtypes, or None if neither has the type.
+        safetensors: name in a safetensors header, or None if the format does not have the type.
     """
 
     name: str
@@ -67,6 +67,7 @@ _TABLE = (
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage is not None}
+"""Element types by canonical name, and by the name of torch's storage class."""
 
 _ALIASES = {
     "bf16": "bfloat16",
@@ -83,7 +84,7 @@ _ALIASES = {
 
 
 def dtype_of(name: str) -> DType:
-    """Look up an element type by its canonical name, with or without ``torch.``, or a short form.
+    """Look up an element type by its canonical name, with or without ``torch.``, or by an alias.
 
     Raises:
         UnsupportedError: the name is not in the table.
@@ -96,6 +97,11 @@ def dtype_of(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes per element of a dtype."""
+    """Return the bytes per element of a dtype.
+
+    Raises:
+        UnsupportedError: the name is not in the table.
+    """
+    # A shortcut for canonical names, as planning looks up millions.
     dtype = DTYPES.get(name)
     return dtype.itemsize if dtype is not None else dtype_of(name).itemsize

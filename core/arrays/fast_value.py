@@ -1,9 +1,9 @@
-"""A cheap decorator for values of which planning makes millions.
+"""A decorator for value classes of which planning creates millions of instances.
 
 ``@value(frozen=True, slots=True)`` is ``@dataclass(frozen=True, slots=True)`` to the type checker,
-which refuses assignments to the fields. The interpreter allows them: guarded fields triple the cost
-of making a value, which was a tenth of the time that a plan of DeepSeek-V3 took. Equality and hash
-are those of the fields, as of any frozen dataclass.
+which rejects assignments to the fields. The interpreter allows them: guarded fields triple the cost
+of creating a value, which took a tenth of the planning time for DeepSeek-V3. Equality and hash are
+those of the fields, as in any frozen dataclass.
 """
 
 from __future__ import annotations

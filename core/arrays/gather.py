@@ -1,6 +1,6 @@
 """Strided copies between buffers, and reads of arrays whose elements are not consecutive.
 
-numpy is imported when the first strided copy is made; plain moves never need it. Strides are in
+numpy is imported for the first strided copy; consecutive copies do not need it. Strides are in
 bytes.
 """
 
@@ -17,11 +17,12 @@ ReadAt = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of one file, from an address on."""
 
 GAP_BYTES = 8192
-"""Largest gap between elements that is read too, because another system call costs more."""
+"""Largest gap between elements that is read too, because another system call would cost more."""
 
 _TILE = 1024
-"""Elements; transposed copies go in tiles of _TILE × _TILE / 16."""
+"""Transposes are copied in tiles of _TILE × _TILE / 16 elements."""
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+"""Bytes of a consecutive run → the numpy type that copies it fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,12 @@ def is_dense(shape: Shape, itemsize: int, strides: Shape) -> bool:
 
 
 def byte_span(shape: Shape, itemsize: int, strides: Shape) -> int:
-    """Return the bytes from the first element to the end of the last; strides must be >= 0."""
+    """Return the bytes from the first element to the end of the last.
+
+    Args:
+        shape: in elements, no extent 0.
+        strides: bytes per axis, >= 0.
+    """
     return itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
@@ -85,13 +91,19 @@ def copy_box(
     shape: Shape,
     itemsize: int,
 ) -> None:
-    """Copy the elements of a box from one buffer to another."""
-    import numpy as np
+    """Copy the elements of a box from one buffer to another.
 
+    Args:
+        data, source: the buffer to read, and the positions of the elements in it.
+        out, target: the buffer to write, and the positions of the elements in it.
+        shape: shape of the box, in elements.
+    """
     n_axes, n_bytes = inner_run(shape, itemsize, source, target)
     if n_axes == 0:
         out[target.start : target.start + n_bytes] = data[source.start : source.start + n_bytes]
         return
+    import numpy as np
+
     # Each consecutive run of bytes is one element of two numpy arrays.
     unit = _UNITS.get(n_bytes, f"V{n_bytes}")
     axes = [axis for axis in range(n_axes) if shape[axis] != 1]
@@ -105,25 +117,21 @@ def copy_box(
             [layout.strides[axis] for axis in axes],
         )
 
-    _copy_tiled(view(data, source), view(out, target))
-
-
-def _copy_tiled(values: Any, out: Any) -> None:
-    """Copy ``values`` to ``out``, transposes tile by tile, so that both stay in the cache."""
-    import numpy as np
-
+    values, results = view(data, source), view(out, target)
+    # The axis along which the source is (nearly) consecutive; expanded axes have stride 0.
     steps = [abs(step) for step in values.strides]
     fastest = min(range(len(steps)), key=lambda axis: steps[axis] or 1 << 62)
     if fastest == len(steps) - 1 or values.size < _TILE * 64:
-        np.copyto(out, values)
+        np.copyto(results, values)
         return
-    # ``values`` is consecutive along another axis than the last: a transpose.
+    # Any other axis than the last makes this a transpose. It is copied tile by tile, so that the
+    # rows of both arrays stay in the cache.
     leading: tuple[slice, ...] = (slice(None),) * fastest
-    for i in range(0, values.shape[fastest], _TILE):
-        rows = (*leading, slice(i, i + _TILE))
-        for j in range(0, values.shape[-1], _TILE // 16):
-            tile = (*rows, ..., slice(j, j + _TILE // 16))
-            np.copyto(out[tile], values[tile])
+    for first_row in range(0, values.shape[fastest], _TILE):
+        rows = (*leading, slice(first_row, first_row + _TILE))
+        for first_column in range(0, values.shape[-1], _TILE // 16):
+            tile = (*rows, ..., slice(first_column, first_column + _TILE // 16))
+            np.copyto(results[tile], values[tile])
 
 
 def read_box(
@@ -138,14 +146,15 @@ def read_box(
 ) -> None:
     """Read the elements of a box, with any strides, into a buffer.
 
-    Neighbouring elements are read together with the gaps between them, as long as the gaps are
-    small. As many of these blocks as fit are collected in ``raw``, along one more axis, and then
-    copied to their places at once.
+    Adjacent elements are read together with the gaps between them, as long as the gaps are small.
+    As many of these blocks as fit are collected in ``raw``, along one more axis, and then copied to
+    their positions at once.
 
     Args:
         read: reads the file.
         source: positions of the elements in the file; strides are >= 0, and 0 for an expanded axis.
         out, target: the buffer, and the positions of the elements in it.
+        shape: shape of the box, in elements.
         raw: scratch space, at least ``itemsize`` bytes.
     """
     # The tile in ``raw``: strides as in the file within a block, and blocks one after the other.
@@ -154,7 +163,7 @@ def read_box(
     if block_axis is not None:
         raw_strides[block_axis] = block_bytes
     raw_layout = StridedLayout(0, tuple(raw_strides))
-    # Tile by tile, read the blocks into ``raw`` and copy them to their places.
+    # Tile by tile, read the blocks into ``raw`` and copy them to their positions.
     for index in product(*(range(0, n, step) for n, step in zip(shape, tile, strict=True))):
         part = tuple(min(step, n - i) for i, step, n in zip(index, tile, shape, strict=True))
         address = source.start + _dot(index, source.strides)
@@ -173,7 +182,7 @@ def read_box(
 def _plan_blocks(
     shape: Shape, strides: Shape, itemsize: int, raw_bytes: int
 ) -> tuple[list[int], int | None, int]:
-    """Choose how ``read_box`` cuts a box into tiles that fit in the scratch space.
+    """Choose the tiles, which fit in the scratch space, into which ``read_box`` cuts a box.
 
     Returns:
         The shape of a tile; the axis along which a tile is read in separate blocks, or None if it
@@ -184,6 +193,7 @@ def _plan_blocks(
     # From the smallest stride on, extend the block until the gaps or the block become too large.
     for axis in sorted((a for a in range(len(shape)) if shape[a] > 1), key=lambda a: strides[a]):
         step = strides[axis]
+        # Too large a gap: the tile is several blocks along this axis, read separately.
         if step - block_bytes > GAP_BYTES:
             tile[axis] = max(1, min(shape[axis], raw_bytes // block_bytes))
             return tile, axis, block_bytes
@@ -208,4 +218,5 @@ def dense_layout(shape: Shape, itemsize: int, start: int = 0) -> StridedLayout:
 
 
 def _dot(index: Shape, strides: Shape) -> int:
+    """Return the byte offset of an element."""
     return sum(i * step for i, step in zip(index, strides, strict=True))

@@ -1,14 +1,14 @@
 """The geometry of sharding rules: pure integers in, boxes out.
 
-One primitive covers nearly everything, ``split_axis``: the global axis is k consecutive parts, and
-shard r of n is the concatenation of the r-th n-th of every part::
+One primitive covers nearly all rules, ``split_axis``: the global axis consists of k consecutive
+parts, and shard r of n is the concatenation of the r-th n-th of every part::
 
     parts [6, 6], n = 2        global rows   0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
     (a gated MLP's fc1)        shard 0       0 1 2            6 7 8
                                shard 1               3 4 5            9 10 11
 
-Column parallel is one part on axis 0, row parallel one on axis 1; with replication every shard is
-the complete tensor.
+Column parallel is one part on axis 0, row parallel is one part on axis 1; with replication every
+shard is the complete tensor.
 
 Source: Megatron-LM d98e8a64, ``core/resharding/planner.py``; checked against the mappings in
 tests/golden/oracle.
@@ -27,7 +27,7 @@ from core.errors import UnsupportedError
 
 @value(frozen=True, slots=True)
 class ShardPiece:
-    """A region that a shard holds in one piece.
+    """A region of the global tensor that is also one region of a shard.
 
     Args:
         box: the region in the global tensor, in elements.
@@ -39,12 +39,13 @@ class ShardPiece:
 
 
 def replicated_pieces(shape: Shape) -> list[ShardPiece]:
-    """Return the one piece of a shard that is the whole tensor."""
+    """Return the only piece of a shard that is the complete tensor."""
     return [_full_piece(shape)]
 
 
 @lru_cache(maxsize=1 << 14)
 def _full_piece(shape: Shape) -> ShardPiece:
+    """Build the piece of a complete tensor; cached, as a model has few different shapes."""
     origin = (0,) * len(shape)
     return ShardPiece(Box(origin, shape), origin)
 
@@ -52,7 +53,7 @@ def _full_piece(shape: Shape) -> ShardPiece:
 def split_axis(
     shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int
 ) -> list[ShardPiece]:
-    """Return the pieces of shard ``rank`` of ``n``, in their order in the shard.
+    """Return the pieces of shard ``rank`` of ``n``, in the order of the shard.
 
     Args:
         shape: global shape, in elements.
@@ -70,7 +71,7 @@ def split_axis(
 def _split(
     shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int
 ) -> tuple[ShardPiece, ...]:
-    """Do the work of ``split_axis``; cached, as tensors of a model have few different shapes."""
+    """Compute ``split_axis``; cached, as the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
     origin = (0,) * len(shape)
@@ -101,7 +102,7 @@ def check_divides(parts: Sequence[int], n: int, *, key: str, axis: int, group: s
     """Raise unless every part of an axis can be cut into ``n`` equal shards.
 
     Args:
-        parts: extents of the parts of the axis.
+        parts: extents of the parts of the axis, in elements.
         n: the requested number of shards.
         key, axis, group: tensor, axis and parallel group (such as ``TP``), for the message.
 
@@ -130,7 +131,7 @@ def trim_piece(piece: ShardPiece, axis: int, stop: int) -> ShardPiece | None:
 def padded_vocab_size(n_rows: int, *, divisible_by: int, tp: int) -> int:
     """Return the rows of a vocabulary after Megatron's padding.
 
-    That is the next multiple of ``divisible_by * tp``.
+    Megatron pads to the next multiple of ``divisible_by * tp``.
 
     Source: Megatron-LM d98e8a64 ``core/tokenizers/utils/build_tokenizer.py``
     ``vocab_size_with_padding``.
@@ -142,9 +143,9 @@ def padded_vocab_size(n_rows: int, *, divisible_by: int, tp: int) -> int:
 def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
     """Raise unless Megatron's attention can be cut into ``tp`` shards.
 
-    The number of query heads must be a multiple of TP. That of query groups (key and value heads)
-    must be a multiple or a divisor of TP: if TP is larger, a rank holds a fraction of a group's
-    fused rows, which are still plain consecutive rows.
+    The number of query heads must be a multiple of TP. The number of query groups (key and value
+    heads) must be a multiple or a divisor of TP: if TP is larger, a rank holds a fraction of a
+    group's fused rows, which are still consecutive rows.
 
     Raises:
         UnsupportedError: the heads or groups do not fit; the hint lists the TP sizes that work.
@@ -167,7 +168,7 @@ def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number >= 0, in order; [1] for 0, which every number divides."""
+    """Return the divisors of a number >= 0, in order; for 0, which every number divides, [1]."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)}) or [1]
 

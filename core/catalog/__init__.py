@@ -1,8 +1,8 @@
-"""The metadata of checkpoints: tensors, boxes, arrays in files; and files to be written.
+"""The metadata of checkpoints: tensors, boxes, arrays in files; and files to write.
 
-Start at ``catalog``; ``stored`` is an array in a file, with its encoding, or one that is still to
-be placed. ``file_image`` is an output file before it has data; ``planned_store`` lets it be read
-like any checkpoint. The names below are those that a format plug-in needs.
+Start at ``catalog``; ``stored`` defines arrays in a file, with their encodings, and arrays without
+a position yet. ``file_image`` describes an output file before it has data, and ``planned_store``
+reads such files like any checkpoint. The names below are those that a format plug-in needs.
 Imports: arrays, device, errors, files, pickle.
 """
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without its data.
+"""The catalog of a checkpoint: all metadata, no data.
 
 ::
 
@@ -6,13 +6,13 @@
       └── fragments: boxes that tile it ── at ──▶ stored array (a dense array that exists in a file)
                                                     └── extent: file, byte address, strides
 
-Several fragments with one box are replicas. A fragment and its array are aligned at their *last*
-axis; where one has more axes than the other, the extra leading ones have extent 1. So a layer of a
-stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)`` tensor with ``at == (layer, 0,
-0)``, and the other way round.
+Several fragments with the same box are replicas. A fragment and its array are aligned at their
+*last* axis; where one has more axes than the other, the extra leading axes have extent 1. So a
+layer of a stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)`` tensor with
+``at == (layer, 0, 0)``, and vice versa.
 
-Late-bound extents: a DCP item is a whole torch zip, and where its data begins (and in which
-strides) stands inside the item. ``Catalog.bind`` finds it with one small read, at copy time.
+Late-bound extents: a DCP item is a complete torch zip, which itself records where its data begin
+and with which strides. ``Catalog.bind`` reads that at copy time, with one small read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorMeta:
         key: unique name.
         dtype: canonical dtype name (``core.arrays.dtypes``).
         shape: global shape, in elements.
-        flexible: a reader may ask for another shape (the documented ``allow_shape_mismatch``).
+        flexible: a reader may request another shape (the documented ``allow_shape_mismatch``).
     """
 
     key: str
@@ -55,17 +55,17 @@ class TensorMeta:
 
     @property
     def n_elements(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the tensor as one dense array."""
+        """Size of the tensor as one dense array, in bytes."""
         return prod(self.shape) * itemsize(self.dtype)
 
 
 def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape, an offset or strides with the last two axes in the other order."""
+    """Swap the last two axes of a shape, an offset or strides."""
     return (*extents[:-2], extents[-1], extents[-2])
 
 
@@ -76,9 +76,12 @@ class Fragment(Generic[ArrayT_co]):
     Args:
         key: key of the tensor.
         box: region of the tensor, in elements.
-        array: the array that holds it; None on the source side means that the region is zero by
-        rule (vocabulary padding), which no file stores.
+        array: the array that holds the region; None in a source if the region is zero by definition
+            (vocabulary padding) and stored in no file.
         at: index of the region's first element in ``array``, one number per axis of the array.
+
+    Raises:
+        ValueError: ``at`` does not have one number per axis.
     """
 
     key: str
@@ -100,21 +103,22 @@ AnyFragment: TypeAlias = Fragment[AnyArray]
 
 
 def whole_fragment(key: str, array: ArrayT) -> Fragment[ArrayT]:
-    """Return the fragment of a tensor that is all of one array."""
+    """Build the fragment of a tensor that is exactly one array."""
     return Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
 
 
 def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:
-    """Return the metadata of tensors that are one array each, by key."""
+    """Build the metadata of tensors that are one array each, by key."""
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
 
 
 def held_boxes(
     shape: Shape, fragments: Iterable[Fragment[ArrayT]]
 ) -> Iterator[tuple[ArrayT, Box | None]]:
-    """Yield every array of a tensor once, with the box of the tensor that it holds as a whole.
+    """Yield every array of a tensor, with the box of the tensor that the array holds.
 
-    The box is None for an array that holds none.
+    The box is None for an array whose elements are not one box of the tensor. An array that two
+    fragments place differently is yielded again, without a box.
 
     Args:
         shape: shape of the tensor, in elements.
@@ -136,7 +140,12 @@ def held_boxes(
 
 
 def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | None:
-    """Return the box of the tensor that corresponds to the whole array of a fragment, or None."""
+    """Extend a fragment to its complete array, and return the box of the tensor that this is.
+
+    Returns:
+        None if the array reaches beyond the tensor.
+    """
+    # Bring the array to the axes of the tensor: add leading axes of extent 1, or drop some.
     extra = len(shape) - len(array.shape)
     extents = (1,) * extra + array.shape[max(-extra, 0) :]
     at = (0,) * extra + fragment.at[max(-extra, 0) :]
@@ -152,15 +161,15 @@ def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | Non
 class StoredObject:
     """An entry that is not a tensor: optimizer settings, random states, arguments, extra states.
 
-    Its content is in either ``value`` or ``raw_key``. Tensors inside a value stand in it as
-    ``TensorLeaf`` and are listed in ``Catalog.hidden``.
+    Its content is in either ``value`` or ``raw_key``. Tensors inside a value are represented by a
+    ``TensorLeaf`` and listed in ``Catalog.hidden``.
 
     Args:
-        key: unique name, in the same space as the tensors' keys.
-        value: the inert value (``core.pickle.inert``) where it was read with the metadata.
+        key: unique name among the keys of objects and tensors.
+        value: the inert value (``core.pickle.inert``), if it was read with the metadata.
         raw_key: the entry of ``Catalog.hidden`` (uint8, one axis) that holds the object's own torch
-        stream, for objects that are not read with the metadata;
-        ``core.formats.torch.format.load_object`` parses it.
+            stream, for objects that are not read with the metadata;
+            ``core.formats.torch.format.load_object`` parses it.
         coords: rank coordinates, as in StoredArray.
     """
 
@@ -173,7 +182,7 @@ class StoredObject:
 def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
     """Return the array unchanged.
 
-    This is the ``bind`` of formats whose metadata give all byte addresses.
+    This is the ``bind`` of formats whose metadata contain all byte addresses.
     """
     return array
 
@@ -183,37 +192,36 @@ class Catalog(Generic[ArrayT_co]):
     """All metadata of a checkpoint, no data.
 
     Args:
-        format: name of the format it was read from or is meant for (``torch``, ``megatron``,
-            ``dcp`` …).
-        version: the format's own version text, where it has one.
+        format: name of the source or target format (``torch``, ``megatron``, ``dcp`` …).
+        version: the format's own version text, if it has one.
         tensors: every global tensor by key, in a stable order. In a *rank catalog*
             (``is_rank_local``) the keys are ``<rank directory>:<name>`` and the shapes those of one
-            rank; ``core.megatron.reshard.reshard.unshard`` makes them global.
-        fragments_of: the fragments of one key, made on demand so that 10⁵ chunks need no 10⁵
-            objects.
+            rank; ``core.megatron.reshard.reshard.unshard`` converts them to global ones.
+        fragments_of: returns the fragments of one key, which are created on demand, so that a
+            tensor of 10⁵ chunks does not need 10⁵ objects.
         objects: non-tensor entries by key.
-        hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` answers
-            for them too.
-        skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where
-            the format keeps nesting; None means flat.
+        hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` returns
+            their fragments too.
+        skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, if the
+            format keeps nesting; None means flat.
         bind: finds the byte address and strides of a late-bound array.
-        iteration: the training step at which it was saved, or None if nothing records it.
+        iteration: the training step at which the checkpoint was saved; None if it is not recorded.
         args: the training arguments as an inert namespace (``core.pickle.inert``), or None.
-        common: entries beside tensors and objects that all ranks share, by name, where the format
-            keeps them apart (torch_dist's ``common.pt``; the global form of Megatron rank files);
-            None where it does not.
-        optimizer: Megatron's optimizer, apart from its tensors, in the global form.
+        common: entries other than tensors and objects that all ranks share, by name, if the format
+            stores them separately (torch_dist's ``common.pt``; the global form of Megatron rank
+            files); None if it does not.
+        optimizer: Megatron's optimizer without its tensors, in the global form.
         aliases: key → key whose bytes it shares (tied tensors).
         unsupported: key → kind of tensor, for tensors that are listed but cannot be copied.
         carried: path → key of the hidden uint8 tensor that is the file: configurations and
-            tokenizers beside the weights.
-        documents: path → bytes of small files that a layout made, to be written beside the weights.
-        zeros: key → boxes of a target's tensor that no source holds and that are zero (vocabulary
-            padding).
-        notes: what the user should know, a sentence each.
-        dropped: ``entry (reason)`` of what is left out.
-        write: how the files of a target are to be written.
-        facets: further facts of single formats and layouts (``core.catalog.facets``), by class.
+            tokenizers next to the weights.
+        documents: path → bytes of small files that a layout created, to be written next to the
+            weights.
+        zeros: key → boxes of a target's tensor that are zero and in no source (vocabulary padding).
+        notes: notes for the user, a sentence each.
+        dropped: ``entry (reason)`` for each dropped entry.
+        write: options for writing the files of a target.
+        facets: further facts about single formats and layouts (``core.catalog.facets``), by class.
     """
 
     format: str
@@ -260,7 +268,7 @@ class Catalog(Generic[ArrayT_co]):
         return meta if meta is not None else self.hidden[key]
 
     def whole_array(self, key: str) -> ArrayT_co:
-        """Return the array that is all of a tensor, in a target catalog whose format needs one.
+        """Return the only array of a tensor, in a target catalog whose format cannot cut tensors.
 
         Raises:
             UnsupportedError: the tensor is cut into several arrays.
@@ -268,30 +276,31 @@ class Catalog(Generic[ArrayT_co]):
         array = self.fragments_of(key)[0].array
         if array is None or array.shape != self.meta(key).shape:
             raise UnsupportedError(
-                f"{self.format} stores this tensor as one array, but it is cut into pieces", key=key
+                f"{self.format} stores this tensor as one array, but it is cut into several",
+                key=key,
             )
         return array
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all tensors, each counted once."""
+        """Size of all tensors, each counted once, in bytes."""
         return sum(meta.n_bytes for meta in self.tensors.values())
 
     @property
     def is_rank_local(self) -> bool:
-        """Return whether keys and shapes are those of single ranks (a rank catalog)."""
+        """True for a rank catalog, whose keys and shapes are those of single ranks."""
         return RankFacts in self.facets
 
     def facet(self, kind: type[FacetT]) -> FacetT | None:
-        """Return the facet of a class, or None where the catalog has none."""
+        """Return the facet of a class, or None if the catalog has no such facet."""
         return cast("FacetT | None", self.facets.get(kind))
 
     def with_facet(self, facet: object) -> Catalog[ArrayT_co]:
-        """Return the catalog with a facet set; it replaces another one of its class."""
+        """Return a copy with a facet, which replaces an earlier facet of its class."""
         return replace(self, facets={**self.facets, type(facet): facet})
 
     def without_facets(self, *kinds: type) -> Catalog[ArrayT_co]:
-        """Return the catalog without the facets of these classes."""
+        """Return a copy without the facets of these classes."""
         return replace(
             self, facets={kind: facet for kind, facet in self.facets.items() if kind not in kinds}
         )
@@ -299,28 +308,29 @@ class Catalog(Generic[ArrayT_co]):
     def as_target(
         self, format: str, fragments_of: Callable[[str], Sequence[TargetFragment]]
     ) -> TargetCatalog:
-        """Return the target catalog of a format for the same entries.
+        """Build the target catalog of a format for the same entries.
 
         Args:
             format: name of the target format.
-            fragments_of: returns the fragments of a tensor or hidden tensor, in arrays that are to
-            be placed.
+            fragments_of: returns the fragments of a tensor or hidden tensor, in arrays without a
+                position yet.
         """
-        entries: Any = self  # replace() cannot change the type parameter
+        # For the type checker: replace() cannot change the type parameter.
+        entries: Any = self
         target: TargetCatalog = replace(
             entries, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing
         )
         return target
 
     def noted(self, notes: Iterable[str]) -> Catalog[ArrayT_co]:
-        """Return the catalog with more notes."""
+        """Return a copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
-        """Return the catalog with more hidden tensors, each one array.
+        """Return a copy with more hidden tensors, each of which is one array.
 
         Args:
-            arrays: array by key; no other tensor has such a key.
+            arrays: array by key; the keys are not in the catalog yet.
         """
         if not arrays:
             return self
@@ -334,7 +344,7 @@ class Catalog(Generic[ArrayT_co]):
 
 
 TargetCatalog: TypeAlias = Catalog[PlannedArray]
-"""A catalog of what is to be written: ``Format.lay_out`` places its arrays."""
+"""The catalog of a checkpoint to write, whose arrays ``Format.lay_out`` places."""
 AnyCatalog: TypeAlias = Catalog[AnyArray]
 """A source or a target, for code that does not use positions in files."""
 
@@ -348,11 +358,11 @@ def catalog_of_arrays(
     hidden: Mapping[str, ArrayT] | None = None,
     skeleton: object = None,
 ) -> Catalog[ArrayT]:
-    """Return the catalog of a checkpoint in which every tensor is one array.
+    """Build the catalog of a checkpoint in which every tensor is one array.
 
     Args:
-        arrays: tensor key → the array that holds all of it.
-        hidden: the same for the tensors that belong to objects.
+        arrays: tensor key → its array.
+        hidden: key → array for the tensors that belong to objects.
     """
     all_arrays = {**arrays, **(hidden or {})}
     return Catalog(

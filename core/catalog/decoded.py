@@ -1,9 +1,9 @@
-"""Serve encoded arrays as files of dense bytes, beside the files of the source store.
+"""A store that serves encoded arrays as files of dense bytes, in addition to the source's files.
 
-Decoded units are cached; the least recently used ones are dropped first. Row bands of a tensor come
-in order, so a unit is decoded once as long as those that lie side by side fit. An encoding that
-reads encoded arrays itself (``core.quantize.source``) is given this store, so that all of them
-share one cache.
+Decoded units are cached; the least recently used units are dropped first. Row bands of a tensor are
+read in order, so each unit is decoded once as long as adjacent units fit in the cache. An encoding
+that reads encoded arrays itself (``core.quantize.source``) gets this store, so that all share one
+cache.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ class DecodedStore:
 
     Args:
         store: the source's files.
-        cache_bytes: maximum size of the cached units; one unit per reader stays in any case.
-        device: the device for encodings that compute, or None.
-
-    Attributes:
-        device: the same.
+        cache_bytes: maximum size of the cached units; one unit per reader is kept in any case.
+        device: the device for encodings that compute, or None for the CPU.
     """
 
     def __init__(
@@ -54,16 +51,16 @@ class DecodedStore:
 
     @property
     def label(self) -> str:
-        """Return the label of the source."""
+        """Label of the source."""
         return self._store.label
 
     @property
     def entry(self) -> str | None:
-        """Return the one file of the source, or None."""
+        """File that is the source, or None if the source is a directory."""
         return self._store.entry
 
     def placed(self, array: StoredArray) -> StoredArray:
-        """Return the array as plain bytes: as it is, or in a file that this store serves."""
+        """Return the array as plain bytes: unchanged, or as a decoded file of this store."""
         extent = array.extent
         if extent.encoding is None:
             return array
@@ -101,24 +98,25 @@ class DecodedStore:
         """Read bytes of a file or of a decoded array into a buffer.
 
         Raises:
-            CorruptError: an array decodes to another length than it should have.
-            CheckpointingException: the store or the encoding raises it.
+            CorruptError: an array decodes to a wrong length, or the span ends after the array.
+            CheckpointingException: any error of the store or the encoding.
         """
         if not isinstance(name, _ArrayName):
             self._store.read_into(name, offset, buffer)
             return
         encoding = _encoding_of(name.array)
-        done = 0
-        while done < len(buffer):
-            number, start = divmod(offset + done, encoding.unit_bytes)
+        n_done = 0
+        while n_done < len(buffer):
+            number, start = divmod(offset + n_done, encoding.unit_bytes)
             unit = self._unit(name, number)
-            n = min(len(unit) - start, len(buffer) - done)
-            if n <= 0:
+            n_bytes = min(len(unit) - start, len(buffer) - n_done)
+            if n_bytes <= 0:
                 raise CorruptError(
-                    f"the {encoding.name} data end at byte {offset + done} of the array", file=name
+                    f"the {encoding.name} data end at byte {offset + n_done} of the array",
+                    file=name,
                 )
-            buffer[done : done + n] = unit[start : start + n]
-            done += n
+            buffer[n_done : n_done + n_bytes] = unit[start : start + n_bytes]
+            n_done += n_bytes
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of several spans of a file or of a decoded array."""
@@ -134,35 +132,39 @@ class DecodedStore:
             offset += len(buffer)
 
     def _unit(self, name: _ArrayName, number: int) -> memoryview:
-        """Return the bytes of a unit, decoded by the first thread that asks for it."""
-        key = (str(name), number)  # a plain string, which holds no array
+        """Return the bytes of a unit, which the first thread to need it decodes."""
+        # A plain string as key, because ``name`` would keep the array alive.
+        key = (str(name), number)
         with self._lock:
             unit = self._units.get(key)
             if unit is None:
                 unit = self._units[key] = _Unit()
             self._units.move_to_end(key)
+        # Other threads that need the unit wait for its own lock; all other units stay available.
         with unit.lock:
             data = unit.data
             if data is not None:
                 return data
             try:
-                data = memoryview(self._decoded(name.array, number)).toreadonly().cast("B")
+                data = memoryview(self._decode(name.array, number)).toreadonly().cast("B")
             except BaseException:
+                # The next thread to need the unit tries again.
                 with self._lock:
                     self._units.pop(key, None)
                 raise
             unit.data = data
+        # Count the unit, unless another thread has dropped it meanwhile.
         with self._lock:
             if self._units.get(key) is unit:
                 self._n_bytes += len(data)
             self._make_room(keep=key)
         return data
 
-    def _decoded(self, array: StoredArray, number: int) -> bytes | memoryview:
+    def _decode(self, array: StoredArray, number: int) -> bytes | memoryview:
         """Decode a unit.
 
         Raises:
-            CorruptError: it decodes to another length than it should have.
+            CorruptError: the unit decodes to a wrong length.
         """
         encoding = _encoding_of(array)
         data = encoding.decode(self, array, number)
@@ -170,13 +172,20 @@ class DecodedStore:
         n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if n_bytes != expected:
             raise CorruptError(
-                f"the {encoding.name} data of array {array.name!r} decode to {n_bytes} bytes, not {expected}",
+                f"the {encoding.name} data of array {array.name!r} decode to {n_bytes:,} bytes"
+                f" instead of {expected:,}",
                 file=array.extent.file,
             )
         return data
 
     def _make_room(self, *, keep: tuple[str, int]) -> None:
-        """Drop units, oldest first, until the rest fits; the caller holds the lock."""
+        """Drop units, least recently used first, until the others fit in the cache.
+
+        The caller holds the lock.
+
+        Args:
+            keep: key of the unit that is in use.
+        """
         while self._n_bytes > self._cache_bytes:
             oldest = next(
                 (key for key, unit in self._units.items() if key != keep and unit.data is not None),
@@ -190,14 +199,14 @@ class DecodedStore:
 
 
 def device_of(store: ReadStore) -> Device | None:
-    """Return the device on which what a store serves is computed, or None for the CPU."""
+    """Return the device on which a store's encodings compute, or None for the CPU."""
     return store.device if isinstance(store, DecodedStore) else None
 
 
 class _ArrayName(str):
     """The name of an encoded array's file.
 
-    It holds the array, so that the store need not remember every one.
+    The name holds the array, so that the store need not keep a list of all arrays.
 
     Attributes:
         array: the encoded array.
@@ -209,7 +218,8 @@ class _ArrayName(str):
 
     def __new__(cls, array: StoredArray) -> _ArrayName:
         extent = array.extent
-        # Arrays of one name may lie in one file: replicas, and what is computed from an array of its own name.
+        # Several arrays of one name may be in one file (replicas, and an array that is computed
+        # from another of the same name), so the name contains encoding and offset.
         name = super().__new__(
             cls, f"{extent.file}#{_encoding_of(array).name}@{extent.offset}#{array.name}"
         )
@@ -228,12 +238,13 @@ class _Unit:
 
 
 def _encoding_of(array: StoredArray) -> Encoding:
+    """Return the encoding of an array that is known to be encoded."""
     assert array.extent.encoding is not None
     return array.extent.encoding
 
 
 def decoding_bytes(fragments: Iterable[Fragment]) -> int:
-    """Return the most memory that decoding one unit takes, the unit included; 0 without any."""
+    """Return the maximum memory for decoding one unit, the unit included; 0 without encodings."""
     n_bytes = 0
     for fragment in fragments:
         encoding = None if fragment.array is None else fragment.array.extent.encoding

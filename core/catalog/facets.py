@@ -1,10 +1,11 @@
 """Facets: facts about a checkpoint that only some formats and layouts have.
 
-A facet is a frozen dataclass of which a catalog carries at most one: ``catalog.facet(RankFacts)``
-returns it or None, ``catalog.with_facet(RankFacts(...))`` sets it. Facets that only one format
-reads lie beside that format (``core.formats.dcp.facets``, ``core.formats.deepspeed.facets``); those
-here are read across packages. A catalog that is made from another one by ``replace`` keeps its
-facets, so a facet that no longer holds must be removed.
+A facet is a frozen dataclass of which a catalog has at most one instance:
+``catalog.facet(RankFacts)`` returns it or None, ``catalog.with_facet(RankFacts(...))`` sets it.
+Facets that only one format reads are defined next to that format (``core.formats.dcp.facets``,
+``core.formats.deepspeed.facets``); the facets here are read across packages. A catalog that is
+created from another one by ``replace`` keeps its facets, so a facet that no longer applies must be
+removed.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How the files of a target are to be written; a format honours those that its docstring names.
+    """The options for writing a target's files; each format honours those that its docstring names.
 
     Args:
-        max_file_bytes: size above which a format begins another file; None takes the format's
+        max_file_bytes: maximum size of a file before the next one is started; None for the format's
             default.
         is_file: the destination is one file, not a directory.
-        is_release: Megatron's tracker says ``release`` in place of an iteration.
-        weights_only: pickles hold nothing that ``torch.load(weights_only=True)`` refuses; objects
-            of other classes are set aside.
-        separation_hint: DCP and torch_dist put items whose keys begin with this prefix into files
-            of their own.
-        shard_bytes: size of zarr 3's shards; None takes the format's default.
+        is_release: Megatron's tracker file contains ``release`` instead of an iteration.
+        weights_only: pickles contain nothing that ``torch.load(weights_only=True)`` refuses;
+            objects of other classes are set aside.
+        separation_hint: DCP and torch_dist store items whose keys begin with this prefix in
+            separate files.
+        shard_bytes: size of zarr 3's shards; None for the format's default.
     """
 
     max_file_bytes: int | None = None
@@ -48,19 +49,20 @@ class RankFacts:
 
     Args:
         ranks: coordinates → (rank directory, skeleton of the rank's ``model_optim_rng.pt``).
-        arrays: the arrays in a source's files by name; None where only the fragments know them.
-        planned: the arrays that a target's files are to hold, by name; None where only the
-            fragments know them.
+        arrays: the arrays in a source's files by name; None if only the fragments refer to them.
+        planned: the arrays to write into a target's files, by name; None if only the fragments
+            refer to them.
         optim_files: coordinates → ``distrib_optim.pt``: its skeleton in a source,
-            ``core.megatron.optimizer.flat.content.OptimFile`` in a target. Ranks without one are
-            absent.
+            ``core.megatron.optimizer.flat.content.OptimFile`` in a target. Ranks without this file
+            are absent.
         optimizer_kind: form of the optimizer in the files (``float16``, ``distributed``,
             ``layer-wise``), or None.
-        is_single_rank: one rank's directory or file was opened, not the checkpoint; for looking at,
-            not for converting.
-        n_unopened: ranks whose files were not opened because they look like others'.
-        transposed: keys of tensors whose axes are in the other order in files, and in this catalog
-            (a target).
+        is_single_rank: one rank's directory or file was opened, not the complete checkpoint; it can
+            be inspected, but not converted.
+        n_unopened: number of ranks whose files were not opened because they look like those of
+            other ranks.
+        transposed: keys of tensors whose axes are in reverse order in the files, and in this
+            catalog (a target).
     """
 
     ranks: Mapping[Coords, tuple[str, object]] = field(default_factory=dict)
@@ -78,22 +80,21 @@ class MegatronModel:
     """The facet of a Megatron model in global form (``core.megatron.reshard.from_ranks``).
 
     Args:
-        vocab_size: rows of the true vocabulary, None where nothing records them.
-        expert_names: how rank files name experts: ``sequential``
+        vocab_size: rows of the vocabulary without padding, or None if they are not recorded.
+        expert_names: naming scheme of experts in rank files: ``sequential``
             (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped``
-            (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, of older
-            Megatron).
-            None: without experts, or as the arguments determine.
-        is_down_proj_cut: multi-latent attention's down projections are cut over TP, as by the local
-            implementation.
-        rng_states: ``core.megatron.model.topology.Rank`` → its random states, where the source is
+            (``experts.linear_fc1.weight3``) or ``grouped`` (``experts.weight1``, in older
+            Megatron); None without experts, or if the arguments determine it.
+        is_down_proj_cut: multi-latent attention's down projections are cut over TP, as in
+            Megatron's local implementation.
+        rng_states: ``core.megatron.model.topology.Rank`` → its random states, if the source is
             rank files.
-        order: names of tensors and extra states in the order of the files; None: as Megatron makes
-            them.
-        module_versions: module → what torch notes about it (``_metadata`` of state dicts).
+        order: names of tensors and extra states in the order of the files; None for Megatron's own
+            order.
+        module_versions: module → its entry in the ``_metadata`` of torch's state dicts.
         is_ordered: state dicts are OrderedDicts.
-        nesting: name → whether its container is a dict (``core.megatron.extras.nested_dicts``).
-        top_level: entries of the files in their order; None: as Megatron makes them.
+        nesting: name → True if its container is a dict (``core.megatron.extras.nested_dicts``).
+        top_level: entries of the files in their order; None for Megatron's own order.
     """
 
     vocab_size: int | None = None
@@ -109,10 +110,10 @@ class MegatronModel:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """The facet of a model under Hugging Face's names that was made from a Megatron one.
+    """The facet of a model under Hugging Face's names that was converted from a Megatron model.
 
     Args:
-        model_type: the family, as ``config.json`` names it.
+        model_type: the model family, as named in ``config.json``.
     """
 
     model_type: str
@@ -120,11 +121,11 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistFacts:
-    """The facet of a torch_dist checkpoint: what it records beyond DCP.
+    """The facet of a torch_dist checkpoint: the facts that it records in addition to those of DCP.
 
     Args:
-        dialect: one of ``core.formats.dcp.torch_dist.DIALECTS``; None writes the usual one.
-        mcore_data: Megatron's facts by tensor key, from ``.metadata``; None where it has none.
+        dialect: one of ``core.formats.dcp.torch_dist.DIALECTS``; None for the default one.
+        mcore_data: Megatron's facts by tensor key, from ``.metadata``; None if it has none.
     """
 
     dialect: str | None = None
@@ -136,10 +137,10 @@ class WeightFileFacts:
     """The facet of weight files (safetensors, Hugging Face's ``pytorch_model.bin``).
 
     Args:
-        metadata: ``__metadata__`` of all safetensors files, without what the format itself
-            explains.
-        stem: beginning of the files' names when safetensors are written (``model``); None takes the
-            usual one.
+        metadata: ``__metadata__`` of all safetensors files, without the entries that the format
+            itself interprets.
+        stem: beginning of the file names when safetensors are written (``model``); None for the
+            default one.
     """
 
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class TorchFileFacts:
     """The facet of a ``torch.save`` file.
 
     Args:
-        is_set_aside: its objects of other classes were set aside when it was written
+        is_set_aside: objects of other classes were set aside when the file was written
             (``weights_only``).
         shared: path of a container → earlier path of the same container.
     """

@@ -1,8 +1,8 @@
-"""Describe output files before they have data.
+"""Descriptions of output files before they have data.
 
-``lay_out`` of a format is pure: it turns a target catalog into file images, in which the position
-of every byte is fixed. The engine then creates the files and fills the arrays in any order;
-literals are everything else.
+A format's ``lay_out`` is pure: it turns a target catalog into descriptions of the files to write,
+with the position of every byte. The engine then creates the files and fills the arrays in any
+order; literals are all other bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
 
 CrcOf = Callable[[str], int]
-"""A function that returns the CRC-32 of a finished array by name; 0 without checksums."""
+"""Returns the CRC-32 of a finished array by its name; 0 without checksums."""
 
 
 def no_literals(crc_of: CrcOf) -> Iterable[Literal]:
-    """Return no literals, for files that have none."""
+    """Return no literals, for files that consist of arrays only."""
     return ()
 
 
 @value(frozen=True, slots=True)
 class PlacedArray:
-    """An array and its byte offset in a file image, dense in C order and little endian."""
+    """An array, dense in C order and little endian, and its byte offset in the file."""
 
     offset: int
     array: PlannedArray
@@ -43,7 +43,7 @@ class JoinedArray:
         dtype: canonical dtype name of all parts.
         n: number of elements.
         parts: (first element, array), in increasing order, disjoint.
-        stated_shape: the shape with which it is saved; None for one axis.
+        stated_shape: the shape that the file records; None for one axis of ``n`` elements.
     """
 
     name: str
@@ -54,26 +54,26 @@ class JoinedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape, in elements."""
+        """Shape that the file records, in elements."""
         return (self.n,) if self.stated_shape is None else self.stated_shape
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the whole array."""
+        """Size of the complete array, in bytes."""
         return self.n * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """An output file before it has data.
+    """The description of an output file before it has data.
 
     Args:
         path: path relative to the destination.
-        size: bytes of the finished file.
-        arrays: what the engine fills, in increasing offset; ranges are disjoint.
-        literals: returns every other byte that is not zero (headers, pickles, indexes) once the
-        arrays are done, because containers such as zip record the arrays' CRCs. They must not
-        overlap the arrays.
+        size: size of the finished file, in bytes.
+        arrays: the arrays that the engine fills, in increasing offset; their ranges are disjoint.
+        literals: returns every other byte that is not zero (headers, pickles, indexes). It is
+            called after the arrays are written, because containers such as zip record the arrays'
+            CRCs. Literals must not overlap the arrays.
         is_metadata: the file is written after all others, and makes the checkpoint recognisable.
     """
 
@@ -85,7 +85,7 @@ class FileImage:
 
 
 def literal_file(path: str, data: bytes, *, is_metadata: bool = False) -> FileImage:
-    """Return the image of a file without arrays."""
+    """Describe a file without arrays."""
 
     def literals(crc_of: CrcOf) -> Iterable[Literal]:
         yield 0, data

@@ -1,4 +1,4 @@
-"""Handle the files beside a checkpoint's weights: carried over unchanged, or written anew."""
+"""Select the other files of a checkpoint directory: copied unchanged, or written by the program."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from core.catalog.catalog import AnyCatalog, Catalog
 
 
 def carried_of(catalog: AnyCatalog) -> dict[str, str]:
-    """Return path → key of the hidden tensor for the carried files in the catalog."""
+    """Return the carried files of a catalog: path → key of the hidden tensor that is the file."""
     return {path: key for path, key in catalog.carried.items() if key in catalog.hidden}
 
 
 def with_documents(catalog: Catalog, documents: Mapping[str, bytes]) -> Catalog:
-    """Return the catalog with small new files; they replace carried files of the same path."""
+    """Return a copy of a catalog with new small files, which replace carried files of their path.
+
+    Args:
+        documents: path → bytes.
+    """
     return replace(
         without_carried(catalog, documents), documents={**catalog.documents, **documents}
     )
 
 
 def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:
-    """Return the catalog without some carried files.
+    """Return a copy of a catalog without some carried files.
 
     Args:
-        paths: paths of the files.
+        paths: paths of the files; paths of no carried file are ignored.
     """
     carried = carried_of(catalog)
     removed = {carried.pop(path) for path in list(paths) if path in carried}

@@ -1,13 +1,13 @@
-"""Key patterns: how users name some of the tensors of a checkpoint.
+"""Key patterns, with which users select tensors of a checkpoint.
 
 =================  ====================================================================
- written            means
+ pattern            selects
 =================  ====================================================================
  ``a.b``            that key, and every key below it (``a.b.weight``, ``a.b/shard_0_1``)
- ``*``, ``?``       any characters, dots too; any one character
+ ``*``, ``?``       any characters, dots too; any single character
  ``[0-31]``         the numbers 0 to 31, as ``ckpt inspect`` writes folded layers
- ``[0,2,4-6]``      some numbers; ``[0-30:2]``: every second one
- ``[abc]``          one of these characters; ``[!abc]``: none of them
+ ``[0,2,4-6]``      these numbers; ``[0-30:2]``: every second number
+ ``[abc]``          one of these characters; ``[!abc]``: any other character
 =================  ====================================================================
 """
 
@@ -20,26 +20,28 @@ from collections.abc import Callable, Iterable, Sequence
 from core.errors import UsageError
 
 LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
-"""The hint where a pattern matches nothing."""
+"""Hint for a pattern that matches nothing."""
 MAX_LISTED = 8
-"""Maximum number of keys that a message lists; of the others it gives the number."""
+"""Maximum number of keys that a message lists; the others are counted."""
 
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
 _MAX_NUMBERS = 100_000
 _NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
+"""A number that is a complete component of a key."""
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
     """Return the keys that ``pattern`` selects, in their order.
 
-    A pattern that is itself a key selects that key and what is below it, whatever characters it
-    has.
+    A pattern that is itself a key selects that key and all keys below it, even if it contains
+    special characters.
 
     Raises:
-        UsageError: a number range is backwards or absurdly long.
+        UsageError: not a valid pattern, or a range of numbers is reversed or far too long.
     """
     keys = list(keys)
+    # Literally first, because keys may contain brackets.
     below = (f"{pattern}.", f"{pattern}/", f"{pattern}:")
     exact = [key for key in keys if key == pattern or key.startswith(below)]
     if exact:
@@ -49,11 +51,13 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tells whether ``pattern`` selects a key.
+    """Return a predicate that is true for the keys that ``pattern`` selects.
 
     Raises:
         UsageError: as for ``matching``.
     """
+    # Translate the pattern to a regular expression. It captures each number of a ``[0-31]``, and
+    # ``numbers`` holds the numbers that are allowed for each capture.
     parts = []
     numbers: list[frozenset[int]] = []
     start = 0
@@ -65,14 +69,16 @@ def matcher(pattern: str) -> Callable[[str], bool]:
             parts.append(".*")
         elif wild[0] == "?":
             parts.append(".")
-        elif _NUMBERS.fullmatch(inside) and (len(inside) > 1):
-            numbers.append(_numbers_of(inside, pattern))
+        # A single digit selects the same as number or as character, and captures nothing.
+        elif _NUMBERS.fullmatch(inside) and len(inside) > 1:
+            numbers.append(_parse_numbers(inside, pattern))
             parts.append(r"(0|[1-9]\d*)")
         else:
             negated = inside.startswith("!")
             chars = re.sub(r"([\\^\[\]])", r"\\\1", inside[1:] if negated else inside)
             parts.append(f"[{'^' if negated else ''}{chars}]")
     parts.append(re.escape(pattern[start:]))
+    # Keys below the selected key are selected too.
     try:
         expression = re.compile("".join(parts) + r"(?:[./:].*)?", re.DOTALL)
     except re.error as err:
@@ -89,8 +95,12 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return matches
 
 
-def _numbers_of(text: str, pattern: str) -> frozenset[int]:
-    """Return the numbers that a bracket of a pattern lists."""
+def _parse_numbers(text: str, pattern: str) -> frozenset[int]:
+    """Parse the numbers in the brackets of a pattern, such as ``0,2,4-6`` or ``0-30:2``.
+
+    Raises:
+        UsageError: a range is reversed, or there are too many numbers.
+    """
     numbers: set[int] = set()
     for part in text.split(","):
         span, _, step = part.partition(":")
@@ -103,27 +113,28 @@ def _numbers_of(text: str, pattern: str) -> frozenset[int]:
 
 
 def some_of(keys: Sequence[str]) -> str:
-    """Return the first of at least one key as text, and how many more there are."""
+    """Format one or more keys for a message: the first key, and the number of the others."""
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def listed_keys(keys: Iterable[str]) -> str:
-    """Return the first of some keys as text, and how many more there are."""
+    """Format keys for a message: the first ``MAX_LISTED``, and the number of the others."""
     all_keys = list(keys)
     more = f" and {len(all_keys) - MAX_LISTED:,} more" if len(all_keys) > MAX_LISTED else ""
     return ", ".join(all_keys[:MAX_LISTED]) + more
 
 
 def rename_hint(keys: Sequence[str]) -> str:
-    """Return the hint to give keys other names, with patterns for whole keys to type."""
+    """Return a hint with the ``--rename`` options that rename each of these keys."""
     options = [f"--rename {shlex.quote(f'^{re.escape(key)}$=NEW')}" for key in keys[:MAX_LISTED]]
     more = f" and {len(keys) - MAX_LISTED:,} more" if len(keys) > MAX_LISTED else ""
     return f"rename {'them' if len(keys) > 1 else 'it'} with {' '.join(options)}{more}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in the notation that ``matcher`` reads: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
+    """Format numbers in the notation of ``matcher``: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
     values = sorted(numbers)
+    # Evenly spaced numbers are one range.
     if len(values) > 2:
         step = values[1] - values[0]
         if step > 1 and values == list(range(values[0], values[-1] + 1, step)):
@@ -140,44 +151,47 @@ def ranges(numbers: Iterable[int]) -> str:
 def folded(lines: Iterable[str], *, end: str) -> list[str]:
     """Fold lines about keys that differ only in the numbers of layers and experts.
 
-    ``layers.0.x (why)`` … become ``layers.[0-31].x (why)``. Brackets list every number that there
-    was, so nothing is lost.
+    ``layers.0.x (why)`` … become ``layers.[0-31].x (why)``. Brackets list exactly the numbers of
+    the folded lines, so nothing is lost.
 
     Args:
-        end: what ends the key, such as ``" ("``; a line without it has no key.
+        end: the text that ends the key, such as ``" ("``; a line without it has no key.
 
     Returns:
         The lines, in order of first appearance.
     """
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    # Group the lines that are equal except for their numbers.
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
     for line in lines:
-        key, mark, rest = line.partition(end)
+        key, mark, reason = line.partition(end)
         parts = _NUMBER.split(key) if mark else [line]
-        alike.setdefault((*parts[::2], mark + rest), []).append(parts[1::2])
+        groups.setdefault((*parts[::2], mark + reason), []).append(parts[1::2])
     result: list[str] = []
-    for (*texts, rest), rows in alike.items():
-        for at in reversed(range(len(texts) - 1)):
-            rows = _merged(rows, at)
+    for (*texts, ending), rows in groups.items():
+        # From the last position to the first: experts fold before the layers that contain them.
+        for position in reversed(range(len(texts) - 1)):
+            rows = _merge_rows(rows, position)
         result += [
-            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest
+            "".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + ending
             for row in rows
         ]
     return result
 
 
-def _merged(rows: Iterable[Sequence[str]], at: int) -> list[list[str]]:
-    """Return the rows, merging those that differ only at one position.
+def _merge_rows(rows: Iterable[Sequence[str]], position: int) -> list[list[str]]:
+    """Merge the rows that differ only at one position.
 
-    The merged row has all their numbers there.
+    Returns:
+        The merged rows, with the range of all their numbers at that position.
     """
     numbers: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        numbers.setdefault((*row[:at], *row[at + 1 :]), []).append(row[at])
+        numbers.setdefault((*row[:position], *row[position + 1 :]), []).append(row[position])
     return [
         [
-            *rest[:at],
+            *others[:position],
             texts[0] if len(set(texts)) == 1 else f"[{ranges(map(int, set(texts)))}]",
-            *rest[at:],
+            *others[position:],
         ]
-        for rest, texts in numbers.items()
+        for others, texts in numbers.items()
     ]

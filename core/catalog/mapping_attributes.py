@@ -1,7 +1,7 @@
 """Find attributes of mappings in a state dict: ``od.ema = tensor``, or those of a dict subclass.
 
-Pickles keep them beside the entries. Formats that name tensors by the paths of entries cannot store
-them, so they are left out there, and reported::
+Pickles store them in addition to the entries. Formats that name tensors by the paths of entries
+cannot store them, so conversions drop and report them::
 
     model._metadata    set by torch.nn.Module.state_dict: versions of modules
     model.ema          set by a training script
@@ -25,11 +25,11 @@ VERSIONS = "_metadata"
 
 @dataclass(frozen=True, slots=True)
 class MappingAttribute:
-    """An attribute of a mapping, or the arguments from which its class makes it.
+    """An attribute of a mapping, or the arguments with which its class creates it.
 
     Args:
         path: path of the mapping.
-        name: name of the attribute; ``arguments`` for those of its class.
+        name: name of the attribute; ``arguments`` for the arguments of the class.
         value: the inert value.
     """
 
@@ -39,12 +39,12 @@ class MappingAttribute:
 
     @property
     def key(self) -> str:
-        """Return the dot-joined path of the attribute."""
+        """Dot-joined path of the attribute."""
         return join_path((*self.path, self.name))
 
     @property
     def holds_tensor(self) -> bool:
-        """Return whether there is a tensor in the value."""
+        """True if the value contains a tensor."""
         return _holds_tensor(self.value)
 
 
@@ -62,48 +62,44 @@ def attributes_of(skeleton: object) -> list[MappingAttribute]:
 
 
 def attributes_beside_tensors(skeleton: object) -> list[MappingAttribute]:
-    """Return the attributes of those mappings that hold tensors, in entries or attributes."""
+    """Return the attributes of the mappings that hold tensors, in entries or in attributes."""
     attributes = attributes_of(skeleton)
     if not attributes:
         return []
-    holding = {attribute.path for attribute in attributes if attribute.holds_tensor}
+    # A tensor belongs to all containers on its path.
+    paths = {attribute.path for attribute in attributes if attribute.holds_tensor}
     for entry in entries(skeleton):
         if isinstance(entry.leaf, TensorLeaf):
-            holding |= {entry.path[:depth] for depth in range(len(entry.path))}
-    return [attribute for attribute in attributes if attribute.path in holding]
+            paths |= {entry.path[:depth] for depth in range(len(entry.path))}
+    return [attribute for attribute in attributes if attribute.path in paths]
 
 
 def without_attributes(catalog: Catalog) -> Catalog:
-    """Return the catalog without ``attributes_beside_tensors``.
+    """Return a copy of a catalog without its ``attributes_beside_tensors``.
 
-    Mappings without tensors keep theirs: a format that can store other objects may hold them as
-    they are.
+    Mappings without tensors keep their attributes: a format that can store other objects may store
+    such a mapping unchanged.
     """
-    lost = attributes_beside_tensors(catalog.skeleton)
-    if not lost:
+    removed = attributes_beside_tensors(catalog.skeleton)
+    if not removed:
         return catalog
-    paths = {attribute.path for attribute in lost}
-    skeleton = map_leaves(
-        catalog.skeleton, lambda entry: entry.leaf
-    )  # its inert containers are copies
+    paths = {attribute.path for attribute in removed}
+    # ``map_leaves`` copies the inert containers, so the catalog's own skeleton does not change.
+    skeleton = map_leaves(catalog.skeleton, lambda entry: entry.leaf)
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
+            # A class cannot be created without its arguments, so the mapping becomes a dict.
             if any(name == _ARGUMENTS for name, _ in _attributes(node)):
-                node.how, node.fn, node.args, node.kwargs, node.items = (
-                    "reduce",
-                    _DICT,
-                    (),
-                    None,
-                    [],
-                )
+                node.how, node.fn = "reduce", Global("builtins", "dict")
+                node.args, node.kwargs, node.items = (), None, []
             node.state = NO_STATE
-    return without_tensors_of(replace(catalog, skeleton=skeleton), lost)
+    return without_tensors_of(replace(catalog, skeleton=skeleton), removed)
 
 
 def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute]) -> Catalog:
-    """Return the catalog without the hidden tensors of removed attributes.
+    """Return a copy of a catalog without the hidden tensors of removed attributes.
 
-    Tensors that objects hold too are kept.
+    Tensors that objects contain too are kept.
     """
     removed = _tensors_in([attribute.value for attribute in attributes])
     removed -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
@@ -113,17 +109,15 @@ def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute])
 
 
 _ARGUMENTS = "arguments"
-_DICT = Global("builtins", "dict")
 
 
 def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
-    """Yield name and value of what a container holds beside its entries."""
+    """Yield the name and value of each attribute of a mapping; none for other objects."""
     if as_mapping(node) is None:
         return
     if node.state is not NO_STATE:
-        parts = (
-            node.state if isinstance(node.state, tuple) else (node.state,)
-        )  # (attributes, those in slots)
+        # A tuple is (attributes, attributes in slots).
+        parts = node.state if isinstance(node.state, tuple) else (node.state,)
         for part in parts:
             if isinstance(part, dict):
                 yield from ((str(name), value) for name, value in part.items())
@@ -135,8 +129,10 @@ def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
 
 
 def _holds_tensor(value: object) -> bool:
+    """Return whether an inert value contains a tensor."""
     return any(isinstance(node, TensorLeaf) for node in walk(value))
 
 
 def _tensors_in(value: object) -> set[str]:
+    """Return the keys of all tensors in an inert value."""
     return {node.key for node in walk(value) if isinstance(node, TensorLeaf)}

@@ -1,28 +1,24 @@
-"""Name the states of an optimizer, whatever the checkpoint calls them, and describe its groups.
+"""Keys of optimizer states in the global form, and the description of an optimizer's groups.
 
 In the global per-layer form (``core.megatron.reshard.from_ranks``) every state of a parameter is a
-tensor of its own::
+tensor of its own, cut like the parameter::
 
-    optimizer.state.fp32_param.decoder.layers.3.mlp.linear_fc2.weight     the fp32 master, with the
-    parameter's shape
+    optimizer.state.fp32_param.decoder.layers.3.mlp.linear_fc2.weight    fp32 master weight
     optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight
     optimizer.state.exp_avg_sq.decoder.layers.3.mlp.linear_fc2.weight
 
-cut as the parameter is; everything else is ``Catalog.optimizer``, an ``Optimizer``. How each format
-stores it:
+All other facts are in ``Catalog.optimizer``, an ``Optimizer``. The formats store both as follows:
 
-=====================
-=================================================================================================
- rank files             ``kind`` fp32, float16: numbered in model_optim_rng.pt
-                        (``core.megatron.optimizer.numbered.read``); distributed: flat buffers in
-                        distrib_optim.pt
-                        (``core.megatron.optimizer.flat.read``)
- torch_dist, zarr       the same keys, with layers stacked; ``param`` instead of ``fp32_param`` for
- distributed
-                        (``core.megatron.optimizer.sharded.read``)
- others                 these keys, and the groups as objects
-=====================
-=================================================================================================
+==================  ===============================================================================
+ format              storage
+==================  ===============================================================================
+ rank files          ``kind`` fp32, float16: numbered states in ``model_optim_rng.pt``
+                     (``core.megatron.optimizer.numbered.read``); distributed: flat buffers in
+                     ``distrib_optim.pt`` (``core.megatron.optimizer.flat.read``)
+ torch_dist, zarr    the same keys, with layers stacked; ``param`` instead of ``fp32_param`` for
+                     distributed (``core.megatron.optimizer.sharded.read``)
+ others              these keys, and the groups as objects
+==================  ===============================================================================
 
 Source: Megatron-LM d98e8a64 ``core/optimizer/{optimizer,distrib_optimizer}.py``, tests/golden.
 """
@@ -38,14 +34,14 @@ from core.arrays.box import Shape
 STATES = "optimizer.state."
 """Prefix of the keys of optimizer states."""
 MASTER = "fp32_param"
-"""The state that is the parameter itself in fp32."""
+"""The state that is the fp32 master weight."""
 STEP = "optimizer.common_step"
-"""Key of the hidden tensor that is the number of steps, where it is a tensor."""
+"""Key of the hidden tensor that is the number of steps, if that is a tensor."""
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "sum"}
 )
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
-"""Names of moments and of fp32 masters in any checkpoint."""
+"""Names of fp32 master weights in any checkpoint; ``MOMENTS`` has those of the moments."""
 KINDS = ("fp32", "float16", "distributed")
 
 
@@ -60,7 +56,7 @@ def state_key(state: str, param: str) -> str:
 
 
 def state_of(key: str) -> tuple[str, str] | None:
-    """Return (state, parameter) of a key in the global form, or None for other tensors."""
+    """Split a key in the global form into (state, parameter); None for keys of other tensors."""
     if not key.startswith(STATES):
         return None
     state, dot, param = key[len(STATES) :].partition(".")
@@ -68,21 +64,21 @@ def state_of(key: str) -> tuple[str, str] | None:
 
 
 def param_of(key: str) -> str:
-    """Return the parameter whose rule a tensor follows: itself, or that of the state."""
+    """Return the parameter whose layout rule applies: the key itself, or the state's parameter."""
     state = state_of(key)
     return key if state is None else state[1]
 
 
 class HasShape(Protocol):
-    """A tensor's metadata, as ``core.catalog.catalog.TensorMeta``, which imports this module."""
+    """The part of ``core.catalog.catalog.TensorMeta`` (which imports this module) that is used."""
 
     @property
     def shape(self) -> Shape:
-        """Return the shape, in elements."""
+        """Shape, in elements."""
 
 
 def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
-    """Return the parameters of a global form that have a state, in the order of ``tensors``.
+    """Return the parameters that have an optimizer state, in the order of ``tensors``.
 
     Returns:
         Parameter → number of its axes.
@@ -93,12 +89,12 @@ def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """A group of parameters that are trained alike.
+    """A group of parameters that share their optimizer settings.
 
     Args:
-        settings: the group's entries as the checkpoint has them (``lr``, ``betas``, ``wd_mult``,
-            ``step`` …), without ``params``.
-        params: global names of its parameters, in order; None where the checkpoint does not record
+        settings: the group's entries in the checkpoint (``lr``, ``betas``, ``wd_mult``, ``step``
+            …), without ``params``.
+        params: global names of its parameters, in order; None if the checkpoint does not record
             them (torch_dist).
     """
 
@@ -107,23 +103,23 @@ class ParamGroup:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether it is a group of experts that expert parallelism distributes."""
+        """True for a group of experts that are distributed by expert parallelism."""
         return bool(self.settings.get("is_expert_parallel"))
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer, apart from its tensors.
+    """An optimizer without its tensors.
 
     Args:
         kind: one of ``KINDS``.
-        groups: in the checkpoint's order; those of chained optimizers one after the other.
+        groups: parameter groups in the checkpoint's order; chained optimizers one after the other.
         states: names of the states that parameters have, in the order of the files (``exp_avg`` …).
         step: the number of steps of all parameters: a number, a ``TensorLeaf`` with the key
-            ``STEP``, or None where at most the groups record it.
+            ``STEP``, or None if it is recorded only in the groups or not at all.
         entries: other entries of the optimizer, such as ``grad_scaler``.
-        omits_empty: rank files leave out the groups of which a rank has no parameter, as before
-            megatron-core 0.14; None where the checkpoint does not show it.
+        omits_empty: rank files omit the groups of which a rank has no parameter, as before
+            megatron-core 0.14; None if the checkpoint does not show this.
     """
 
     kind: str

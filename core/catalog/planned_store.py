@@ -1,7 +1,7 @@
-"""Read a destination before it is written, like any checkpoint.
+"""A store that reads a destination before it is written, like any checkpoint.
 
-Its metadata are those that will be there, except for checksums; the bytes of its arrays are zero.
-So the readers themselves tell which tensor each byte will belong to.
+The metadata are those that will be written, except for checksums; the bytes of the arrays are zero.
+So the readers of the formats determine which tensor each byte will belong to.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class PlannedStore:
     """The files of a plan as a ``core.files.store.ReadStore``.
 
     Args:
-        images: the files; their literals are made when they are first read.
-        prefix: prefix of the paths to show, which are then relative to it.
-        entry: the one file, if the destination is one.
+        images: the files to write; the literals of a file are computed when it is first read.
+        prefix: prefix of the paths to serve, which are then relative to it.
+        entry: the file, if the destination is a single file.
     """
 
     label = "the destination"
@@ -34,6 +34,8 @@ class PlannedStore:
             if image.path.startswith(prefix)
         }
         self._literals: dict[str, tuple[list[int], list[bytes]]] = {}
+        """Path → offsets of the literals, ascending, and their bytes."""
+        # The names of files and folders by the folder that contains them.
         self._files: dict[str, list[str]] = {}
         self._folders: dict[str, set[str]] = {}
         for path in self._images:
@@ -72,11 +74,17 @@ class PlannedStore:
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Read bytes of a file into a buffer; those of its arrays are zero."""
+        """Read bytes of a file into a buffer; those of its arrays are zero.
+
+        Raises:
+            MissingShardError: the file is not planned.
+            TruncatedError: the file ends before the buffer is full.
+        """
         stop = offset + len(buffer)
         if stop > self._image(name).size:
-            raise TruncatedError(f"the file ends at byte {self.size(name)}", file=name)
+            raise TruncatedError(f"the file ends at byte {self.size(name):,}", file=name)
         buffer[:] = bytes(len(buffer))
+        # The literals that overlap the span, the one that begins before it included.
         starts, literals = self._literals_of(name)
         for number in range(max(0, bisect_right(starts, offset) - 1), bisect_right(starts, stop)):
             start, data = starts[number], literals[number]
@@ -95,12 +103,18 @@ class PlannedStore:
             offset += len(buffer)
 
     def _image(self, name: str) -> FileImage:
+        """Return the description of a file.
+
+        Raises:
+            MissingShardError: the file is not planned.
+        """
         image = self._images.get(name)
         if image is None:
             raise MissingShardError("the file does not exist", file=name)
         return image
 
     def _literals_of(self, name: str) -> tuple[list[int], list[bytes]]:
+        """Return the offsets and the bytes of a file's literals, with checksums of 0."""
         columns = self._literals.get(name)
         if columns is None:
             literals = sorted(self._image(name).literals(lambda array: 0))

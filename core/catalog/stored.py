@@ -1,8 +1,8 @@
-"""Arrays that lie in a file, arrays that are still to be placed, and encodings of their bytes.
+"""Arrays that are stored in a file, arrays without a position yet, and encodings of their bytes.
 
 Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are
-computed from others (``core.changes.quantize``) are *encoded*: ``Extent.encoding`` holds a value
-that can make their dense bytes. The engine reads such an array as if it were a file of its own
+computed from others (``core.changes.quantize``) are *encoded*: ``Extent.encoding`` is a value that
+produces their dense bytes. The engine reads such an array as if it were a file of its own
 (``core.catalog.decoded``), one *unit* at a time, so that memory stays bounded.
 """
 
@@ -27,83 +27,85 @@ else:
 
 
 class Encoding(Protocol):
-    """A codec with its parameters: a frozen value that compares by what it holds.
+    """A codec with its parameters: a frozen value that compares by its fields.
 
     The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into
-    units of ``unit_bytes``; the last one may be shorter. A codec without random access has one
-    unit, the whole array.
+    units of ``unit_bytes``; the last unit may be shorter. A codec without random access has one
+    unit, the complete array.
 
     An encoding that reads other files than the extent's lists them in an attribute ``files``
-    (``files_read``); one that compares with a checksum has a true attribute ``has_checksum``.
+    (``files_read``). An encoding that verifies a checksum has an attribute ``has_checksum`` that is
+    true.
     """
 
     @property
     def name(self) -> str:
-        """Return the name of the codec for people: ``zstd``, ``blosc``, ``fp8 blocks``."""
+        """Name of the codec, for people: ``zstd``, ``blosc``, ``fp8 blocks``."""
 
     @property
     def unit_bytes(self) -> int:
-        """Return the dense bytes of one unit; more than 0."""
+        """Dense bytes of one unit; more than 0."""
 
     @property
     def working_bytes(self) -> int:
-        """Return the memory that decoding one unit takes at most, without the unit itself."""
+        """Maximum memory for decoding one unit, without the unit itself, in bytes."""
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
         """Return the dense bytes of one unit; called from several threads.
 
         Args:
             store: the source's files.
-            array: the encoded array; its extent names the file and, where that means something, the
-            byte address.
+            array: the encoded array; its extent contains the file and, if the encoding needs it,
+                the byte address.
             unit: number of the unit, from 0.
 
         Raises:
             CorruptError, TruncatedError, MissingShardError, UnsupportedError: the unit cannot be
-            decoded; the error names the file.
+                decoded; the error names the file.
         """
 
 
 def stored_bytes_of(encoding: Encoding) -> int | None:
     """Return the length of the encoded bytes in the extent's file, from its offset, for people.
 
-    None where an encoding has no field ``stored_bytes``: values inside a node of a database,
-    computed tensors.
+    Returns:
+        None if the encoding has no field ``stored_bytes``: values inside a node of a database,
+        computed tensors.
     """
     n_bytes = getattr(encoding, "stored_bytes", None)
     return n_bytes if isinstance(n_bytes, int) else None
 
 
 def files_read(encoding: Encoding | None) -> Sequence[str]:
-    """Return the files that decoding reads besides the extent's."""
+    """Return the files that decoding reads in addition to the extent's."""
     files: Sequence[str] = getattr(encoding, "files", ())
     return files
 
 
 def has_checksum(encoding: Encoding) -> bool:
-    """Return whether decoding compares all stored or all decoded bytes with a checksum."""
+    """Return whether decoding verifies a checksum of all stored or all decoded bytes."""
     return bool(getattr(encoding, "has_checksum", False))
 
 
 @value(frozen=True, slots=True)
 class Extent:
-    """The position and the form of a stored array's elements.
+    """The position and encoding of a stored array's elements.
 
     Args:
         file: path relative to the store, ``/`` between components.
         offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item
-        that holds it.
+            that holds the array.
         strides: in elements per axis; None means C order without gaps.
         item_bytes: length of that container item; the extent is then late-bound and ``strides`` is
-        None.
-        encoding: how the dense bytes are made, or None for plain little-endian elements in the
-        file.
-        crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the
-        container records one.
-        part_of: for a late-bound array that is a part of the item's tensor: that tensor's shape,
-        and how many of its elements come before, in C order; None where the array is the tensor.
-        is_swapped: for a late-bound array: its last two axes are those of the item's tensor in the
-        other order.
+            None.
+        encoding: the codec of the bytes, or None for plain little-endian elements in the file.
+        crc: CRC-32 of the record that begins at element 0 and is exactly this array, if the
+            container records one.
+        part_of: for a late-bound array that is a part of the item's tensor: the shape of that
+            tensor, and the number of its elements before the array, in C order; None if the array
+            is the complete tensor.
+        is_swapped: the last two axes of a late-bound array are those of the item's tensor in
+            reverse order.
     """
 
     file: str
@@ -117,7 +119,7 @@ class Extent:
 
     @property
     def is_late(self) -> bool:
-        """Return whether ``Catalog.bind`` must still find the byte address."""
+        """True if ``Catalog.bind`` must still find the byte address."""
         return self.item_bytes is not None
 
 
@@ -127,13 +129,13 @@ Coords = tuple[tuple[str, int], ...]
 
 @value(frozen=True, slots=True)
 class StoredArray:
-    """A dense array that lies in a file of a checkpoint.
+    """A dense array in a file of a checkpoint.
 
     Args:
         name: unique within the checkpoint.
         dtype: canonical dtype name.
         shape: in elements.
-        extent: position of the array.
+        extent: position and encoding of the array.
         coords: rank coordinates in formats that store one file per rank, else ().
     """
 
@@ -145,13 +147,13 @@ class StoredArray:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the array as a dense one."""
+        """Size of the dense array, in bytes."""
         return prod(self.shape) * itemsize(self.dtype)
 
 
 @value(frozen=True, slots=True)
 class PlannedArray:
-    """A dense array of a destination, which a format's ``lay_out`` has yet to place.
+    """A dense array to write, which a format's ``lay_out`` has yet to place.
 
     Args:
         name, dtype, shape, coords: as in StoredArray.
@@ -164,11 +166,11 @@ class PlannedArray:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the array as a dense one."""
+        """Size of the dense array, in bytes."""
         return prod(self.shape) * itemsize(self.dtype)
 
     def at(self, extent: Extent) -> StoredArray:
-        """Return the array as one that lies at an extent."""
+        """Place the array at an extent."""
         return StoredArray(self.name, self.dtype, self.shape, extent, self.coords)
 
 
@@ -179,20 +181,21 @@ if TYPE_CHECKING:
     ArrayT = TypeVar("ArrayT", bound=AnyArray, default=StoredArray)
     ArrayT_co = TypeVar("ArrayT_co", bound=AnyArray, default=StoredArray, covariant=True)
 else:
-    # A default takes Python 3.13, or a module that is not imported otherwise.
+    # A default needs Python 3.13, or typing_extensions, which the sandboxed child must not import.
     ArrayT = TypeVar("ArrayT")
     ArrayT_co = TypeVar("ArrayT_co", covariant=True)
 
 
 def array_name(key: str, box: Box) -> str:
-    """Return the name of a stored array that holds one box of a tensor with several."""
+    """Name a stored array that holds one of several boxes of a tensor."""
     return f"{key}@{','.join(map(str, box.offset))}"
 
 
 def n_stored_bytes(array: StoredArray) -> int:
-    """Return how many bytes of its file a placed array spans, strides included.
+    """Return the number of bytes that a stored array spans in its file.
 
-    0 means that only the array's encoding knows.
+    Returns:
+        0 for an encoded array, whose span only its encoding knows.
     """
     extent = array.extent
     if extent.item_bytes is not None:
@@ -201,16 +204,17 @@ def n_stored_bytes(array: StoredArray) -> int:
         return 0
     if extent.strides is None or 0 in array.shape:
         return array.n_bytes
+    # With strides, from the first element to the end of the last.
     last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
     return (last + 1) * itemsize(array.dtype)
 
 
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
-    """Return a run of an array's elements, in C order, as an array of its own with another shape.
+    """Return a run of an array's elements, in C order, as an array with its own shape.
 
     Args:
-        array: an array without encoding whose position is known or late-bound.
-        start: elements before the run.
+        array: an array without encoding, whose position is known or late-bound.
+        start: number of elements before the run.
         shape: shape of the part, in elements.
 
     Raises:
@@ -221,7 +225,7 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     stop = start + prod(shape)
     if start < 0 or stop > prod(array.shape):
         raise CorruptError(
-            f"elements {start}–{stop} are out of range: the array has {prod(array.shape)}",
+            f"elements {start:,}–{stop:,} are out of range: the array has {prod(array.shape):,}",
             key=array.name,
             file=extent.file,
         )
@@ -231,6 +235,8 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
             "cannot read a part of a compressed or strided array", key=array.name
         )
     name = f"{array.name}[{start}:{stop}]"
+    # The byte address of a late-bound array is not known yet, so the part is recorded in elements,
+    # relative to the tensor of the item even if the array is itself a part.
     if extent.is_late:
         base, before = extent.part_of or (array.shape, 0)
         return replace(

@@ -1,6 +1,6 @@
-"""Pickles as inert trees, and back. Nothing that a file names is ever imported or called.
+"""Read pickles as inert trees and write them back; nothing that a file names is imported or called.
 
-Start at ``reader``, which everything else uses and whose opcodes are in ``machine``; ``inert``
+Start at ``reader``, which everything else uses and which runs the opcodes in ``machine``; ``inert``
 defines the nodes of trees. ``calls.toml`` lists what a pickle may call (``names`` judges by it);
 ``writer`` writes a tree.
 Imports: arrays, errors.

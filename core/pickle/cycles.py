@@ -1,7 +1,7 @@
-"""State dicts that contain themselves: a container refers to one of the containers around it.
+"""State dicts that contain themselves: a container refers to a container that encloses it.
 
-A pickle can express that, and a path through such a reference has no end. ``cut_cycles`` replaces
-only those references.
+A pickle can express that, but a path through such a reference never ends. ``cut_cycles`` replaces
+those references and nothing else.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ from __future__ import annotations
 import shlex
 
 from core.errors import CorruptError, UnsupportedError
-from core.pickle.inert import Inert, ObjectLeaf, as_mapping
+from core.pickle.inert import ObjectLeaf, as_mapping, rebuild
 from core.pickle.nesting import MAX_DEPTH
 
-ENDLESS = "reference to a container around it"
+ENDLESS = "reference to an enclosing container"
 """Description, for users, of the leaf that ``cut_cycles`` puts in place of a reference."""
 _REFERENCE = ObjectLeaf("#endless")
 
 
 def endless_error(key: str) -> UnsupportedError:
-    """Return the error for an entry that refers to a container around it."""
+    """Return the error for an entry that refers to a container that encloses it."""
     return UnsupportedError(
-        "a container contains itself: this entry refers to a container around it",
+        "a container contains itself: this entry refers to an enclosing container",
         key=key,
-        hint=f"leave it out: --exclude {shlex.quote(key)}",
+        hint=f"exclude it with: --exclude {shlex.quote(key)}",
     )
 
 
 def cut_cycles(root: object) -> object:
-    """Return a tree in which an ``ObjectLeaf`` replaces each reference that closes a cycle.
+    """Replace each reference that closes a cycle by an ``ObjectLeaf``, and return the new tree.
 
     Containers that are shared by several places remain shared, and a container without such a
     reference below it remains the same object.
 
     Raises:
-        CorruptError: the containers are nested too deeply.
+        CorruptError: the containers are nested deeper than ``MAX_DEPTH``.
     """
     return _cut(root, {}, 0)
 
 
 def _cut(node: object, finished: dict[int, object], depth: int) -> object:
-    """Return a part of the tree without cycles.
+    """Cut the cycles in a part of the tree.
 
     Args:
-        finished: id of each container that was reached → its result; the reference while it is
-            still open.
+        finished: id of each container that was reached → its result, or ``_REFERENCE`` while its
+            parts are still being processed.
+        depth: levels of containers above the node.
     """
     mapping = as_mapping(node)
     if mapping is None and not isinstance(node, (list, tuple)):
@@ -52,26 +53,11 @@ def _cut(node: object, finished: dict[int, object], depth: int) -> object:
         return finished[id(node)]
     if depth > MAX_DEPTH:
         raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
-    # Whoever refers to this container before it is finished closes a cycle.
+    # A reference to this container that is met before it is finished closes a cycle.
     finished[id(node)] = _REFERENCE
-    result: object
-    if mapping is not None:
-        values = {key: _cut(value, finished, depth + 1) for key, value in mapping.items()}
-        is_same = all(values[key] is value for key, value in mapping.items())
-        result = node if is_same else _with_values(node, values)
-    else:
-        assert isinstance(node, (list, tuple))
-        items = [_cut(item, finished, depth + 1) for item in node]
-        is_same = all(old is new for old, new in zip(node, items, strict=True))
-        result = node if is_same else tuple(items) if isinstance(node, tuple) else items
-    finished[id(node)] = result
-    return result
-
-
-def _with_values(node: object, values: dict[object, object]) -> object:
-    """Return a copy of a dict, or of an inert dict subclass, with other values."""
-    if not isinstance(node, Inert):
-        return values
-    copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
-    copy.state, copy.items, copy.entries = node.state, node.items, list(values.items())
-    return copy
+    parts = dict(enumerate(node)) if isinstance(node, (list, tuple)) else mapping or {}
+    new_parts = {name: _cut(part, finished, depth + 1) for name, part in parts.items()}
+    # A container without a cycle below it stays the same object.
+    is_same = all(new_parts[name] is part for name, part in parts.items())
+    finished[id(node)] = node if is_same else rebuild(node, new_parts)
+    return finished[id(node)]

@@ -4,21 +4,22 @@ Nothing in this module calls or imports what a pickle names. A pickle becomes a 
 (None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset) and of the classes
 below; ``core.pickle.writer`` turns such a tree back into an equal pickle.
 
-Leaves: in place of a tensor or of a separately stored object, the tree holds ``TensorLeaf(key)`` or
+A tensor or a separately stored object is represented by a leaf, ``TensorLeaf(key)`` or
 ``ObjectLeaf(key)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from core.arrays.fast_value import value
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Global:
-    """The name of a class or function; never looked up."""
+    """The name of a class or function, which is never looked up."""
 
     module: str
     name: str
@@ -39,12 +40,12 @@ class Inert:
         fn: the function or class, nearly always a ``Global``.
         args: positional arguments.
         kwargs: keyword arguments, only with ``newobj_ex``.
-        state: the argument of ``__setstate__``, or ``NO_STATE``; most objects have their attribute
-            dict.
+        state: the argument of ``__setstate__``, for most objects their attribute dict; or
+            ``NO_STATE``.
         items: the appended items (list subclasses, deques, sets).
         entries: the (key, value) pairs that were set (dict subclasses).
 
-    Equality is identity: trees may be cyclic.
+    Objects are compared and hashed by identity, because trees may be cyclic.
     """
 
     __slots__ = ("args", "entries", "fn", "how", "items", "kwargs", "state")
@@ -68,8 +69,9 @@ class Inert:
 
     @property
     def class_name(self) -> str:
-        """Return the dotted name of the object's class, or of the function that would make it."""
-        fn = self.fn  # in a hostile pickle any object, and printing that may take for ever
+        """Dotted name of the object's class, or of the function that would create it."""
+        # In a hostile pickle ``fn`` may be any object, and printing it may take forever.
+        fn = self.fn
         return str(fn) if isinstance(fn, Global) else f"a called {type(fn).__name__}"
 
     def __repr__(self) -> str:
@@ -77,7 +79,7 @@ class Inert:
 
 
 class Size(tuple[int, ...]):
-    """A ``torch.Size``: a class of its own, so that it is not written as a plain tuple."""
+    """A ``torch.Size``, distinct from a tuple so that it is not written as one."""
 
     __slots__ = ()
 
@@ -92,17 +94,17 @@ class _NoState:
 
 
 NO_STATE = _NoState()
-"""The state of an object whose pickle sets none (None would be a legal state)."""
+"""The state of an object whose pickle sets no state (None would be a valid state)."""
 
 
 @value(frozen=True, slots=True)
 class TensorLeaf:
-    """The place of a tensor in a skeleton.
+    """The leaf of a skeleton that represents a tensor.
 
     Args:
         key: the tensor's key in the catalog.
-        wrapper: None for a plain tensor; ``parameter`` for a ``torch.nn.Parameter``.
-        requires_grad: as stored.
+        wrapper: None for a plain tensor, ``parameter`` for a ``torch.nn.Parameter``.
+        requires_grad: the flag that is stored with the tensor.
     """
 
     key: str
@@ -112,38 +114,38 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """The place of a separately stored object in a skeleton."""
+    """The leaf of a skeleton that represents a separately stored object."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Persistent:
-    """A persistent id (in torch, of a storage) that the reader did not translate."""
+    """A persistent id (of a storage, in torch) that the reader did not translate."""
 
     value: object
 
     def __repr__(self) -> str:
-        # Only the type: printing a hostile value may take for ever.
+        # Only the type: printing a hostile value may take forever.
         return f"<persistent {type(self.value).__name__}>"
 
 
 def make_namespace(fields: dict[str, object]) -> Inert:
-    """Return an inert ``argparse.Namespace``, in which Megatron stores its arguments."""
+    """Build an inert ``argparse.Namespace``, in which Megatron stores its arguments."""
     record = Inert("newobj", Global("argparse", "Namespace"))
     record.state = fields
     return record
 
 
 def make_ordered_dict(entries: dict[object, object]) -> Inert:
-    """Return an inert ``collections.OrderedDict``."""
+    """Build an inert ``collections.OrderedDict``."""
     record = Inert("reduce", Global("collections", "OrderedDict"))
     record.entries = list(entries.items())
     return record
 
 
 def attributes(value: object) -> dict[str, object] | None:
-    """Return the attribute dict of an inert object, or None if ``value`` has none."""
+    """Return the attribute dict of an inert object; None for any other value."""
     if isinstance(value, Inert) and isinstance(value.state, dict):
         return value.state
     return None
@@ -152,7 +154,7 @@ def attributes(value: object) -> dict[str, object] | None:
 def as_mapping(value: object) -> dict[object, object] | None:
     """Return the entries of a dict or of an inert dict subclass; None for any other value.
 
-    Of equal keys the last one counts, as in Python.
+    The last of several equal keys wins, as in Python.
     """
     if isinstance(value, dict):
         return value
@@ -169,22 +171,39 @@ _DICT_LIKE = {
 }
 
 
+def rebuild(container: object, parts: Mapping[object, object]) -> object:
+    """Build a container of the kind of a list, tuple, dict or inert dict subclass.
+
+    Args:
+        container: the original container.
+        parts: the new entries; for a list or tuple, the new items by index, in order.
+    """
+    if isinstance(container, (list, tuple)):
+        items = list(parts.values())
+        return tuple(items) if isinstance(container, tuple) else items
+    if not isinstance(container, Inert):
+        return dict(parts)
+    copy = Inert(container.how, container.fn, container.args, kwargs=container.kwargs)
+    copy.state, copy.items, copy.entries = container.state, [*container.items], [*parts.items()]
+    return copy
+
+
 PLAIN = frozenset((str, int, float, bool, type(None)))
-"""Types of values that have no parts and name nothing."""
+"""Types of values without parts, which name no class or function."""
 
 
 def is_flat(items: Iterable[object]) -> bool:
-    """Return whether a container holds only strings, numbers and None; quick for millions."""
+    """Return whether a container holds only strings, numbers and None; fast for millions."""
     return PLAIN.issuperset(map(type, items))
 
 
 def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
     """Yield every object of an inert tree once, containers before their parts.
 
-    Strings, numbers and None are left out. Shared and cyclic parts are safe, and nothing recurses.
+    Strings, numbers and None are omitted. Shared and cyclic parts are safe, and nothing recurses.
 
     Args:
-        seen: ids of containers to leave out; the ids of the containers of the tree are added.
+        seen: ids of containers to skip; the ids of the tree's containers are added.
     """
     visited = set() if seen is None else seen
     stack = [value]
@@ -193,64 +212,70 @@ def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
         kind = type(node)
         if kind in PLAIN:
             continue
-        # Most nodes are of these types, so they are handled without calling ``_children``.
+        # Most leaves are of these types, and need no test whether they are containers.
         if kind is bytes or kind is Global:
             yield node
-        elif kind is list or kind is tuple:
-            if id(node) not in visited:
-                visited.add(id(node))
-                yield node
-                if node and not is_flat(node):  # type: ignore[arg-type]
-                    stack += [item for item in reversed(node) if type(item) not in PLAIN]  # type: ignore[call-overload]
-        elif not isinstance(node, _CONTAINERS):
-            yield node
-            if isinstance(node, Persistent):
-                stack.append(node.value)
-        elif id(node) not in visited:
+            continue
+        if isinstance(node, _CONTAINERS):
+            if id(node) in visited:
+                continue
             visited.add(id(node))
-            yield node
-            stack += reversed(_children(node))
+        yield node
+        # Reversed, as the last part on the stack is visited first.
+        parts = parts_to_visit(node)
+        stack += [part for part in reversed(parts) if type(part) not in PLAIN]
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
-def _children(node: object) -> list[object]:
-    """Return the parts of a container in the order of ``walk``; plain ones may be left out."""
+def parts_of(node: object) -> Sequence[object]:
+    """Return the direct parts of an inert value, plain ones too; () for a leaf."""
     if isinstance(node, Inert):
-        children = [node.fn, node.args]
-        if node.kwargs:
-            children.append(node.kwargs)
+        parts = [node.fn, node.args, node.kwargs or None]
         if node.state is not NO_STATE:
-            children.append(node.state)
-        children += node.items
-        for entry in node.entries:
-            children += entry
-        return children
+            parts.append(node.state)
+        parts += node.items
+        parts += chain.from_iterable(node.entries)
+        return parts
+    if isinstance(node, (list, tuple)):
+        return node
     if isinstance(node, dict):
-        if is_flat(node) and is_flat(node.values()):
-            return []
-        return [part for entry in node.items() for part in entry]
-    assert isinstance(node, (list, tuple, set, frozenset))
-    return [item for item in node if type(item) not in PLAIN]
+        return list(chain.from_iterable(node.items()))
+    if isinstance(node, (set, frozenset)):
+        return list(node)
+    return (node.value,) if isinstance(node, Persistent) else ()
+
+
+def parts_to_visit(node: object) -> Sequence[object]:
+    """Return the direct parts of an inert value, without those that are obviously plain.
+
+    Large containers of numbers and dicts with keys of type str thus cost little.
+    """
+    if type(node) is Inert:
+        return parts_of(node)
+    if isinstance(node, dict) and is_flat(node):
+        return () if is_flat(node.values()) else list(node.values())
+    parts = parts_of(node)
+    return () if is_flat(parts) else parts
 
 
 class ValueCounter:
-    """A counter of the values in inert containers, which looks at shared containers only once."""
+    """A counter of the values in inert containers, which visits shared containers only once."""
 
     def __init__(self) -> None:
         self._counted: dict[int, tuple[object, int]] = {}
-        """id → (the container, so that no other object gets its id; its count)."""
+        """id → (the container, kept so that no other object gets its id; its number of values)."""
 
-    def of(self, node: object) -> int:
+    def of(self, node: object, depth: int = 0) -> int:
         """Return the number of values in a tree, its root included.
+
+        Args:
+            depth: levels of containers above the node.
 
         Returns:
             0 if a tensor is among the values, or the tree is cyclic or nested too deeply.
         """
-        return self._of(node, 0)
-
-    def _of(self, node: object, depth: int) -> int:
         if isinstance(node, TensorLeaf):
             return 0
         if not isinstance(node, (*_CONTAINERS, Persistent)):
@@ -258,36 +283,18 @@ class ValueCounter:
         counted = self._counted.get(id(node))
         if counted is not None:
             return counted[1]
-        self._counted[id(node)] = node, 0  # met again below only if the tree is cyclic
+        # The count while the parts are being counted: only a cycle leads back here until then.
+        self._counted[id(node)] = node, 0
         if depth == _MAX_DEPTH:
             return 0
         total = 1
-        for part in _parts(node):
-            weight = self._of(part, depth + 1)
-            if not weight:
+        for part in parts_of(node):
+            n_values = self.of(part, depth + 1)
+            if not n_values:
                 return 0
-            total += weight
+            total += n_values
         self._counted[id(node)] = node, total
         return total
 
 
 _MAX_DEPTH = 64
-
-
-def _parts(node: object) -> Iterator[object]:
-    """Yield all parts of a container, plain ones too."""
-    if isinstance(node, dict):
-        yield from node
-        yield from node.values()
-    elif isinstance(node, (list, tuple, set, frozenset)):
-        yield from node
-    elif isinstance(node, Persistent):
-        yield node.value
-    elif isinstance(node, Inert):
-        yield from (node.fn, node.args, node.kwargs)
-        if node.state is not NO_STATE:
-            yield node.state
-        yield from node.items
-        for key, item in node.entries:
-            yield key
-            yield item

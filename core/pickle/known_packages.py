@@ -1,7 +1,7 @@
-"""Tell which modules are known: standard library, a well-known distribution, or installed locally.
+"""Find out which modules are known: standard library, a well-known distribution, or installed.
 
-Nothing is imported to find out, and no code of a package runs. An installed package only makes a
-verdict stricter: a class of an unknown module is doubted anyway.
+Nothing is imported for that, and no code of a package runs. An installed package only makes a
+verdict stricter, because a class of an unknown module is not trusted anyway.
 
 Source: ``sys.stdlib_module_names``; ``pickle/calls.toml`` for the distributions; PEP 610 for
 ``direct_url.json``.
@@ -35,8 +35,8 @@ def is_known_package(module: str) -> bool:
 
 
 def _is_installed(top: str) -> bool:
-    """Return whether a package lies in an install directory, and is not one of the user's own."""
-    # The list of names first: asking the finders takes 0.2 ms, and a hostile pickle has many names.
+    """Return whether a package is in an install directory and is not one of the user's own."""
+    # The list of names first: the finders take 0.2 ms a name, and a hostile pickle has many names.
     if top not in _installed_names():
         return False
     try:
@@ -45,7 +45,7 @@ def _is_installed(top: str) -> bool:
         return False
     if spec is None:
         return False
-    # The finders may still find the name elsewhere, such as in the working directory.
+    # The finders may find another package of that name first, such as in the working directory.
     paths = [
         path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path is not None
     ]
@@ -56,6 +56,7 @@ def _is_installed(top: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _install_dirs() -> tuple[str, ...]:
+    """Return the directories in which this Python's packages are installed."""
     paths = sysconfig.get_paths()
     user_dir = site.getusersitepackages()
     return tuple(
@@ -68,6 +69,7 @@ def _install_dirs() -> tuple[str, ...]:
 def _installed_names() -> frozenset[str]:
     """Return the names of all files and directories in install directories, up to the first dot."""
     roots = _install_dirs()
+    # Search paths below an install directory, such as those that ``.pth`` files add.
     search_dirs = [
         path for path in sys.path if any(Path(root) in Path(path).parents for root in roots)
     ]
@@ -87,6 +89,7 @@ def _local_packages() -> frozenset[str]:
             origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         except (OSError, ValueError):
             continue
+        # PEP 610: ``dir_info`` marks a directory, as opposed to an archive that was downloaded.
         if (
             isinstance(origin, dict)
             and str(origin.get("url", "")).startswith("file:")

@@ -1,4 +1,4 @@
-"""The virtual machine of ``core.pickle.reader``, which runs the opcodes of one pickle.
+"""The virtual machine that runs the opcodes of one pickle for ``core.pickle.reader``.
 
 Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 """
@@ -37,23 +37,23 @@ from core.pickle.uses import (
 )
 
 Hook = Callable[..., object]
-"""Makes the value of a call from its arguments; ``NotImplemented`` leaves it inert."""
+"""Creates the value of a call from its arguments; returns ``NotImplemented`` to leave it inert."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickleLimits:
-    """Limits of what a pickle may ask for.
+    """The limits on what a pickle may contain and demand.
 
     Args:
         max_objects: containers (60 to 70 bytes each); a record counts as three, a set as four.
         objects_per_byte: objects allowed for each byte of the pickle, in addition to
             ``_FREE_OBJECTS``. Real pickles have at most 0.1.
         max_depth: levels of nesting of the result along a depth-first walk; None for no limit.
-        max_int_bytes: bytes of one integer; Python refuses to print much longer ones.
+        max_int_bytes: bytes of one integer; Python refuses to print much longer integers.
         max_string_bytes: bytes of one string.
         max_marks: MARKs that are open at the same time.
-        max_names: distinct names of classes and functions. A model pickled by its classes has
-            some hundred.
+        max_names: distinct names of classes and functions. A model that is pickled with its
+            classes has a few hundred.
         max_streams: calls of ``torch.storage._load_from_bytes``; a model that was pickled without
             ``torch.save`` has one for each tensor.
     """
@@ -68,13 +68,13 @@ class PickleLimits:
     max_streams: int = 10_000
 
     def objects_of(self, n_bytes: int) -> int:
-        """Return how many objects a pickle of ``n_bytes`` bytes may make."""
+        """Return the number of objects that a pickle of ``n_bytes`` bytes may create."""
         return min(self.max_objects, _FREE_OBJECTS + int(self.objects_per_byte * n_bytes))
 
     def copies_of(self, n_bytes: int) -> int:
-        """Return how many elements a pickle of ``n_bytes`` bytes may have copied.
+        """Return the limit for the elements that a pickle of ``n_bytes`` bytes may have copied.
 
-        They count as the bytes that spell them out: a pickle written by Python spells out every
+        Elements count as the bytes that spell them out: a pickle written by Python spells out every
         element that it passes to a constructor or sets as state.
         """
         return _FREE_COPIES + n_bytes
@@ -83,7 +83,7 @@ class PickleLimits:
 _FREE_OBJECTS = 1_000_000
 _FREE_COPIES = 250_000
 _MAX_ARGS = 16
-"""Arguments of a call that are not counted as copies."""
+"""Number of arguments up to which those of a call are not counted as copies."""
 _MISSING = object()
 _float = struct.Struct(">d").unpack_from
 _int4 = struct.Struct("<i").unpack_from
@@ -96,7 +96,7 @@ class Machine:
 
     Attributes:
         at: byte position at which the run ended or failed.
-        n_objects: number of containers and records that it made.
+        n_objects: number of containers and records that it created, as ``PickleLimits`` counts.
     """
 
     __slots__ = (
@@ -143,30 +143,39 @@ class Machine:
         self._actions: dict[int, Hook] = {}
         """id of a Global (kept alive by _names) → the function that a REDUCE of it runs."""
         self._makers: dict[int, Hook] = {}
-        """id of a Global → the function that a NEWOBJ of it runs; only hooks have one."""
+        """id of a Global → the function that a NEWOBJ of it runs, for few classes."""
         self._called: set[int] = set()
         """ids of the Globals that REDUCE calls, except in forms that become plain values."""
         self._instantiated: set[int] = set()
         """ids of the Globals that NEWOBJ instantiates."""
         self._acting: list[Inert] = []
-        """Objects whose class acts on their state (``uses_by_state``), even if dropped again."""
+        """Objects whose class acts on their state (``uses_by_state``), even if dropped later."""
         self._uses: set[Use] = set()
         """All other uses of names."""
         self._merged: dict[int, dict[object, object]] = {}
-        """id → a state that was merged from several and belongs to one object only."""
+        """id → a state that was merged from several states and belongs to one object only."""
         self._copies_left = 0
         self._n_streams = 0
 
     def run(self, data: bytes, i: int) -> tuple[object, int]:
         """Run the opcodes from byte ``i`` to STOP, and return the value and the position after it.
 
-        The loop is one function because a call per opcode doubles its time. Slices that reach
-        beyond the end of the data come out short, and then ``i`` lies beyond the end, so that
-        fetching the next opcode raises IndexError: no length needs a check of its own.
+        The loop is one function because a call per opcode doubles its time; the most frequent
+        opcodes come first. Slices that reach beyond the end of the data come out short, and then
+        ``i`` is beyond the end, so that fetching the next opcode raises IndexError: no length
+        needs a check of its own.
+
+        Raises:
+            CorruptError: an unknown opcode, or an operand of the wrong type.
+            UnsafeError: a limit is exceeded, or an opcode is refused.
+            struct.error, ValueError, TypeError, AttributeError, LookupError: the pickle is
+                truncated or malformed; ``core.pickle.reader.load_next`` translates them.
         """
         stack: list[Any] = []
         push = stack.append
+        # The stacks below each open MARK.
         meta: list[list[Any]] = []
+        # Memo entries by consecutive index, and those that leave a gap.
         memo: list[Any] = []
         memoize = memo.append
         sparse: dict[int, Any] = {}
@@ -174,8 +183,8 @@ class Machine:
         max_objects = objects_left = limits.objects_of(len(data))
         self._copies_left = limits.copies_of(len(data))
         max_marks = limits.max_marks
-        # Without a MARK every opcode takes at most three values off the stack and puts one around
-        # them, so a longer stack must become too deep.
+        # A pickle ends with one value on the stack. Without a MARK every opcode replaces at most
+        # three values by one that contains them, so a longer stack must become too deep.
         max_open = sys.maxsize if limits.max_depth is None else 3 * limits.max_depth
         actions = self._actions
         called = self._called
@@ -238,7 +247,7 @@ class Machine:
                     target = stack[-1]
                     if len(items) & 1:
                         raise CorruptError("malformed pickle: a key without a value")
-                    # Keys of other types than str may be expensive to hash.
+                    # Only keys of type str, nearly all, are certainly cheap to hash.
                     if type(target) is dict:
                         pairs = iter(items)
                         for key in pairs:
@@ -261,7 +270,8 @@ class Machine:
                         _not_a("tuple of arguments", args)
                     if len(args) > _MAX_ARGS:
                         self._count_copies(len(args))
-                    # Most calls are of a name on plain values: noting the name is enough for them.
+                    # For most calls, those of a name on plain values, it is enough to note the
+                    # name. An inert argument may have methods of its own that the call runs.
                     if action is None:
                         if type(fn) is Global and not (args and type(args[0]) is Inert):
                             called.add(id(fn))
@@ -421,12 +431,10 @@ class Machine:
                     value = stack.pop()
                     if stack or meta:
                         n_values = len(stack) + len(meta)
-                        raise CorruptError(
-                            f"malformed pickle: {n_values} values are left at its end"
-                        )
+                        raise CorruptError(f"malformed pickle: {n_values} unused values at its end")
                     return value, i
                 elif op == 0x95:  # FRAME
-                    # The frame is skipped, but must lie inside the data.
+                    # The frame is ignored, but must end inside the data.
                     i += 8
                     if i + _uint8(data, i - 8)[0] > len(data):
                         i = len(data)
@@ -447,8 +455,11 @@ class Machine:
                     size = int.from_bytes(data[i:start], "little")
                     i = start + size
                     if size > limits.max_string_bytes:
-                        raise UnsafeError(f"a string of {size:,} bytes exceeds the limit")
-                    # A slice beyond the end would come out short.
+                        raise UnsafeError(
+                            f"a string of {size:,} bytes exceeds the limit of "
+                            f"{limits.max_string_bytes:,}"
+                        )
+                    # Checked before the slice, so that no short string is converted in vain.
                     if i >= len(data):
                         raise IndexError("string")
                     push(convert(data[start:i]))
@@ -469,14 +480,17 @@ class Machine:
                 elif op == 0x8B:  # LONG4
                     size = _uint4(data, i)[0]
                     if size > limits.max_int_bytes:
-                        raise UnsafeError(f"an integer of {size} bytes exceeds the limit")
+                        raise UnsafeError(
+                            f"an integer of {size:,} bytes exceeds the limit of "
+                            f"{limits.max_int_bytes:,}"
+                        )
                     start = i + 4
                     i = start + size
                     push(int.from_bytes(data[start:i], "little", signed=True))
                 elif (
                     op == 0x6C or op == 0x64 or op == 0x90 or op == 0x91
                 ):  # LIST, DICT, ADDITEMS, FROZENSET
-                    # All of them take the values above the last MARK.
+                    # All four take the values above the last MARK.
                     objects_left -= 4
                     if objects_left < 0:
                         self._refuse_size()
@@ -526,7 +540,7 @@ class Machine:
                         fn = items.pop(0)
                     push(self._instantiate(fn, tuple(items)))
                 elif op == 0x30:  # POP
-                    # With nothing above the last MARK, POP takes that, as in CPython.
+                    # With nothing above the last MARK, POP removes the MARK, as in CPython.
                     if stack:
                         stack.pop()
                     else:
@@ -542,19 +556,19 @@ class Machine:
         finally:
             self.at = i
             self.n_objects = max_objects - objects_left
-            # These functions refer to the machine, so that it would wait for the garbage collector,
-            # which is expensive for thousands of small pickles.
+            # These functions refer to the machine. With the cycle, it would be freed only by the
+            # garbage collector, which is expensive for thousands of small pickles.
             self._forms.clear()
             self._actions.clear()
             self._makers.clear()
 
     @property
     def uses(self) -> set[Use]:
-        """Return what the pickle does with names, also with those that it drops again.
+        """All uses of names in the pickle, those of values that it drops included.
 
-        ``getattr`` is left out if all its calls became longer names.
+        ``getattr`` is omitted if all its calls became longer names.
         """
-        # States are complete only now.
+        # Only at the end of the pickle are the states complete.
         uses = self._uses.union(*map(uses_by_state, self._acting))
         for name in self._names.values():
             if name == GETATTR and self._getattr_forms == {True}:
@@ -573,7 +587,7 @@ class Machine:
         args: tuple[object, ...],
         kwargs: dict[str, object] | None = None,
     ) -> None:
-        """Note the uses of a call.
+        """Record the uses of a call.
 
         Raises:
             CorruptError: ``fn`` cannot be called.
@@ -583,15 +597,16 @@ class Machine:
         self._uses.update(uses_of_call(how, fn, args, kwargs))
 
     def _note_append(self, target: Inert) -> None:
-        """Note an append to an object whose state or entries may hide a method of its own.
+        """Record an append to an object whose state or entries may contain an ``append``.
 
-        Pickles written by Python append items first, then set entries, and give the state last.
+        Pickles written by Python append items first, then set entries, and set the state last.
         """
         if target.state is not NO_STATE or target.entries:
             self._uses.add(use_of_late_append(target))
 
     def _note_persistent(self, value: object) -> None:
-        """Note the class in a persistent id."""
+        """Record the call of the class in a persistent id."""
+        # The usual form, of which a checkpoint has one for each tensor, takes no new ``Use``.
         if (
             type(value) is tuple
             and len(value) > 1
@@ -603,7 +618,7 @@ class Machine:
             self._uses.update(uses_of_persistent(value))
 
     def _change(self, expected: str, target: object) -> NoReturn:
-        """Refuse to fill an object that is not a container, after noting a change of a class.
+        """Refuse to fill an object that is not a container, after recording a change of a class.
 
         Raises:
             CorruptError: always.
@@ -613,14 +628,19 @@ class Machine:
         _not_a(expected, target)
 
     def _build(self, target: object, state: object, data: bytes, i: int) -> int:
-        """Run a BUILD of any other object than a fresh record, and return the next position."""
-        # Objects made by a hook take their state themselves.
+        """Run a BUILD of an object that is not a fresh record, and return the next position.
+
+        Raises:
+            CorruptError: the object takes no state, or not another one.
+        """
+        # Objects that a hook created take their state themselves. Some are followed by data
+        # between the opcodes, such as the arrays of a joblib file.
         build = getattr(type(target), "build", None)
         if build is not None:
             build(target, state)
             bytes_behind = getattr(type(target), "bytes_behind", None)
             return i if bytes_behind is None else bytes_behind(target, data, i)
-        # A second state of a record adds attributes to the first.
+        # A second state adds attributes to the first.
         if not isinstance(target, Inert):
             self._change("record", target)
         if target.state is not NO_STATE:
@@ -628,9 +648,8 @@ class Machine:
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
         self._count_copies(2 * len(state))
-        if (
-            id(target.state) not in self._merged
-        ):  # other parts of the tree may share the first state
+        # The first state is copied once, because other parts of the tree may share it.
+        if id(target.state) not in self._merged:
             self._count_copies(2 * len(target.state))
             target.state = dict(target.state)
             self._merged[id(target.state)] = target.state
@@ -641,18 +660,23 @@ class Machine:
         """Count elements that are copied from one container into another.
 
         Args:
-            n_bytes: the least number of bytes that spell out the elements in a pickle.
+            n_bytes: the minimum number of bytes that spell out the elements in a pickle.
 
         Raises:
-            UnsafeError: the pickle is too short to have spelled out all copies, so it must have
-                the same elements copied over and over.
+            UnsafeError: the pickle is too short to spell out all copies, so it must copy the same
+                elements over and over.
         """
         self._copies_left -= n_bytes
         if self._copies_left < 0:
             self._refuse_size()
 
     def _refuse(self, op: int) -> NoReturn:
-        """Raise for an opcode that is unknown, or is never run."""
+        """Raise for an opcode that is unknown or never run.
+
+        Raises:
+            CorruptError: the opcode is unknown.
+            UnsafeError: the opcode is known, but never run.
+        """
         name = _REFUSED.get(op)
         if name is None:
             raise CorruptError(f"malformed pickle: unknown opcode {op:#04x}")
@@ -663,14 +687,19 @@ class Machine:
         )
 
     def _refuse_size(self) -> NoReturn:
-        """Raise for a pickle that makes too many objects for its length."""
+        """Raise UnsafeError for a pickle that creates too many objects for its length."""
         raise UnsafeError(
-            "the pickle makes more objects than pickles of its length do",
+            "the pickle creates more objects than a genuine pickle of its length",
             hint="do not trust this file; if it is yours, report the program that wrote it",
         )
 
     @staticmethod
     def _get(sparse: dict[int, Any], index: int) -> object:
+        """Return a memo entry from those with a gap before their index.
+
+        Raises:
+            CorruptError: no entry has this index.
+        """
         value = sparse.get(index, _MISSING)
         if value is _MISSING:
             raise CorruptError(f"malformed pickle: memo entry {index} is used but not set")
@@ -680,7 +709,8 @@ class Machine:
     def _put(memo: list[Any], sparse: dict[int, Any], index: int, value: object) -> None:
         """Set a memo entry: in the list if its index leaves no gap, else in the dict.
 
-        So no memory is allocated for indexes in between.
+        The dict spares the memory for the indexes in between, of which a hostile pickle may leave
+        billions.
         """
         if index < len(memo):
             memo[index] = value
@@ -701,7 +731,11 @@ class Machine:
         return self._resolve(module, name)
 
     def _resolve(self, module: str, name: str) -> Global:
-        """Return the load's one Global of a name, after setting up its actions if it is new."""
+        """Return the one Global of a name in this load, and set up its actions if it is new.
+
+        Raises:
+            UnsafeError: the name is too long, or one name too many.
+        """
         fn = self._names.get((module, name))
         if fn is not None:
             return fn
@@ -710,7 +744,7 @@ class Machine:
         if len(self._names) >= self._limits.max_names:
             raise UnsafeError(
                 f"the pickle names more than {self._limits.max_names:,} classes and functions",
-                hint="do not trust this file; real ones name some hundred",
+                hint="do not trust this file; genuine pickles name a few hundred",
             )
         fn = self._names[module, name] = Global(module, name)
         self._set_actions(fn)
@@ -718,6 +752,7 @@ class Machine:
 
     def _set_actions(self, fn: Global) -> None:
         """Set the functions that a REDUCE and a NEWOBJ of a name run; most names have none."""
+        # Hooks come before our own forms, as those of torch's files replace some of them.
         hook = self._hooks.get((fn.module, fn.name))
         if hook is not None:
             self._makers[id(fn)] = hook
@@ -733,7 +768,7 @@ class Machine:
             self._actions[id(fn)] = action
 
     def _keeping_results(self, action: Hook) -> Hook:
-        """Return an action that also keeps the inert objects it makes, to judge their states."""
+        """Return an action that also keeps the inert objects it creates, to judge their states."""
 
         def keep_result(*args: object) -> object:
             value = action(*args)
@@ -744,17 +779,22 @@ class Machine:
         return keep_result
 
     def _noting_arguments(self, fn: Global, action: Hook | None) -> Hook:
-        """Return an action that also notes the arguments that the function would call."""
+        """Return an action that also records the arguments that the function would call.
 
+        Args:
+            fn: the function.
+            action: the action of the function itself, or None if its calls stay inert.
+        """
         is_loading = fn == LOAD_FROM_BYTES
 
         def note_arguments(*args: object) -> object:
             self._n_streams += is_loading
             if self._n_streams > self._limits.max_streams:
                 raise UnsafeError(
-                    f"the pickle loads more than {self._limits.max_streams:,} streams nested in it",
+                    f"the pickle contains more than {self._limits.max_streams:,} nested pickles",
                     hint="save it with torch.save, which stores tensors outside the pickle",
                 )
+            # Each use keeps a copy of its stream; a bytearray cannot be shared.
             self._count_copies(sum(len(arg) for arg in args if type(arg) is bytearray))
             self._uses.update(uses_of_call("reduce", fn, args, None))
             return NotImplemented if action is None else action(*args)
@@ -762,9 +802,9 @@ class Machine:
         return note_arguments
 
     def _copyreg_action(self, fn: Global) -> Hook | None:
-        """Return the action of a function of copyreg that makes objects; None for other functions.
+        """Return the action of a copyreg function that creates objects; None for other functions.
 
-        Protocols 0 and 1 make objects with them; the result is that of the equivalent NEWOBJ.
+        Protocols 0 and 1 create objects with them; the result is that of the equivalent NEWOBJ.
         """
         if fn.module != "copyreg":
             return None
@@ -782,7 +822,12 @@ class Machine:
     def _instantiate(
         self, fn: object, args: tuple[object, ...], *, how: str | None = None
     ) -> object:
-        """Return the value of instantiating ``fn``; ``how`` None means as INST and OBJ do it."""
+        """Instantiate a class with a hook or form that is set for it, else as an ``Inert``.
+
+        Args:
+            how: ``reduce`` or ``newobj``; None for INST and OBJ, which call ``__init__`` only
+                with arguments.
+        """
         how = how or ("reduce" if args else "newobj")
         self._check_callable(how, fn, args)
         action = (self._makers if how == "newobj" else self._actions).get(id(fn))
@@ -794,6 +839,7 @@ class Machine:
 
 
 def _not_a(expected: str, value: object) -> NoReturn:
+    """Raise CorruptError for a value of another type than an opcode needs."""
     raise CorruptError(f"malformed pickle: a {type(value).__name__} where a {expected} is expected")
 
 

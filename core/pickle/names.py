@@ -1,15 +1,15 @@
 """Judge a name in a pickle by what it is and by what the pickle does with it.
 
-No name is ever looked up or called, so the verdicts are not what keeps the reader safe: they are
-what ``ckpt`` reports about a file that other programs would unpickle.
+The safety of the reader does not depend on these verdicts, because it never looks up or calls a
+name. They are what ``ckpt`` reports about a file that other programs would unpickle.
 
 - ``known``: a constructor of plain data (``pickle/calls.toml``), which conversions keep.
 - ``unknown``: harmless to load or only mentioned, but not understood by conversions; or of an
   unknown module (``known_packages``), which only its user can judge.
 - ``dangerous``: a callable of a known package that is called and is not on the list of harmless
-  ones, and any name that runs commands, reads files or loads code. The list of the latter follows
-  the modules that picklescan, fickling and modelscan name. It is never complete, which is why it
-  does not decide what may be called.
+  callables, and any name that runs commands, reads files or loads code. The list of such names
+  follows the modules that picklescan, fickling and modelscan list. No such list is ever complete,
+  so it does not decide what may be called.
 """
 
 from __future__ import annotations
@@ -28,12 +28,6 @@ Verdict = Literal["known", "unknown", "dangerous"]
 
 _SCRIPT = "__torch__"
 """The module of TorchScript's own classes, which Python never imports."""
-_ALLOWED = {
-    "name": ("named",),
-    "make": ("named", "made"),
-    "call": ("named", "made", "called", "bound"),
-}
-"""``may`` of a row of the table → the uses that it allows."""
 
 
 def judge(use: Use) -> Verdict:
@@ -50,8 +44,9 @@ def classify(name: Global, how: How = "named") -> Verdict:
     """
     if how == "unread":
         return "dangerous"
-    if name.module == _SCRIPT or name.module.startswith(f"{_SCRIPT}."):
+    if name.module.partition(".")[0] == _SCRIPT:
         return "unknown"
+    # The table comes before the list of attacks: it lists harmless names of dangerous modules.
     verdict = _verdict_of_table(name, how)
     if verdict is not None:
         return verdict
@@ -60,26 +55,29 @@ def classify(name: Global, how: How = "named") -> Verdict:
     if how == "named":
         return "unknown"
     # A call: callables of known packages would be in the table if they were harmless.
-    if how == "changed" or is_known_package(name.module) or _leads_through_a_module(name):
+    if how == "changed" or is_known_package(name.module):
         return "dangerous"
-    return "unknown"
+    # A dotted name may lead through another module (``tools.os.system``) unless it passes classes.
+    *heads, _ = name.name.split(".")
+    is_in_class = all(part.lstrip("_")[:1].isupper() for part in heads)
+    return "unknown" if is_in_class else "dangerous"
 
 
 def _verdict_of_table(name: Global, how: How) -> Verdict | None:
-    """Return the verdict on a use that the table of constructors allows; None for any other."""
-    row = constructor(name.module, name.name)
-    if row is not None and (how in _ALLOWED[row.may] or (how == "bound" and row.may_be_bound)):
-        return "known" if row.is_data else "unknown"
-    # A member of an enumeration, such as Color.RED.
-    head, _, attribute = name.name.partition(".")
-    if how == "named" and attribute.isupper() and "." not in attribute:
-        enum = constructor(name.module, head)
+    """Return the verdict on a use that the table of constructors permits; None for any other."""
+    permissions = constructor(name.module, name.name)
+    if permissions is not None and permissions.allows(how):
+        return "known" if permissions.is_data else "unknown"
+    # A member of an enumeration, such as ``Color.RED``.
+    enum_name, _, member = name.name.partition(".")
+    if how == "named" and member.isupper() and "." not in member:
+        enum = constructor(name.module, enum_name)
         return "known" if enum is not None and enum.is_enum else None
     return None
 
 
 def is_foreign(use: Use) -> bool:
-    """Return whether only the user can judge a name: of an unknown module, and not dangerous."""
+    """Return whether only the user can judge a use: not dangerous, but of an unknown module."""
     return not is_known_package(use.name.module) and judge(use) == "unknown"
 
 
@@ -94,7 +92,7 @@ def globals_of(tree: object) -> set[Global]:
 
 
 def _is_known_attack(name: Global) -> bool:
-    """Return whether a name has no honest use in a pickle, not even to be mentioned."""
+    """Return whether a name has no legitimate use in a pickle, not even to be mentioned."""
     modules = name.module.split(".")
     parts = name.name.split(".")
     # Modules inside a known package count too: ``package.os`` may be the module ``os``.
@@ -103,17 +101,12 @@ def _is_known_attack(name: Global) -> bool:
         part in _DANGEROUS_PARTS for part in (*inner, *parts)
     ):
         return True
+    # Special methods and attributes lead out of any class; only the module ``__main__`` is usual.
     own_modules = modules[1:] if modules[0] == "__main__" else modules
     is_special = any(
         part.startswith("__") and part.endswith("__") for part in (*own_modules, *parts)
     )
     return is_special or (name.module, parts[0]) in _DANGEROUS_PAIRS
-
-
-def _leads_through_a_module(name: Global) -> bool:
-    """Return whether a dotted name passes something that is not a class, perhaps another module."""
-    *heads, _ = name.name.split(".")
-    return any(not part.lstrip("_")[:1].isupper() for part in heads)
 
 
 def _words(text: str) -> frozenset[str]:

@@ -1,9 +1,9 @@
-"""Nested containers with leaves: paths, keys, and rebuilding.
+"""Nested containers with leaves: their paths and keys, and how to rebuild them.
 
 The flatten rule is PyTorch DCP's (2.4 and later): mappings are always descended into; lists only if
-they hold, at any depth, a tensor or a mapping; everything else is one leaf. A key is its path,
-dot-joined. Two differences: tuples are descended into like lists (torch pickles a tuple of tensors
-as one object), and an empty mapping is a leaf (torch drops it).
+they contain a tensor or a mapping at any depth; everything else is one leaf. A key is the path of
+its leaf, dot-joined. Two differences: tuples are descended into like lists (torch pickles a tuple
+of tensors as one object), and an empty mapping is a leaf (torch drops it).
 
 Source: torch 2.13 ``torch/distributed/checkpoint/_traverse.py``, checked against its output in
 tests.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from core.arrays.fast_value import value
 from core.errors import CorruptError
-from core.pickle.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, is_flat
+from core.pickle.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, is_flat, rebuild
 from core.pickle.key_text import text_of
 
 MAX_DEPTH = 100
@@ -25,11 +25,11 @@ Path = tuple[object, ...]
 
 
 class ListIndex(int):
-    """A list index in a path, as opposed to an integer that is a key of a mapping."""
+    """A list index in a path, as opposed to an integer key of a mapping."""
 
 
 def join_path(path: Path) -> str:
-    """Return a path as text, dot-joined."""
+    """Join the elements of a path with dots."""
     return ".".join(map(text_of, path))
 
 
@@ -47,66 +47,65 @@ class LeafEntry:
 
     @property
     def key(self) -> str:
-        """Return the catalog key: the leaf's own if it has one, else the dot-joined path."""
+        """Catalog key: the leaf's own if it has one, else the dot-joined path."""
         if isinstance(self.leaf, (TensorLeaf, ObjectLeaf)):
             return self.leaf.key
         return join_path(self.path)
 
 
-def entries(skeleton: object) -> Iterator[LeafEntry]:
+def entries(skeleton: object, path: Path = ()) -> Iterator[LeafEntry]:
     """Yield every leaf of a skeleton, in order.
+
+    Args:
+        path: path of the skeleton itself, if it is a part of a larger one.
 
     Raises:
         CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
     """
-    yield from _entries(skeleton, ())
-
-
-def _entries(node: object, path: Path) -> Iterator[LeafEntry]:
-    _check_depth(path)
-    parts = _parts(node, len(path))
+    parts = _parts(skeleton, path)
     if parts is None:
-        yield LeafEntry(path, node)
+        yield LeafEntry(path, skeleton)
         return
     for name, item in parts:
         if _is_leaf(item):
             yield LeafEntry((*path, name), item)
         else:
-            yield from _entries(item, (*path, name))
+            yield from entries(item, (*path, name))
 
 
-def _check_depth(path: Path) -> None:
+def _parts(node: object, path: Path) -> Iterable[tuple[object, object]] | None:
+    """Return the parts of a container with their path elements; None for a leaf.
+
+    Args:
+        path: path of the node; the root is descended into even if it is empty.
+
+    Raises:
+        CorruptError: the path is longer than ``MAX_DEPTH``.
+    """
     if len(path) > MAX_DEPTH:
         raise CorruptError(
             f"containers are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8])
         )
-
-
-def _parts(node: object, depth: int) -> Iterable[tuple[object, object]] | None:
-    """Return the parts of a container with their path elements; None for a leaf.
-
-    Args:
-        depth: levels of containers above the node; the root is descended into even if empty.
-    """
     mapping = as_mapping(node)
-    if mapping is not None and (mapping or not depth):
+    if mapping is not None and (mapping or not path):
         return mapping.items()
-    if isinstance(node, (list, tuple)) and _is_descended(node, depth):
+    if isinstance(node, (list, tuple)) and _is_descended(node, len(path)):
         return [(ListIndex(index), item) for index, item in enumerate(node)]
     return None
 
 
 def _is_leaf(node: object) -> bool:
-    """Return whether a value is certainly a leaf; a quick test that most leaves pass."""
-    kind = type(node)
-    return kind in PLAIN or kind is TensorLeaf or (kind is Inert and not node.entries)  # type: ignore[attr-defined]
+    """Return whether a value is certainly a leaf, by a quick test that most leaves pass."""
+    if type(node) is Inert:
+        return not node.entries
+    return type(node) in PLAIN or type(node) is TensorLeaf
 
 
 def containers(skeleton: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
-    """Yield path and container of all containers that ``entries`` descends into, in order.
+    """Yield the path and the container of all containers that ``entries`` descends into, in order.
 
     Args:
-        once: descend only once into a container that several places share.
+        once: descend only once into a container that is shared by several places.
 
     Raises:
         CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
@@ -115,14 +114,14 @@ def containers(skeleton: object, *, once: bool = False) -> Iterator[tuple[Path, 
     stack: list[tuple[Path, object]] = [((), skeleton)]
     while stack:
         path, node = stack.pop()
-        _check_depth(path)
-        parts = _parts(node, len(path))
+        parts = _parts(node, path)
         if parts is None:
             continue
         yield path, node
         if not (once and id(node) in visited):
             visited.add(id(node))
             below = [((*path, name), item) for name, item in parts if isinstance(item, _CONTAINERS)]
+            # Reversed, because the container that is pushed last is visited first.
             stack += reversed(below)
 
 
@@ -130,13 +129,17 @@ _CONTAINERS = (dict, list, tuple, Inert)
 
 
 def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
-    """Return whether a sequence holds a tensor or a mapping at any depth."""
+    """Return whether a sequence holds a tensor or a mapping at any depth.
+
+    Raises:
+        CorruptError: nested deeper than ``MAX_DEPTH``.
+    """
     if depth > MAX_DEPTH:
         raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
     if is_flat(items):
         return False
     for item in items:
-        # A quick test first, as there may be millions of items.
+        # A quick test first, as there may be millions of plain items and empty lists.
         kind = type(item)
         if kind in PLAIN or ((kind is list or kind is tuple) and not item):
             continue
@@ -147,39 +150,29 @@ def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
     return False
 
 
-def map_leaves(node: object, change: Callable[[LeafEntry], object]) -> object:
+def map_leaves(node: object, change: Callable[[LeafEntry], object], path: Path = ()) -> object:
     """Return the same containers with every leaf replaced by ``change(entry)``.
 
     Args:
-        change: returns the new leaf, or ``REMOVED`` to take the entry out. In a list a removed
-            entry leaves None, so that the other indexes stay; containers without any entry left
-            are removed too.
+        change: returns the new leaf, or ``REMOVED`` to remove the entry. A removed list item
+            becomes None, so that the other indexes stay; a container whose entries are all removed
+            is removed too, except for a mapping at the root.
+        path: path of the node itself, if it is a part of a larger skeleton.
+
+    Raises:
+        CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
     """
-    return _mapped(node, (), change)
-
-
-def _mapped(node: object, path: Path, change: Callable[[LeafEntry], object]) -> object:
-    if path and _is_leaf(node):
-        return change(LeafEntry(path, node))
-    _check_depth(path)
-    parts = _parts(node, len(path))
+    parts = None if path and _is_leaf(node) else _parts(node, path)
     if parts is None:
         return change(LeafEntry(path, node))
-    # The container with its new parts, or without those that are removed.
-    new_parts = {name: _mapped(item, (*path, name), change) for name, item in parts}
+    new_parts = {name: map_leaves(item, change, (*path, name)) for name, item in parts}
     remaining = {name: item for name, item in new_parts.items() if item is not REMOVED}
-    if isinstance(node, (list, tuple)):
-        if not remaining:
-            return REMOVED
-        items = [None if item is REMOVED else item for item in new_parts.values()]
-        return tuple(items) if isinstance(node, tuple) else items
-    if path and not remaining:
+    is_sequence = isinstance(node, (list, tuple))
+    if not remaining and (path or is_sequence):
         return REMOVED
-    if not isinstance(node, Inert):
-        return remaining
-    copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
-    copy.state, copy.items, copy.entries = node.state, list(node.items), list(remaining.items())
-    return copy
+    if is_sequence:
+        remaining = {name: remaining.get(name) for name in new_parts}
+    return rebuild(node, remaining)
 
 
 class _Removed:
@@ -187,7 +180,7 @@ class _Removed:
 
 
 REMOVED = _Removed()
-"""Result of the callback of ``map_leaves`` for a leaf to be taken out."""
+"""Result of the callback of ``map_leaves`` for a leaf to remove."""
 
 
 def nest_leaves(leaves: Mapping[Path, object]) -> object:
@@ -201,7 +194,7 @@ def nest_leaves(leaves: Mapping[Path, object]) -> object:
     """
     root = _UnfinishedContainer()
     for path, leaf in leaves.items():
-        # Follow the path, making the containers that are missing.
+        # Follow the path and create the containers that are missing.
         node = root
         for name in path[:-1]:
             below = node.setdefault(name, _UnfinishedContainer())
@@ -219,7 +212,11 @@ class _UnfinishedContainer(dict[object, object]):
 
 
 def _finish(container: _UnfinishedContainer) -> object:
-    """Return a container under construction as a dict, or as a list if its names are indexes."""
+    """Turn a container under construction into a dict, or into a list if its names are indexes.
+
+    Raises:
+        CorruptError: the container mixes indexes and names, or its indexes are too sparse.
+    """
     items = {
         name: _finish(item) if isinstance(item, _UnfinishedContainer) else item
         for name, item in container.items()
@@ -229,7 +226,7 @@ def _finish(container: _UnfinishedContainer) -> object:
         return items
     if len(indexes) != len(items) or min(indexes) < 0:
         raise CorruptError(f"a container mixes list indexes and names: {list(items)[:4]!r}")
-    # The list is filled up to its largest index, which must not take much memory.
+    # Missing elements become None, so a forged large index could ask for any amount of memory.
     if max(indexes) > 4 * len(indexes) + 1000:
         raise CorruptError(f"a list of {len(indexes)} elements has the index {max(indexes)}")
     return [items.get(ListIndex(index)) for index in range(max(indexes) + 1)]

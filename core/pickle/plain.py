@@ -1,16 +1,16 @@
-"""Any inert value as plain containers, and back.
+"""Convert any inert value to plain containers, and back.
 
-``to_plain`` spells what only a pickle can express (records, names, tuples, sets, keys that are not
-strings) as dicts with one leading ``$`` key, so that ``torch.load(weights_only=True)`` reads the
-result, and people can::
+``to_plain`` writes what only a pickle can express (records, names, tuples, sets, keys that are not
+strings) as dicts whose first key begins with ``$``. The result can be read by
+``torch.load(weights_only=True)``, and by people::
 
     Namespace(lr=0.1, kind=Kind.a)   {"$new": {"$global": ["argparse", "Namespace"]}, "args": [],
                                       "state": {"lr": 0.1, "kind": {"$global": ["mine", "Kind.a"]}}}
     (1, {2: b"x"})                   {"$tuple": [1, {"$dict": [[2, b"x"]]}]}
 
 None, bool, int, float, str, bytes, tensor leaves, lists, and dicts whose keys are strings without a
-leading ``$``, stand for themselves. Parts that are shared stay shared, so the result is never much
-larger than the value. Nothing recurses.
+leading ``$`` remain as they are. Shared parts stay shared, so the result is never much larger than
+the value. Nothing recurses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from core.pickle.reduce import KeyGuard
 _T = TypeVar("_T")
 
 _SAME = frozenset({type(None), bool, float, str, bytes, TensorLeaf})
-"""Types whose values stand for themselves."""
+"""Types whose values remain as they are."""
 _MAX_PLAIN_BITS = 2032
-"""Integers of fewer bits fit in LONG1, the longest integer that weights_only reads."""
+"""Integers of fewer bits fit in LONG1, the only opcode of long integers that weights_only reads."""
 _MAX_HEX_DIGITS = 2 * 4096 + 1
 """Digits, with the sign, of the longest integer that is read back."""
 _TAGS = {"reduce": "$call", "newobj": "$new", "newobj_ex": "$new_ex"}
@@ -48,7 +48,7 @@ def to_plain(value: object) -> object:
         _to_plain,
         error=UnsupportedError(
             "an object contains itself, which only a pickle of its class can store",
-            hint="leave it out with --exclude, or write a torch file without --weights-only",
+            hint="drop it with --exclude, or write a torch file without --weights-only",
         ),
     )
 
@@ -58,7 +58,7 @@ def from_plain(value: object) -> object:
 
     Raises:
         CorruptError: ``value`` is not a result of ``to_plain``.
-        UnsafeError: a dict key or set member would take long to hash.
+        UnsafeError: hashing a dict key or set member could take long.
     """
     guard = KeyGuard()
     return _convert(
@@ -70,7 +70,7 @@ def from_plain(value: object) -> object:
 
 
 _ResultOf = Callable[[object], Any]
-"""Returns what a part of a node was converted to."""
+"""Returns the result for a part of a node."""
 
 
 def _convert(
@@ -83,23 +83,26 @@ def _convert(
     """Convert a tree from its leaves to its root, each object once, without recursion.
 
     Args:
-        parts_of: returns the parts of a node, which are converted before it.
-        convert: converts a node, whose parts it takes from the function that it is given.
+        parts_of: returns the parts of a node, which are converted before the node.
+        convert: converts a node; its second argument returns the result for a part of the node.
         error: raised if an object contains itself.
     """
-    done: dict[int, tuple[object, object]] = {}  # id → (node, so that its id stays its own; result)
-    open_ids: set[int] = set()  # nodes that wait for their parts
+    # id → (the node, kept so that no other object gets its id; the result)
+    done: dict[int, tuple[object, object]] = {}
+    # Nodes that wait for their parts.
+    open_ids: set[int] = set()
     stack: list[tuple[object, bool]] = [(root, False)]
     while stack:
         node, are_parts_done = stack.pop()
         if id(node) in done:
             continue
-        # The second visit, after the parts.
+        # The second visit, after the parts: convert the node.
         if are_parts_done:
             done[id(node)] = (node, convert(node, lambda part: done[id(part)][1]))
             open_ids.discard(id(node))
             continue
-        # The first visit: come back to the node after its parts.
+        # The first visit: push the node again, below its parts. A part that waits already is a
+        # container around the node.
         parts = [part for part in parts_of(node) if id(part) not in done]
         if any(id(part) in open_ids or part is node for part in parts):
             raise error
@@ -127,7 +130,11 @@ def _parts(node: object) -> list[object]:
 
 
 def _to_plain(node: Any, result_of: _ResultOf) -> object:
-    """Convert one node whose parts have been converted."""
+    """Convert one node, after its parts, to a plain value.
+
+    Raises:
+        TypeError: the node is not an inert value.
+    """
     kind = type(node)
     if kind in _SAME:
         return node
@@ -138,16 +145,19 @@ def _to_plain(node: Any, result_of: _ResultOf) -> object:
 
 
 def _dict_to_plain(node: dict[object, object], result_of: _ResultOf) -> object:
+    """Convert a dict: to a dict if its keys allow that, else to a list of pairs."""
     if all(type(key) is str and not key.startswith("$") for key in node):
         return {key: result_of(item) for key, item in node.items()}
     return {"$dict": [[result_of(key), result_of(item)] for key, item in node.items()]}
 
 
 def _set_to_plain(node: set[object] | frozenset[object], result_of: _ResultOf) -> object:
+    """Convert a set, with its members in an order that is the same in every run."""
     return {f"${type(node).__name__}": [result_of(item) for item in sorted(node, key=_sort_key)]}
 
 
 def _inert_to_plain(node: Inert, result_of: _ResultOf) -> dict[str, object]:
+    """Convert a record: its function or class under the tag, then whatever else it has."""
     plain: dict[str, object] = {
         _TAGS[node.how]: result_of(node.fn),
         "args": [result_of(item) for item in node.args],
@@ -184,7 +194,7 @@ _TO_PLAIN: dict[type, Callable[[Any, _ResultOf], object]] = {
 
 
 def _sort_key(member: object, levels: int = 3) -> str:
-    """Return a text to sort the members of a set by, which does not depend on addresses."""
+    """Return a text by which to sort the members of a set, independent of memory addresses."""
     if isinstance(member, (tuple, frozenset)):
         texts = [_sort_key(item, levels) for item in member]
         return f"{type(member).__name__}{sorted(texts) if isinstance(member, frozenset) else texts}"
@@ -197,22 +207,28 @@ def _sort_key(member: object, levels: int = 3) -> str:
 
 
 def _plain_parts(node: object) -> Iterable[object]:
+    """Return the direct parts of a plain value; the keys of its dicts are strings, not parts."""
     if isinstance(node, dict):
         return node.values()
     return node if isinstance(node, list) else ()
 
 
 def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
-    """Convert one plain node, whose parts have been converted, back to an inert value."""
+    """Convert one plain node, after its parts, back to an inert value.
+
+    Raises:
+        CorruptError: a node of another type, or a malformed dict with a ``$`` key.
+        UnsafeError: hashing a dict key or set member could take long.
+    """
     kind = type(node)
+    if kind in (*_SAME, int):
+        return node
     if kind is list:
         return [result_of(item) for item in node]
     if kind is not dict:
-        if kind in _SAME or kind is int:
-            return node
         raise CorruptError(f"a plain value holds a {kind.__name__}")
+    # A dict whose first key begins with "$" represents another value; any other dict is a dict.
     content = {key: result_of(item) for key, item in node.items()}
-    # A dict whose first key has a "$" spells another value, every other one is a dict.
     tag = next(iter(node), "")
     if type(tag) is not str or not tag.startswith("$"):
         return content
@@ -226,6 +242,7 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
 
 
 def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:
+    """Build a record from the values of its dict; ``_from_plain`` translates the errors."""
     record = Inert(how, fn, tuple(_of_type(content["args"], list)))
     if "kwargs" in content:
         record.kwargs = {str(key): item for key, item in _pairs_of(content["kwargs"])}
@@ -237,18 +254,24 @@ def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:
 
 
 def _of_type(value: object, kind: type[_T]) -> _T:
-    """Return a value of exactly this type, or raise ValueError."""
+    """Return a value that must be of exactly this type.
+
+    Raises:
+        ValueError: the value is of another type.
+    """
     if type(value) is not kind:
         raise ValueError(f"not a {kind.__name__}")
     return value
 
 
 def _pairs_of(value: object) -> list[tuple[object, object]]:
+    """Convert a list of lists of two to tuples."""
     pairs: list[Any] = _of_type(value, list)
     return [(key, item) for key, item in pairs]
 
 
 def _dict(value: object, guard: KeyGuard) -> dict[object, object]:
+    """Build a dict from a list of pairs."""
     pairs = _pairs_of(value)
     for key, _ in pairs:
         guard.check(key)
@@ -256,6 +279,7 @@ def _dict(value: object, guard: KeyGuard) -> dict[object, object]:
 
 
 def _set(value: object, guard: KeyGuard) -> set[object]:
+    """Build a set from a list."""
     members = _of_type(value, list)
     for member in members:
         guard.check(member)
@@ -263,11 +287,13 @@ def _set(value: object, guard: KeyGuard) -> set[object]:
 
 
 def _global(value: object, guard: KeyGuard) -> Global:
+    """Build a name from a list of module and name."""
     module, name = _of_type(value, list)
     return Global(_of_type(module, str), _of_type(name, str))
 
 
 def _long(value: object, guard: KeyGuard) -> int:
+    """Parse an integer from hexadecimal digits, of which a hostile file may have any number."""
     digits = _of_type(value, str)
     if len(digits) > _MAX_HEX_DIGITS:
         raise ValueError("too many digits")
@@ -275,6 +301,7 @@ def _long(value: object, guard: KeyGuard) -> int:
 
 
 def _complex(value: object, guard: KeyGuard) -> complex:
+    """Build a complex number from a list of real and imaginary part."""
     real, imaginary = _of_type(value, list)
     return complex(_of_type(real, float), _of_type(imaginary, float))
 
@@ -292,4 +319,4 @@ _FROM_TAG: dict[str, Callable[[Any, KeyGuard], object]] = {
     "$persistent": lambda value, guard: Persistent(value),
     "$object": lambda value, guard: ObjectLeaf(_of_type(value, str)),
 }
-"""Tag → the function that builds the value from the tag's argument; ValueError if malformed."""
+"""Tag → the function that builds the value from the tag's argument; a malformed one is an error."""

@@ -1,18 +1,18 @@
 """Read a pickle without running anything: a machine for protocols 0 to 5 that builds inert trees.
 
 No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it
-allocates whatever a memo index or a length asks for, and nested tuple keys overflow its stack
-(docs/facts/safety.md 2.3). A name becomes a ``Global``; REDUCE, NEWOBJ, INST and OBJ become an
-``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and APPENDS fill its ``entries``
+allocates as much memory as a memo index or a length demands, and nested tuple keys overflow its
+stack (docs/facts/safety.md 2.3). A name becomes a ``Global``; REDUCE, NEWOBJ, INST and OBJ create
+an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and APPENDS fill its ``entries``
 and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers, text
 persistent ids.
 
 Bounds: the number of objects is limited in proportion to the length of the pickle
-(``PickleLimits``), so that memory stays below 100 MB and 40 times that length; time is linear;
+(``PickleLimits``), so that memory stays below 100 MB plus 40 times that length; time is linear;
 nothing recurses. Lengths are compared with the data before memory is allocated for them.
 
-Some callables that only make plain values are normalised (``core.pickle.reduce``): ``torch.Size``
-to a tuple (the hooks of torch's files keep it apart), sets, bytes of protocol 2,
+Some callables that only create plain values are normalised (``core.pickle.reduce``): ``torch.Size``
+to a tuple (the hooks of torch's files keep the class), sets, bytes of protocol 2,
 ``getattr(Class, "name")`` to a longer name, module names of Python 2.
 
 Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.pickle.inert import NO_STATE, PLAIN, Inert, is_flat
+from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
 from core.pickle.reduce import Name
@@ -63,8 +63,8 @@ class ReadPickle:
     """A pickle that was read to its end.
 
     Args:
-        uses: what the pickle does with names.
-        tree: its content, as returned by ``load``.
+        uses: everything that the pickle does with names.
+        tree: the inert tree, as returned by ``load``.
     """
 
     uses: frozenset[Use]
@@ -72,10 +72,10 @@ class ReadPickle:
 
 
 class ReadPickles:
-    """The pickles that were read from some files, kept so that they need not be read again.
+    """The pickles of some files, kept so that they need not be read again.
 
     Args:
-        files: the files whose pickles are kept.
+        files: labels of the files whose pickles are kept.
     """
 
     def __init__(self, files: Container[str]) -> None:
@@ -85,7 +85,7 @@ class ReadPickles:
         self._has_unkept = False
 
     def add(self, file: str, pickle: ReadPickle | None) -> None:
-        """Keep a pickle of a file; None for a pickle that could not be read."""
+        """Record a pickle of a file; None for a pickle that could not be read."""
         if pickle is None:
             self._failed.add(file)
         elif file not in self._files:
@@ -94,12 +94,12 @@ class ReadPickles:
             self._read.setdefault(file, []).append(pickle)
 
     def are_all_of(self, files: Container[str]) -> bool:
-        """Return whether all pickles that were read are of these files, and without an error."""
+        """Return whether every pickle that was read is of these files, and none had an error."""
         is_complete = bool(self._read) and not self._failed and not self._has_unkept
         return is_complete and all(file in files for file in self._read)
 
     def of(self, file: str) -> tuple[ReadPickle, ...]:
-        """Return the pickles of a file; () if it was not read, or with an error."""
+        """Return the pickles of a file; () if it was not read, or a pickle of it had an error."""
         return () if file in self._failed else tuple(self._read.get(file, ()))
 
 
@@ -119,17 +119,17 @@ def load(
     Args:
         data: the pickle.
         label: name of the file, for errors.
-        persistent_load: makes the value of a persistent id; by default the tree holds
+        persistent_load: creates the value of a persistent id; by default the tree holds
             ``Persistent``.
-        hooks: our functions that make the value of a REDUCE, NEWOBJ, INST or OBJ of a global, from
-            its arguments. If the value has a method ``build``, that receives the state of a BUILD.
-            If a hook returns ``NotImplemented``, the value is an ``Inert`` after all.
-        limits: what the pickle may ask for.
+        hooks: module and name → our own function that creates the value of a REDUCE, NEWOBJ, INST
+            or OBJ of that global from its arguments, or returns ``NotImplemented`` for an
+            ``Inert``. If the value has a method ``build``, that receives the state of a BUILD.
+        limits: limits on the objects, names and strings of the pickle.
 
     Raises:
         CorruptError: not a well-formed pickle, or bytes follow its end.
         TruncatedError: the pickle ends too early.
-        UnsafeError: the pickle exceeds the limits, or asks for something that is never done.
+        UnsafeError: the pickle exceeds the limits, or uses an opcode that is never run.
     """
     value, stop = load_next(
         data, 0, label=label, persistent_load=persistent_load, hooks=hooks, limits=limits
@@ -154,7 +154,7 @@ def load_next(
 ) -> tuple[object, int]:
     """Read the pickle that begins at byte ``start``, for streams of several pickles.
 
-    Args and errors as for ``load``.
+    Arguments and errors are those of ``load``.
 
     Returns:
         Its inert tree, and the position after its end.
@@ -164,13 +164,15 @@ def load_next(
     is_read = False
     try:
         with gc_paused():
-            value, stop = machine.run(data if type(data) is bytes else bytes(data), start)
+            value, stop = machine.run(bytes(data), start)  # no copy if the data are bytes already
+            # A tree of fewer containers than levels cannot be too deep.
             if limits.max_depth is not None and machine.n_objects > limits.max_depth:
                 _check_depth(value, limits.max_depth)
         is_read = True
         return value, stop
     except CheckpointingException as err:
-        # An error that is kept must not keep millions of objects alive.
+        # The traceback refers to the machine's variables: somebody who keeps the error must not
+        # keep millions of objects alive.
         value = None
         clear_frames(err.__traceback__)
         if err.file is None:
@@ -188,6 +190,8 @@ def load_next(
         ArithmeticError,
         LookupError,
     ) as err:
+        # The machine leaves most checks to Python. A read beyond the end of the data is the sign
+        # of a truncated pickle, any other error that of a malformed one.
         if isinstance(err, (IndexError, struct.error)) and machine.at >= len(data):
             raise TruncatedError(
                 "the pickle ends too early", file=label, span=(start, len(data))
@@ -195,29 +199,25 @@ def load_next(
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise CorruptError(f"malformed pickle at byte {machine.at}: {reason}", file=label) from err
     finally:
-        # The uses count even if the pickle is malformed: another reader may run calls before that.
+        # The uses count even if the pickle is malformed: another reader runs the calls before the
+        # malformed byte.
         uses = machine.uses
         note_uses(uses)
-        _keep_pickle(label, ReadPickle(frozenset(uses), value) if is_read else None)
-
-
-def _keep_pickle(label: str, pickle: ReadPickle | None) -> None:
-    """Add a pickle (None for one that could not be read) to those of ``keeping_pickles``."""
-    pickles = _kept.get()
-    if pickles is not None:
-        pickles.add(label, pickle)
+        pickles = _kept.get()
+        if pickles is not None:
+            pickles.add(label, ReadPickle(frozenset(uses), value) if is_read else None)
 
 
 @contextmanager
 def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
     """Collect the uses of names in the pickles that this thread reads in the block.
 
-    A tree does not show all of them: a call whose result is popped from the stack, or given to a
+    A tree does not show all of them: a call whose result is popped from the stack, or passed to a
     call that does not keep it, would run in another reader all the same.
 
     Args:
-        passes_on: whether the ``noting_uses`` and ``keeping_pickles`` around this block get the
-            uses and pickles too.
+        passes_on: pass the uses and pickles on to the ``noting_uses`` and ``keeping_pickles``
+            around this block.
     """
     uses: set[Use] = set()
     token = _noted.set(uses)
@@ -253,7 +253,7 @@ def note_uses(uses: Iterable[Use]) -> None:
 def gc_paused() -> Iterator[None]:
     """Switch the cyclic garbage collector off in the block.
 
-    It takes most of the time while millions of objects are made.
+    The collector takes most of the time while millions of objects are created.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -270,17 +270,16 @@ def _check_depth(value: object, max_depth: int) -> None:
     Depths are those of a depth-first walk that enters no container twice.
     """
     visited: set[int] = set()
+    # The parts that are still to be visited, of each container on the way to the current one.
     path: list[Iterator[object]] = [iter((value,))]
     while path:
         for node in path[-1]:
-            if type(node) in PLAIN or id(node) in visited:
+            kind = type(node)
+            if kind in PLAIN or kind not in _CONTAINERS or id(node) in visited:
                 continue
-            children = _children(node)
-            if children is None:
-                continue
-            # Go down into this container first; the loop goes on with its siblings afterwards.
+            # Descend into this container first; its siblings follow when its parts are done.
             visited.add(id(node))
-            path.append(iter(children))
+            path.append(iter(parts_to_visit(node)))
             if len(path) > max_depth:
                 raise depth_error(max_depth)
             break
@@ -288,20 +287,4 @@ def _check_depth(value: object, max_depth: int) -> None:
             path.pop()
 
 
-def _children(node: object) -> Iterable[object] | None:
-    """Return the parts of a container; None for any other object. Plain ones may be left out."""
-    if type(node) is dict:
-        keys = () if is_flat(node) else node
-        return [*keys, *node.values()]
-    if type(node) is Inert:
-        children: list[object] = [node.fn, node.args, *node.items]
-        if node.kwargs:
-            children.append(node.kwargs)
-        if node.state is not NO_STATE:
-            children.append(node.state)
-        for entry in node.entries:
-            children += entry
-        return children
-    if type(node) in (list, tuple, set, frozenset):
-        return () if is_flat(node) else node  # type: ignore[arg-type, return-value]
-    return None
+_CONTAINERS = frozenset((dict, list, tuple, set, frozenset, Inert))

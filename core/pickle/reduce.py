@@ -1,8 +1,8 @@
-"""Turn the REDUCE of a well-known callable into the plain value that it stands for.
+"""Turn the REDUCE of a well-known callable into the plain value that the call would return.
 
-``normal_forms(…)[module, name](*args)`` returns the value that calling the function would give, or
-``NotImplemented`` if the arguments do not have the usual form (the machine then keeps an
-``Inert``). Only plain containers and numbers are made; no name is looked up.
+``normal_forms(…)[module, name](*args)`` returns that value, or ``NotImplemented`` if the arguments
+do not have the usual form (the machine then creates an ``Inert``). Only plain containers and
+numbers are created; no name is looked up.
 
 Source: CPython 3.11 ``pickle.py``, ``copyreg.py``, ``Objects/*`` (``__reduce_ex__`` of the
 builtins).
@@ -26,9 +26,9 @@ Name = tuple[str, str]
 class KeyGuard:
     """A guard that decides which objects may be keys of a dict or members of a set.
 
-    Hashing a tuple of shared tuples takes exponential time, hashing a deep one overflows the C
-    stack, and keys chosen to have equal hashes make every insertion linear. So keys are scalars,
-    names, records (hashed by identity) and small shallow tuples or frozensets of such.
+    Hashing a tuple of shared tuples takes exponential time, hashing a deeply nested tuple overflows
+    the C stack, and keys chosen to have equal hashes make every insertion linear. So a key must be
+    a scalar, a name, a record (hashed by identity), or a small shallow tuple or frozenset of these.
 
     Source: docs/facts/safety.md 2.2 and 2.3.
     """
@@ -42,25 +42,31 @@ class KeyGuard:
         """Raise unless an object may be hashed.
 
         Raises:
-            CorruptError: Python cannot hash objects of its type.
-            UnsafeError: hashing could take long.
+            CorruptError: Python cannot hash objects of the key's type.
+            UnsafeError: hashing the key, or inserting it, could take long.
         """
         kind = type(key)
         if kind in PLAIN_KEYS:
             return
         if kind is int:
+            # Integers hash modulo 2**61 - 1, so a long one can be given any hash.
             if not -(1 << 63) <= key < 1 << 64:  # type: ignore[operator]
                 raise UnsafeError("a dict key is an integer of more than 64 bits")
             return
         if kind is tuple or kind is frozenset or kind is Size:
             self._check_nested(key)  # type: ignore[arg-type]
             return
-        if kind.__hash__ is object.__hash__:  # an object made by a hook
+        # An object that a hook created, hashed by identity.
+        if kind.__hash__ is object.__hash__:
             return
         raise CorruptError(f"a dict key or set member is a {kind.__name__}")
 
     def _check_nested(self, key: Iterable[object]) -> None:
-        """Check a tuple or frozenset level by level, and count its hash."""
+        """Check a tuple or frozenset and its parts, and count its hash.
+
+        Raises:
+            CorruptError, UnsafeError: as for ``check``.
+        """
         # Level by level, so that deep and shared tuples are refused after few steps.
         level: list[object] = list(key)
         n_elements = 0
@@ -82,10 +88,13 @@ class KeyGuard:
             f"a dict key has more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS:,} elements"
         )
 
-    def _count_hash(self, value: int) -> None:
-        """Raise UnsafeError if too many keys have the same hash."""
-        n_equal = self._hashes.get(value, 0) + 1
-        self._hashes[value] = n_equal
+    def _count_hash(self, key_hash: int) -> None:
+        """Raise UnsafeError if too many keys have the same hash.
+
+        Tuples of numbers are hashed without a secret seed, so a file can choose their hashes.
+        """
+        n_equal = self._hashes.get(key_hash, 0) + 1
+        self._hashes[key_hash] = n_equal
         if n_equal > MAX_EQUAL_HASHES and n_equal > 0.1 * len(self._hashes):
             raise UnsafeError("many dict keys have the same hash")
 
@@ -95,9 +104,9 @@ PLAIN_KEYS = frozenset({str, bool, float, bytes, type(None), Inert, Global, Tens
 
 
 def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
-    """Return whether a call is harmless though the same function may do harm with other arguments.
+    """Return whether a call is harmless, although its function may do harm with other arguments.
 
-    ``typing.List[int]`` and ``int | None`` make types, ``iter([1, 2])`` an iterator over a plain
+    ``typing.List[int]`` and ``int | None`` create types, ``iter([1, 2])`` an iterator over a plain
     container, and ``functools.partial(f)`` calls nothing; the function and arguments that it binds
     are judged by ``core.pickle.uses.uses_by_state``.
     """
@@ -106,7 +115,7 @@ def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
 
 
 def has_harmless_forms(fn: Global) -> bool:
-    """Return whether it depends on the arguments of a function if a call of it is harmless."""
+    """Return whether the arguments of a function decide if a call of it is harmless."""
     return fn in _FORMS
 
 
@@ -126,6 +135,7 @@ def is_plain_iterator(value: object) -> bool:
 
 
 def _is_of_type(args: tuple[object, ...]) -> bool:
+    """Return whether the arguments are those of a subscript of a type, as in ``List[int]``."""
     return (
         len(args) == 2
         and type(args[0]) is Global
@@ -134,12 +144,14 @@ def _is_of_type(args: tuple[object, ...]) -> bool:
 
 
 def _is_union(args: tuple[object, ...]) -> bool:
+    """Return whether the arguments are those of ``reduce`` for a union, as in ``int | None``."""
     return (
         len(args) == 2 and args[0] == _OR and type(args[1]) is tuple and all(map(_is_type, args[1]))
     )
 
 
 def _is_type(value: object) -> bool:
+    """Return whether a member of a union is a type: a name, a generic alias, or None."""
     if type(value) is Inert:
         return value.fn == _ALIAS or (
             value.how == "reduce" and value.fn == _GETITEM and _is_of_type(value.args)
@@ -148,10 +160,12 @@ def _is_type(value: object) -> bool:
 
 
 def _is_of_function(args: tuple[object, ...]) -> bool:
+    """Return whether the arguments are one function."""
     return len(args) == 1 and type(args[0]) in (Global, Inert)
 
 
 def _is_of_container(args: tuple[object, ...]) -> bool:
+    """Return whether the arguments are one plain container or range, which run no code."""
     if len(args) != 1:
         return False
     return type(args[0]) in _PLAIN or (
@@ -173,7 +187,7 @@ _FORMS: dict[Global, Callable[[tuple[object, ...]], bool]] = {
     PARTIAL: _is_of_function,
     **dict.fromkeys(_ITERATORS, _is_of_container),
 }
-"""Function → test whether its arguments make a call harmless."""
+"""Function → predicate on its arguments that is true if the call is harmless."""
 
 
 def normal_forms(
@@ -182,19 +196,21 @@ def normal_forms(
     note_getattr: Callable[[bool], None],
     count_copies: Callable[[int], None],
 ) -> dict[Name, Callable[..., object]]:
-    """Return the functions that make the plain values of one load, by module and name.
+    """Build the functions that create the plain values of one load, by module and name.
 
     Args:
         guard: checks set members and keys.
-        resolve: returns the load's one ``Global`` of a module and a name.
-        note_getattr: called with whether a ``getattr`` was turned into a longer name.
-        count_copies: called with the least number of bytes that spell out an argument that is
-            copied; it raises if there are too many.
+        resolve: returns the one ``Global`` that the load uses for a module and a name.
+        note_getattr: called for each ``getattr``, with True if it was turned into a longer name.
+        count_copies: called with the minimum number of bytes that spell out an argument that is
+            copied; raises UnsafeError if there are too many.
     """
 
-    # Containers, bytes and numbers.
+    # Containers, bytes and numbers. What a function copies counts, as a pickle could have one long
+    # argument copied over and over.
 
     def make_size(*args: object) -> object:
+        """Create the tuple of a ``torch.Size``; the hooks of torch's files keep the class."""
         if len(args) == 1 and type(args[0]) is tuple:
             return args[0]
         if len(args) == 1 and type(args[0]) is list:
@@ -203,7 +219,7 @@ def normal_forms(
         return () if not args else NotImplemented
 
     def make_bytes_of_text(*args: object) -> object:
-        """Make bytes from text, which is how protocols 0 to 2 spell them."""
+        """Create bytes from latin-1 text, the form in which protocols 0 to 2 store them."""
         if (
             len(args) == 2
             and type(args[0]) is str
@@ -219,6 +235,7 @@ def normal_forms(
         if len(args) == 1 and type(args[0]) is bytes:
             count_copies(len(args[0]))
             return bytearray(args[0])
+        # Protocols 0 to 2 store a bytearray as text too.
         if len(args) == 2 and type(args[0]) is str and args[1] in ("latin-1", "latin1"):
             count_copies(len(args[0]))
             return bytearray(args[0].encode("latin-1"))
@@ -240,14 +257,15 @@ def normal_forms(
 
     def make_frozenset(*args: object) -> object:
         members = make_set(*args)
-        return members if members is NotImplemented else frozenset(members)  # type: ignore[call-overload]
+        return frozenset(members) if isinstance(members, set) else NotImplemented
 
     # Names, and calls that stay inert.
 
     def get_attribute(*args: object) -> object:
         """Turn ``getattr(module.Class, "name")`` into a longer name.
 
-        Enumerations of Python 3.11 and nested classes are pickled so.
+        This is how Python 3.11 pickles members of enumerations, and protocols below 4 pickle
+        nested classes.
         """
         if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
             if len(args[0].name) + len(args[1]) > MAX_NAME:
@@ -262,26 +280,26 @@ def normal_forms(
         return resolve("types", "NoneType") if args == (None,) else NotImplemented
 
     def keep_harmless_form(fn: Global) -> Callable[..., object]:
+        """Return the action of a function that the table judges by its arguments."""
         return lambda *args: (
             Inert("reduce", fn, args) if is_harmless_form(fn, args) else NotImplemented
         )
 
     def make_ordered_dict(*args: object) -> object:
-        """Make an inert OrderedDict, empty or from a list of pairs (as Python 2 wrote it)."""
+        """Create an inert OrderedDict, empty or from a list of pairs (as Python 2 wrote it)."""
         record = Inert("reduce", resolve("collections", "OrderedDict"))
         if not args:
             return record
-        if (
-            len(args) == 1
-            and type(args[0]) is list
-            and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0])
-        ):
-            count_copies(4 * len(args[0]))
-            for pair in args[0]:
-                guard.check(pair[0])
-            record.entries = [(pair[0], pair[1]) for pair in args[0]]
-            return record
-        return NotImplemented
+        if len(args) > 1 or type(args[0]) is not list:
+            return NotImplemented
+        pairs = args[0]
+        if not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+            return NotImplemented
+        count_copies(4 * len(pairs))
+        for key, _ in pairs:
+            guard.check(key)
+        record.entries = [(key, item) for key, item in pairs]
+        return record
 
     return {
         ("torch", "Size"): make_size,

@@ -1,4 +1,4 @@
-"""Strings and numbers of a pickle: opcodes with a line of text, or with bytes after their length.
+"""Parse the strings and numbers of a pickle: lines of text, and bytes preceded by their length.
 
 Source: CPython 3.11 ``pickle.py``.
 """
@@ -26,7 +26,14 @@ _ESCAPES = {
 
 
 def two_lines(data: bytes, i: int) -> tuple[str, str, int]:
-    """Return the two lines of text that begin at byte ``i``, and the position after them."""
+    """Read the two lines of text that begin at byte ``i``.
+
+    Returns:
+        The two lines, and the position after them.
+
+    Raises:
+        ValueError: a line does not end, or is not UTF-8.
+    """
     first = data.index(b"\n", i)
     second = data.index(b"\n", first + 1)
     return data[i:first].decode("utf-8"), data[first + 1 : second].decode("utf-8"), second + 1
@@ -39,11 +46,12 @@ def _unescape(match: re.Match[bytes]) -> bytes:
         return bytes([int(code[1:], 16)])
     if code.isdigit():
         return bytes([int(code, 8) & 255])
+    # A backslash before any other character stands for itself, as in Python.
     return _ESCAPES.get(code, code if code in (b"\\", b"'", b'"') else match[0])
 
 
 def _parse_python2_string(raw: bytes) -> str | bytes:
-    """Return a string of Python 2: text if it is UTF-8, as in ``torch.load``, else bytes."""
+    """Decode a Python 2 string: to text if it is UTF-8, as ``torch.load`` does, else to bytes."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -63,14 +71,27 @@ SIZED: dict[int, tuple[int, Callable[[bytes], object]]] = {
 
 
 def _parse_string(line: bytes) -> object:
+    """Parse the repr of a Python 2 string.
+
+    Raises:
+        CorruptError: the line is not quoted.
+    """
     if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
         raise CorruptError("malformed pickle: a string without quotes")
     return _parse_python2_string(_ESCAPE.sub(_unescape, line[1:-1]))
 
 
 def _parse_int(line: bytes) -> int:
+    """Parse a decimal integer, with the ``L`` of Python 2's long integers or without.
+
+    Raises:
+        UnsafeError: the integer has more digits than Python converts.
+        ValueError: the line is not an integer.
+    """
     if len(line) > _MAX_DIGITS:
-        raise UnsafeError(f"an integer of {len(line)} digits exceeds the limit of {_MAX_DIGITS:,}")
+        raise UnsafeError(
+            f"an integer of {len(line):,} digits exceeds the limit of {_MAX_DIGITS:,}"
+        )
     return int(line[:-1] if line[-1:] == b"L" else line)
 
 

@@ -1,11 +1,11 @@
-"""Find what a pickle does with the names in it: which it only mentions, and which it calls.
+"""Find the uses of names in a pickle: which names it only mentions, and which it calls.
 
-A name that is mentioned is imported by whoever unpickles it, and no more. A name that is called
-runs. Calls are not only those of the opcodes REDUCE, INST, OBJ, NEWOBJ and NEWOBJ_EX: some harmless
-constructors call their arguments, the class in a persistent id is called by old versions of torch,
-and a BUILD can put a callable where a later opcode looks for a method.
+Unpickling only imports a name that is mentioned, but runs a name that is called. Calls are not only
+those of the opcodes REDUCE, INST, OBJ, NEWOBJ and NEWOBJ_EX: some harmless constructors call their
+arguments, the class in a persistent id is called by old versions of torch, and a BUILD can put a
+callable where a later opcode looks for a method.
 
-Source: CPython 3.11 ``pickle.py``, ``Modules/_pickle.c``; the rows of ``pickle/calls.toml``.
+Source: CPython 3.11 ``pickle.py``, ``Modules/_pickle.c``; the entries of ``pickle/calls.toml``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from core.pickle.reduce import (
 )
 
 How = Literal["named", "bound", "made", "called", "changed", "unread"]
-"""What a pickle does with a name.
+"""The way in which a pickle uses a name.
 
-``named``: it is a value. ``bound``: ``functools.partial`` binds arguments to it. ``made``: it is
-instantiated without ``__init__``. ``called``: it is called with any arguments. ``changed``: the
-class, function or container itself gets items or attributes. ``unread``: it is called on bytes that
-were not examined.
+``named``: as a value. ``bound``: ``functools.partial`` binds arguments to it. ``made``:
+instantiated without ``__init__``. ``called``: called with any arguments. ``changed``: the class,
+function or container itself receives items or attributes. ``unread``: called on bytes that were not
+examined.
 """
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _EXTENSION = Global("copyreg", "extension code")
 _HOOKS = frozenset({"append", "extend", "__setstate__"})
-"""Attributes of an instance that are called by the opcodes APPEND, APPENDS and BUILD."""
+"""Attributes of an instance that the opcodes APPEND, APPENDS and BUILD call."""
 _MAX_NESTING = 100
 _CONTAINERS = ("builtins", "collections", "itertools")
 """Modules whose constructors call methods of any mapping or iterable argument."""
@@ -51,19 +51,21 @@ _LAZY = frozenset(
     }.items()
     for name in names
 )
-"""Iterators that call no method of their arguments until they are iterated over themselves."""
+"""Iterators that call no method of their arguments until somebody iterates over them."""
 _SCRIPT_OBJECTS = re.compile(r"__torch__\.torch\.classes\.(quantized|sparse|rnn)\.\w+", re.ASCII)
 """torch's C++ classes whose ``__setstate__`` packs tensors: the weights of quantized modules."""
 _TAKE_ANYTHING = (*_CONTAINERS, "_operator")
-"""Modules whose functions may act on any argument: containers, and the one that makes types."""
+"""Modules whose functions may act on any argument: containers, and the operators on types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A name, and what a pickle does with it.
+    """A name, and how a pickle uses it.
 
     Args:
-        stream: the argument of ``torch.storage._load_from_bytes``, which is another pickle.
+        name: the class or function.
+        how: the way in which it is used.
+        stream: the pickle that is the argument of ``torch.storage._load_from_bytes``.
     """
 
     name: Global
@@ -77,7 +79,8 @@ def uses_of_call(
     """Yield the uses of one call: its function or class, and the arguments that it calls in turn.
 
     Args:
-        how: as in ``Inert``.
+        how: opcode of the call, as in ``Inert``.
+        fn: the function or class that is called.
     """
     if type(fn) is not Global:
         yield from _uses_of_value(fn, "called")
@@ -86,20 +89,20 @@ def uses_of_call(
         return
     is_called = how == "reduce" or (how == "newobj_ex" and fn == SCRIPT_OBJECT)
     yield Use(fn, "called" if is_called else "made")
-    keyword_values = tuple(kwargs.values()) if kwargs else ()
+    keyword_values = tuple((kwargs or {}).values())
     if fn == LOAD_FROM_BYTES:
         yield from _uses_of_streams(fn, args + keyword_values)
     if fn.module in _CONTAINERS and _calls_methods_of(fn, args):
         yield Use(fn, "changed")
+    # Arguments that the function calls or instantiates, by the table. One that is absent by
+    # position may be any of those by keyword.
     for position, argument_how in argument_uses(fn.module, fn.name):
-        # An argument that is not there by position may be any of those by keyword.
-        values = args[position : position + 1] or keyword_values
-        for value in values:
+        for value in args[position : position + 1] or keyword_values:
             yield from _uses_of_value(value, argument_how)
 
 
 def _uses_of_streams(fn: Global, args: tuple[object, ...]) -> Iterator[Use]:
-    """Yield the uses of torch's function that loads a pickle from its arguments."""
+    """Yield the uses of torch's function that loads another pickle from its argument."""
     for arg in args:
         if isinstance(arg, (bytes, bytearray)):
             yield Use(fn, "called", bytes(arg))
@@ -108,16 +111,18 @@ def _uses_of_streams(fn: Global, args: tuple[object, ...]) -> Iterator[Use]:
 
 
 def _calls_methods_of(fn: Global, args: tuple[object, ...]) -> bool:
-    """Return whether a container's constructor calls methods that a pickle may have replaced.
+    """Return whether a container's constructor may call methods that the pickle has replaced.
 
-    ``dict`` calls ``keys`` of an instance, for example, which the state of that instance may hold.
+    ``dict`` calls ``keys`` of an instance, for example, which may be in the state of that instance.
     """
-    iterated = args[1:] if fn == _DEFAULTDICT else args  # defaultdict only stores its factory
-    for arg in iterated:
+    # defaultdict only stores its first argument, the factory.
+    for arg in args[1:] if fn == _DEFAULTDICT else args:
         if type(arg) is not Inert:
             continue
         if is_plain_iterator(arg) or arg.fn in _LAZY:
-            if fn not in _LAZY:  # a list of an endless iterator would never be complete
+            # Only a lazy constructor leaves an iterator alone; a list of an endless one would
+            # never be complete.
+            if fn not in _LAZY:
                 return True
         elif arg.state is not NO_STATE:
             return True
@@ -127,8 +132,8 @@ def _calls_methods_of(fn: Global, args: tuple[object, ...]) -> bool:
 def uses_by_state(node: Inert) -> Iterator[Use]:
     """Yield the uses of an object whose class acts on its state; none for other objects.
 
-    ``functools.partial`` takes function and arguments from its state, ``torch.ScriptObject`` the
-    name of a class in C++.
+    ``functools.partial`` takes its function and arguments from its state, ``torch.ScriptObject``
+    the name of a C++ class.
     """
     if is_partial(node):
         yield from _uses_of_partial(node)
@@ -140,6 +145,8 @@ def uses_by_state(node: Inert) -> Iterator[Use]:
 
 def _uses_of_partial(node: Inert) -> Iterator[Use]:
     """Yield the uses of the functions in the arguments and in the state of a partial."""
+    # The state is (function, args, keywords, attributes); its function replaces the one among the
+    # arguments. A state of another form is judged like a call of partial.
     functions: tuple[object, ...] = node.args
     if node.state is not NO_STATE:
         is_usual = type(node.state) is tuple and len(node.state) == 4
@@ -156,7 +163,8 @@ def is_plain_call(node: Inert) -> bool:
     fn = node.fn
     if type(fn) is not Global or node.kwargs or (node.items and node.state is not NO_STATE):
         return False
-    if has_harmless_forms(fn) or fn in (PARTIAL, SCRIPT_OBJECT):  # judged by arguments or state
+    # Calls of these are judged by their arguments or by the state of the result.
+    if has_harmless_forms(fn) or fn in (PARTIAL, SCRIPT_OBJECT):
         return False
     if not node.args:
         return True
@@ -168,7 +176,8 @@ def is_plain_call(node: Inert) -> bool:
 
 
 def uses_of_state(state: object) -> Iterator[Use]:
-    """Yield the calls that happen if an object with this state is appended to or gets another."""
+    """Yield the calls that a later APPEND or BUILD of an object with this state would run."""
+    # A tuple is (attributes, attributes in slots).
     for part in state if type(state) is tuple else (state,):
         if type(part) is dict:
             for name in _HOOKS:
@@ -177,7 +186,8 @@ def uses_of_state(state: object) -> Iterator[Use]:
 
 
 def uses_of_persistent(value: object) -> Iterator[Use]:
-    """Yield the call in a persistent id: of a storage's class; a module's is not called."""
+    """Yield the call of the storage class in a persistent id."""
+    # ("module", class, source file, source): old torch compares the class with its source.
     if type(value) is tuple and value[:1] == ("module",):
         return
     kind = value[1] if type(value) is tuple and len(value) > 1 else value
@@ -185,12 +195,12 @@ def uses_of_persistent(value: object) -> Iterator[Use]:
 
 
 def use_of_extension() -> Use:
-    """Return the use of an unknown name by its number in copyreg's registry."""
+    """Return the use of a name that is given only by its number in copyreg's registry."""
     return Use(_EXTENSION, "called")
 
 
 def use_of_late_append(node: Inert) -> Use:
-    """Return the use of ``append`` of an object with a state, which may hold any callable."""
+    """Return the use of an ``append`` that the object's state may have replaced."""
     return Use(_called_instance(node), "changed")
 
 
@@ -208,18 +218,19 @@ def uses_of_node(node: object) -> Iterator[Use]:
 
 
 USING = frozenset((Global, Inert, Persistent))
-"""Types of the nodes that use names."""
+"""Types of the nodes of an inert tree that use names."""
 
 
 def uses_in_tree(tree: object) -> set[Use]:
-    """Return every use in an inert tree, without those in pickles nested in it."""
+    """Return every use in an inert tree, except those in pickles nested in it."""
     return {use for node in walk(tree) if type(node) in USING for use in uses_of_node(node)}
 
 
 def _uses_of_value(value: object, how: Literal["made", "called"]) -> Iterator[Use]:
-    """Yield the use of a value that is called as a function or class."""
+    """Yield the use of a value that another function calls or instantiates."""
     if type(value) is Global:
-        # The state of such a ScriptObject would not be judged, so it counts as called.
+        # Nothing judges the state of a ScriptObject that another function creates, so this counts
+        # as a call.
         yield Use(value, "called" if value == SCRIPT_OBJECT else how)
     elif type(value) is Inert:
         yield Use(_called_instance(value), "called")
@@ -227,6 +238,7 @@ def _uses_of_value(value: object, how: Literal["made", "called"]) -> Iterator[Us
 
 def _called_instance(node: Inert) -> Global:
     """Return the name of the method that runs if the result of a call is called."""
+    # The result of a call of a call … is named after the innermost function.
     fn: object = node
     for _ in range(_MAX_NESTING):
         if type(fn) is not Inert:

@@ -1,12 +1,12 @@
 """Write an inert tree as a pickle that any Python can load: the inverse of ``core.pickle.reader``.
 
-The bytes are a function of the tree alone: members of sets are sorted, equal strings are one memo
-entry, nothing depends on addresses. Shared and cyclic containers stay shared. The opcodes are those
-of protocol 2 that ``torch.load(weights_only=True)`` accepts; the protocol is raised only where they
-do not suffice: names with dots cost a ``getattr``, keyword arguments of ``__new__`` need protocol
-4, strings over 4 GiB too.
+The bytes depend on the tree only: members of sets are sorted, equal strings share a memo entry, and
+nothing depends on memory addresses. Shared and cyclic containers stay shared. The opcodes are those
+of protocol 2 that ``torch.load(weights_only=True)`` accepts. Names with dots are written as a
+``getattr``. The protocol is raised only where necessary: keyword arguments of ``__new__`` and
+strings over 4 GiB need protocol 4.
 
-No recursion: the depth of the tree does not matter.
+Nothing recurses, so the depth of the tree does not matter.
 
 Source: CPython 3.11 ``pickle.py`` (what unpicklers accept); torch 2.13
 ``torch/_weights_only_unpickler.py`` (its subset).
@@ -23,7 +23,7 @@ from core.errors import CapacityError
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, Size
 
 PersistentId = Callable[[Any], object | None]
-"""Returns the persistent id (a plain tree) of a leaf, or None for a leaf without one."""
+"""Returns the persistent id (a plain tree) of a leaf, or None if the leaf has no such id."""
 Reducers = Mapping[type, Callable[[Any], object]]
 """Exact type of a leaf → the function that returns the value to write in its place."""
 
@@ -38,13 +38,13 @@ def dumps(
     reducers: Reducers | None = None,
     protocol: int = 2,
 ) -> bytes:
-    """Return the pickle of an inert tree.
+    """Pickle an inert tree.
 
     Args:
-        tree: plain values and the classes of ``core.pickle.inert``.
+        tree: plain values and instances of the classes in ``core.pickle.inert``.
         persistent_id: called for leaves that are neither plain nor records.
         reducers: called for leaves without a persistent id, once for each distinct object.
-        protocol: 2 to 5; raised where the tree needs it.
+        protocol: minimum protocol, 2 to 5; the tree may need a higher one.
 
     Raises:
         TypeError: a leaf has neither a persistent id nor a reducer.
@@ -62,11 +62,11 @@ class _Raw(bytes):
 
 
 class _End:
-    """The rest of a value, to be written after its parts.
+    """The opcodes that complete a value, to be written after its parts.
 
     Args:
         value: a tuple, set or record.
-        opcodes: the opcodes that make the value from its parts.
+        opcodes: the opcodes that create the value from its parts.
         undo: the opcodes that drop the parts if a cycle has put ``value`` into the memo meanwhile.
         after: opcodes and values that follow, in order.
     """
@@ -86,9 +86,9 @@ class PickleWriter:
     """A pickle under construction: ``write`` pushes values, and ``emit`` adds opcodes.
 
     Memo indexes are explicit, so that a caller may emit parts with memo entries of its own
-    (``new_memo_index``) in another order than it made them.
+    (``new_memo_index``) in another order than that in which it created them.
 
-    Args: as for ``dumps``.
+    The arguments are those of ``dumps``.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class PickleWriter:
         self._out: list[bytes] = []
         self._n_memo = 0
         self._by_id: dict[int, tuple[int, object]] = {}
-        """id → memo index, and the object, so that no other object gets its id."""
+        """id → memo index, and the object, kept so that no other object gets its id."""
         self._by_value: dict[object, int] = {}
         """str, (bytes,), or Global → memo index."""
         self._reduced: dict[int, tuple[object, object]] = {}
+        """id → the object, kept for the same reason, and the result of its reducer."""
 
     def finish(self) -> bytes:
         """Return the complete pickle."""
@@ -118,25 +119,31 @@ class PickleWriter:
         self._out.append(opcodes)
 
     def take(self) -> bytes:
-        """Return the opcodes so far and forget them, for callers that order parts themselves."""
+        """Return the opcodes so far and clear them, for callers that order parts themselves."""
         opcodes = b"".join(self._out)
         self._out.clear()
         return opcodes
 
     def new_memo_index(self) -> int:
-        """Return a memo index that is not used otherwise."""
+        """Reserve a memo index."""
         index = self._n_memo
         self._n_memo += 1
         return index
 
     def write(self, tree: object) -> None:
-        """Add the opcodes that push a tree."""
-        todo: list[object] = [tree]  # the next one last
+        """Add the opcodes that push a tree.
+
+        Raises:
+            TypeError: a leaf has neither a persistent id nor a reducer.
+            CapacityError: an integer is too long for a pickle.
+        """
+        # Values that are still to be written; the last one is the next.
+        todo: list[object] = [tree]
         emit = self._out.append
         while todo:
             node = todo.pop()
             kind = type(node)
-            # Values without parts are written at once.
+            # Values without parts are written immediately.
             if kind is _Raw:
                 emit(node)  # type: ignore[arg-type]
             elif kind is str:
@@ -162,12 +169,14 @@ class PickleWriter:
     def _begin_value(self, node: Any) -> Sequence[object]:
         """Begin to write a container or leaf, and return the values and opcodes that follow."""
         kind = type(node)
+        # Dicts and lists get their memo entry before their parts, which may refer to them.
         if kind is dict:
             self._out += (b"}", self._memoize(node))
             return _batches(node.items(), _SET_ONE, _SET_MANY)
         if kind is list:
             self._out += (b"]", self._memoize(node))
             return _batches(((item,) for item in node), _APPEND_ONE, _APPEND_MANY)
+        # Tuples, records and sets exist only after their parts, so their memo entry comes last.
         if kind is tuple:
             if len(node) <= 3:
                 return (*node, _End(node, _TUPLES[len(node)], b"0" * len(node)))
@@ -182,7 +191,8 @@ class PickleWriter:
         return self._replacement_of_leaf(node)
 
     def _parts_of_record(self, node: Inert) -> Sequence[object]:
-        """Return the values and opcodes that make a record."""
+        """Return the values and opcodes that create a record."""
+        # As CPython orders them: the items, then the entries, the state last.
         after: list[object] = _batches(((item,) for item in node.items), _APPEND_ONE, _APPEND_MANY)
         after += _batches(node.entries, _SET_ONE, _SET_MANY)
         if node.state is not NO_STATE:
@@ -194,12 +204,17 @@ class PickleWriter:
         return (node.fn, node.args, _End(node, opcode, b"00", after))
 
     def _replacement_of_leaf(self, node: object) -> Sequence[object]:
-        """Return the values and opcodes that stand for a leaf that is not plain."""
+        """Return the values and opcodes that represent a leaf: a persistent id, or a reduced value.
+
+        Raises:
+            TypeError: the leaf has neither a persistent id nor a reducer.
+        """
         pid = self._persistent_id(node) if self._persistent_id is not None else None
         if pid is not None:
             return (pid, _Raw(b"Q"))
         reducer = self._reducers.get(type(node))
         if reducer is not None:
+            # Once for each object, so that what several places share is written once.
             if id(node) not in self._reduced:
                 self._reduced[id(node)] = (node, reducer(node))
             return (self._reduced[id(node)][1],)
@@ -208,7 +223,8 @@ class PickleWriter:
         raise TypeError(f"a {type(node).__name__} cannot be written into a pickle")
 
     def _finish_value(self, end: _End) -> Sequence[object]:
-        """Make a value from its parts, and return the values and opcodes that follow."""
+        """Complete a value after its parts, and return the values and opcodes that follow."""
+        # A part that contains the value has written it already: drop the parts, and refer to it.
         memoized = self._by_id.get(id(end.value))
         if memoized is not None:
             self._out += (end.undo, get(memoized[0]))
@@ -217,7 +233,7 @@ class PickleWriter:
         return end.after
 
     def _memoize(self, node: object) -> bytes:
-        """Give an object a memo index, and return the opcodes that store it."""
+        """Assign a memo index to an object, and return the opcodes that store it."""
         index = self.new_memo_index()
         self._by_id[id(node)] = (index, node)
         return put(index)
@@ -237,7 +253,7 @@ class PickleWriter:
         return opcodes + put(index)
 
     def _bytes(self, value: bytes) -> bytes:
-        """Return the opcodes that push bytes, which protocol 2 spells as a call on text."""
+        """Return the opcodes that push bytes; equal bytes share a memo entry."""
         index = self._by_value.get((value,))
         if index is not None:
             return get(index)
@@ -250,6 +266,7 @@ class PickleWriter:
                 self._protocol = max(self._protocol, 4)
                 opcodes = b"\x8e" + len(value).to_bytes(8, "little") + value
         else:
+            # Protocol 2 has no opcode for bytes: CPython calls ``_codecs.encode(text, "latin1")``.
             encode = self.name(Global("_codecs", "encode"))
             opcodes = encode + self.text(value.decode("latin-1")) + self.text("latin1") + b"\x86R"
         index = self._by_value[value,] = self.new_memo_index()
@@ -258,7 +275,7 @@ class PickleWriter:
     def _global(self, node: Global) -> bytes:
         """Return the opcodes that push a name.
 
-        Up to protocol 3 a nested name (``Class.name``) is an attribute of the outer one.
+        Up to protocol 3 a nested name (``Class.name``) is an attribute of the outer name.
         """
         parts = node.name.split(".")
         if len(parts) == 1 or self._protocol >= 4 or node in self._by_value or not all(parts):
@@ -275,14 +292,15 @@ class PickleWriter:
         index = self._by_value.get(node)
         if index is not None:
             return get(index)
+        # GLOBAL (``c``) takes two lines of text, STACK_GLOBAL of protocol 4 two strings.
         text = node.module + node.name
         fits_in_lines = text.isascii() and "\n" not in text and "\r" not in text
         if not fits_in_lines or self._protocol >= 4:
             self._protocol = max(self._protocol, 4)
             opcodes = self.text(node.module) + self.text(node.name) + b"\x93"
         else:
+            # Up to protocol 2, readers would take this for a name of Python 2 and translate it.
             if (node.module, node.name) in NAME_MAPPING or node.module in IMPORT_MAPPING:
-                # Up to protocol 2 readers would take it for a name of Python 2.
                 self._protocol = max(self._protocol, 3)
             opcodes = f"c{node.module}\n{node.name}\n".encode()
         index = self._by_value[node] = self.new_memo_index()
@@ -342,7 +360,7 @@ def _batches(entries: Iterable[Sequence[object]], one: _Raw, many: _Raw) -> list
 
     Args:
         entries: one value for each item of a list, two for each entry of a dict.
-        one, many: the opcodes that add one entry, or all since a MARK.
+        one, many: the opcodes that add one entry, or all entries since a MARK.
     """
     result: list[object] = []
     batch: list[object] = []
@@ -354,6 +372,7 @@ def _batches(entries: Iterable[Sequence[object]], one: _Raw, many: _Raw) -> list
             result += (_MARK, *batch, many)
             batch.clear()
             n_entries = 0
+    # A single entry needs no MARK.
     if n_entries == 1:
         result += (*batch, one)
     elif n_entries:
@@ -362,9 +381,10 @@ def _batches(entries: Iterable[Sequence[object]], one: _Raw, many: _Raw) -> list
 
 
 def _description(value: object, levels: int = 3) -> str:
-    """Return a text to sort the members of a set by, which does not depend on addresses.
+    """Return a text by which to sort the members of a set, independent of memory addresses.
 
-    It describes their complete value, but records only to a few levels.
+    The text describes the complete value of a member, except that records are described only to a
+    few levels.
     """
     if isinstance(value, (tuple, frozenset)):
         parts = [_description(item, levels) for item in value]
@@ -393,4 +413,4 @@ _REDUCED: dict[type, Callable[[Any], tuple[Global, tuple[object, ...]]]] = {
     complex: lambda value: (Global("builtins", "complex"), (value.real, value.imag)),
     Size: lambda value: (Global("torch", "Size"), (tuple(value),)),
 }
-"""Type that protocol 2 spells as a call → the callable and its one or two arguments."""
+"""Type that protocol 2 stores as a call → the callable and its one or two arguments."""

@@ -84,7 +84,7 @@ def test_flat_range_boxes_hold_exactly_that_range(
 
 
 def test_flat_range_outside_the_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not lie"):
+    with pytest.raises(ValueError, match="is not inside"):
         boxes_of_flat_range((2, 3), 4, 7)
 
 

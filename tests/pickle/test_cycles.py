@@ -79,7 +79,7 @@ def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out
     with pytest.raises(UnsupportedError, match="contains itself") as caught:
         run(job(source, tmp_path / "out", to))
     assert (caught.value.key, caught.value.file) == (key, str(source))
-    assert caught.value.hint == f"leave it out: --exclude {key}"
+    assert caught.value.hint == f"exclude it with: --exclude {key}"
     report = run(job(source, tmp_path / "out", to, exclude=(key,)))
     assert report.n_tensors == len(open_checkpoint(source).catalog.tensors)
     if to == "torch" and key == "self":
