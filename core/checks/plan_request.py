@@ -70,9 +70,9 @@ def parse_plan_request(
             raise UsageError(
                 f"--plan-for: unknown name {name!r}, expected one of: {allowed}", hint=_EXAMPLE
             )
-        # Python refuses to convert very long digit strings, so only ten digits are looked at.
-        elif _DIGITS.fullmatch(value) and 1 <= int(value[:10]) < 2**31:
-            sizes[name] = int(value[:10])
+        # Python refuses to convert very long digit strings; no size has more than ten digits.
+        elif _DIGITS.fullmatch(value) and len(value) <= 10 and 1 <= int(value) < 2**31:
+            sizes[name] = int(value)
         else:
             raise UsageError(f"--plan-for: invalid size {value!r}", hint=_EXAMPLE)
     return PlanRequest(sizes, to, rules, memory_bytes)

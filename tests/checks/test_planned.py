@@ -36,6 +36,7 @@ def test_a_request_names_sizes_and_a_format() -> None:
         "tp",
         "tp=",
         "tp=0",
+        "tp=10000000000",
         "tp=x",
         "tp=-1",
         "tp=٣",

@@ -235,10 +235,11 @@ def _refuse_gaps(names: list[str]) -> None:
         if match is not None:
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (stem, total), numbers in series.items():
-        # Numbers begin at 1. A series with a number 0 follows other rules and is not checked.
-        n_files, first = int(total), min(numbers)
-        if first != 0 and len(numbers) < n_files:
-            missing = next(n for n in range(1, n_files + 1) if n not in numbers)
+        # Numbers begin at 1, with some writers at 0; these end at the total or one before it, so
+        # only the count is certain.
+        n_files, first = int(total), min(*numbers, 1)
+        if len(numbers) < n_files:
+            missing = next(n for n in range(first, n_files + 1) if n not in numbers)
             raise MissingShardError(
                 f"only {len(numbers)} of {n_files} shards found",
                 file=f"{stem}-{missing:0{len(total)}d}-of-{total}{SUFFIX}",

@@ -332,6 +332,12 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "only 1 of 2 shards found",
         None,
     ),
+    "a shard of a series that begins at 0": (
+        {"model-00000-of-00003.safetensors": A, "model-00002-of-00003.safetensors": B},
+        MissingShardError,
+        "only 2 of 3 shards found",
+        None,
+    ),
     "a tensor in two files": (
         {"x.safetensors": A, "y.safetensors": A},
         CorruptError,
