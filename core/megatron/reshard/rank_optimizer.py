@@ -75,11 +75,11 @@ def optimizer_files(target: ReshardTarget) -> OptimizerFiles:
     if target.optimizer.kind != "distributed":
         return NumberedFiles(target)
 
-    # Only the weights of legacy grouped experts are transposed; a flat buffer has no strides for it.
+    # Only weights of legacy grouped experts are transposed; a flat buffer has no strides for that.
     if any(cut.is_transposed for cut in target.cuts.values()):
         raise UnsupportedError(
             "distributed optimizer buffers cannot be written for GroupedMLP experts",
-            hint=f"drop the optimizer with --no-optim, or write one module per expert with {OPTION} "
-            "sequential",
+            hint="drop the optimizer with --no-optim, or write one module per expert with "
+            f"{OPTION} sequential",
         )
     return FlatFiles(target)

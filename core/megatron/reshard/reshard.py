@@ -7,8 +7,8 @@
     DCP, torch ──┘                                         └── stack ──▶ torch_dist
 
 ``core.megatron.reshard.from_ranks`` describes the global per-layer form. The rules are data:
-``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. A tensor or setting that is
-not supported yet raises an error with its name.
+``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. A tensor or setting that
+is not supported yet raises an error with its name.
 """
 
 from __future__ import annotations

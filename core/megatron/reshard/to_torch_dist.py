@@ -308,8 +308,8 @@ def _group_tensors(
         n_expected = prod(group[0].shape)
         if len(group) != n_expected:
             raise UnsupportedError(
-                f"only {len(group)} of the {n_expected} tensors to stack are in the checkpoint: the "
-                "others were probably not trained",
+                f"only {len(group)} of the {n_expected} tensors to stack are in the checkpoint: "
+                "the others were probably not trained",
                 key=name,
                 hint="drop the optimizer with --no-optim",
             )
@@ -490,7 +490,7 @@ def _sharded_objects(
             is_rng = shard[0] == RNG and shard[2] == (topology.pp, topology.tp)
             objects[key] = replace(item, coords=_file_coords(by_rng[shard[1]] if is_rng else 0))
 
-    # An extra state is that of a layer and expert. Megatron saves none of a GPT model's output layer.
+    # An extra state is that of a layer and expert. Of a GPT model's output layer none is saved.
     dropped: list[str] = []
     for key, value in states.items():
         if names.facts.kind is GPT and names.rules.layer_of(key) is None:
