@@ -29,6 +29,7 @@ from core.megatron.extras.common_state import (
     iteration_of,
     note_dropped_optimizer,
     sharded_object,
+    unwrap_shard,
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
@@ -447,10 +448,7 @@ def _rename_objects(
             continue
         rules.rule_of(name)
 
-        # torch_dist wraps the value of a ShardedObject in a list.
-        value = item.value
-        if shard is not None and isinstance(value, list) and len(value) == 1:
-            value = value[0]
+        value = item.value if shard is None else unwrap_shard(item.value)
         if isinstance(value, TensorLeaf):
             tensors[name] = value.key
         else:

@@ -445,7 +445,7 @@ def _extra_states(
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped.append(f"{key} (one state for all experts of a rank)")
+            dropped.append(f"{key} (packed for all experts of a rank)")
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return _ExtraStates(states, dropped)
 
