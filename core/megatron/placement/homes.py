@@ -201,6 +201,7 @@ def by_rank(
     items: Iterable[tuple[str, Home]], topology: Topology, rules: Rules
 ) -> dict[tuple[int, int, int], list[tuple[str, str]]]:
     """Group positions by (vp_rank, pp_rank, ep_rank), as (key, name) in the order of the file."""
+    # A tensor that is not an expert is in the files of all EP ranks.
     names: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key, home in items:
         for ep_rank in range(topology.ep) if home.ep is None else (home.ep,):

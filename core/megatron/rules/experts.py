@@ -85,6 +85,7 @@ class Expert:
 
 def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
     """Return the expert to which a parameter or module belongs, or None."""
+    # Most names are not those of experts: skip the patterns.
     if "experts." not in name:
         return None
     for form in forms:

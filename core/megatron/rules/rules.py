@@ -205,6 +205,8 @@ class Rules:
             UnsupportedError: the rule marks the parameter as not supported yet.
         """
         rule = self._find_rule(name)
+
+        # Propose a rule that the user can complete, with the evidence for it.
         if rule is None:
             extents = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
             raise UnknownTensorError(
@@ -315,6 +317,7 @@ class Rules:
         """Return the layer to which a parameter belongs, else None."""
         for stack in self.stacks:
             if name.startswith(stack):
+                # A key for all layers has no number here.
                 number, dot, sub = name[len(stack) :].partition(".")
                 is_numbered = dot and number.isascii() and number.isdigit()
                 return Layer(stack, int(number), sub) if is_numbered else None
@@ -359,6 +362,7 @@ class Rules:
         Raises:
             UnsupportedError: the form has no name for the parameter.
         """
+        # The form does not depend on the expert's number.
         form = self._forms.get((expert.before, expert.rest, names))
         if form is None:
             form = expert_form(self.expert_forms, expert, names=names, number=number)
@@ -450,7 +454,7 @@ def proposal(
         shapes: shape of the tensor on every rank that has it.
         tp: number of shards.
     """
-    # Numbers of layers and experts become patterns.
+    # Turn the numbers of layers and experts into patterns: one rule is for all of them.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
     rule = ["[[rule]]", f"pattern = '^{pattern}$'"]
     shape = shapes[0] if shapes else ()

@@ -113,6 +113,8 @@ def _read_user_table(path: Path) -> Mapping[str, object]:
         table = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
         raise UsageError(f"the file is not TOML: {err}", file=label) from err
+
+    # A misspelled table would be ignored silently.
     unknown = sorted(set(table) - {"rule", "stage", "buffer", "size"})
     if unknown:
         hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
@@ -188,6 +190,8 @@ def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSi
             raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
         if not isinstance(axis, int) or not _is_axis(axis):
             raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
+
+        # Without ``args`` the size is known only from shapes.
         args = parsed_size(row["args"]) if "args" in row else None
         if "args" in row and args is None:
             raise UsageError(f"{where} has args {row['args']!r}, which is not a size", file=label)
@@ -223,6 +227,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     Raises:
         UsageError: a field is unknown or invalid.
     """
+    # Problems are raised without the place of the rule, which is added here.
     try:
         kind = _parse_kind(row)
         segments = _parse_segments(row, kind)
@@ -235,6 +240,8 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         texts = {name: _parse_text(row, name) for name in _TEXTS}
     except _RowError as err:
         raise UsageError(f"{where} {err}", file=label) from None
+
+    # Rules that cut nothing may have an axis of any type; it is ignored.
     axis = row.get("axis")
     return Rule(
         pattern=_compile_pattern(row, where=where, label=label),
@@ -273,6 +280,9 @@ def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSiz
     parts = row.get("parts")
     if parts in (None, "whole", "gated"):
         return ()
+
+    # One list of sizes is short for a list with one alternative. Other values become an empty list,
+    # which is invalid.
     lists = parts if isinstance(parts, list) and parts else [[]]
     if not all(isinstance(items, list) for items in lists):
         lists = [lists]

@@ -598,5 +598,6 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
         Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False)
     )
     assert any(
-        "master weights of decoder.final_layernorm.weight do not round" in note for note in report.notes
+        "master weights of decoder.final_layernorm.weight do not round" in note
+        for note in report.notes
     )
