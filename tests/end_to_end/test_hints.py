@@ -129,7 +129,7 @@ def named_verbs(text: str) -> Iterator[tuple[str, str]]:
 def test_texts_are_collected_from_all_over_the_program() -> None:
     places = {text.place.partition(":")[0] for text in texts()}
     assert len(places) > 90
-    assert any("drop the optimizer with --no-optim" in text.value for text in texts())
+    assert any("with --no-optim" in text.value for text in texts())
     assert any(text.value == "list the keys with: ckpt inspect SRC --flat" for text in texts())
 
 

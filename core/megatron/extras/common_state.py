@@ -1,30 +1,29 @@
-"""The entries of a Megatron checkpoint other than the model, and what becomes of them when the
-layout changes.
+"""Top-level entries of a Megatron checkpoint, and their treatment when the layout changes.
 
-=====================================
-=================================================================================
- entry                                  policy
-=====================================
-=================================================================================
- ``args``                               copied, sizes updated (``core.megatron.model.args``); all ranks agree on the
-                                        fields of the layout
- ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order, and it
-                                        becomes 3.0 (``core.megatron.placement.qkv_order``)
- ``iteration`` (older ``total_iters``)  kept
- ``opt_param_scheduler``                kept; equal on all ranks
- ``num_floating_point_operations…``     kept
- ``rng_state``                          one per rank: kept in torch_dist, and for ranks that were there before;
-                                        otherwise left out, with a note
-                                        (``core.megatron.extras.random_states``)
- ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
- ``content_metadata``                   torch_dist only
- ``optimizer``, ``distrib_optim.pt``    ``core.catalog.optimizer_keys``; left out on request
- anything else                          kept if it is equal on all ranks, otherwise left out, with a note
-=====================================
-=================================================================================
+``args``
+    Copied, with updated sizes (``core.megatron.model.args``); all ranks agree on the arguments of
+    the layout.
+``checkpoint_version``
+    Kept. Below 2.0 the QKV rows of megatron.legacy models are put into today's order, and the
+    version becomes 3.0 (``core.megatron.placement.qkv_order``).
+``iteration`` (older ``total_iters``), ``num_floating_point_operations…``
+    Kept.
+``opt_param_scheduler``
+    Kept; equal on all ranks.
+``rng_state``
+    One per rank: kept in torch_dist, and for ranks that existed before; otherwise dropped, with a
+    note (``core.megatron.extras.random_states``).
+``rerun_state_machine``
+    Dropped from rank files, with a note: Megatron ignores it unless no size changed.
+``content_metadata``
+    In torch_dist only.
+``optimizer``, ``distrib_optim.pt``
+    ``core.catalog.optimizer_keys``; dropped on request.
+anything else
+    Kept if it is equal on all ranks, otherwise dropped, with a note.
 
 Random states have the keys that torch_dist gives them, ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``,
-wherever they came from.
+whatever the source.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``,
     ``load_checkpoint``.
@@ -63,10 +62,9 @@ TOP_LEVEL = (
     *("args", "checkpoint_version", "iteration", "model", OPTIMIZER, "opt_param_scheduler", RNG),
     "num_floating_point_operations_so_far",
 )
-"""The usual entries of a rank file, in the order in which Megatron makes them."""
-
+"""The usual entries of a rank file, in the order in which Megatron adds them."""
 OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
-"""Entries on which ranks of one step agree."""
+"""Entries on which all ranks agree if they are of the same training step."""
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
 _SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
 
@@ -77,7 +75,7 @@ def is_chunk(name: object) -> bool:
 
 
 def rng_key(tp_rank: int, pp_rank: int, *, tp: int, pp: int) -> str:
-    """Return the key under which torch_dist keeps the random state of a rank."""
+    """Return torch_dist's key of the random state of a (PP, TP) rank."""
     return f"{RNG}/shard_{pp_rank}.{tp_rank}_{pp}.{tp}"
 
 
@@ -89,26 +87,31 @@ def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | N
     return match[1], tuple(map(int, match[2].split("."))), tuple(map(int, match[3].split(".")))
 
 
+def unwrap_shard(value: object) -> object:
+    """Return the value of a ShardedObject, which torch_dist wraps in a list of one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def check_version(common: Mapping[object, object], *, has_old_names: bool = False) -> float:
     """Return the ``checkpoint_version`` of a checkpoint, and raise if it is too old to be read.
 
     Args:
-        has_old_names: the model has the names of ``megatron.legacy``;
-            ``core.megatron.placement.qkv_order`` puts its rows in order.
+        has_old_names: the model has the names of ``megatron.legacy``, so
+            ``core.megatron.placement.qkv_order`` can put its rows into today's order.
 
     Raises:
-        UnsupportedError: the version is below 2.0, or absent, which means 0, and the names are not
-            old ones.
+        UnsupportedError: the version is below 2.0, and ``has_old_names`` is False.
         CorruptError: the version is not a number.
     """
+    # The first checkpoints had no version; Megatron reads that as 0.
     version = common.get("checkpoint_version", 0)
     if isinstance(version, bool) or not isinstance(version, (int, float)):
         raise CorruptError(f"checkpoint_version is {version!r}, not a number")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
-            f"checkpoint_version is {version}: before 2.0 the rows of query, key and value had another order, and "
-            "parameters other names",
-            hint="load and save it once with a newer Megatron-LM",
+            f"checkpoint_version is {version}: before 2.0, rows of query, key and value were in "
+            "another order, and parameters had other names",
+            hint="load the checkpoint with a newer Megatron-LM and save it again",
         )
     return version
 
@@ -126,8 +129,9 @@ def same(first: object, second: object) -> bool:
     """Return whether two inert trees are equal.
 
     Tensors are equal if their keys are, without the part before the first colon (the rank
-    directory); their content is for the engine to compare. Shared and cyclic parts are safe.
+    directory); the engine compares their contents. Shared and cyclic parts are allowed.
     """
+    # Compare pair by pair without recursion: inert trees may be deep, and may contain themselves.
     pairs = [(first, second)]
     compared: set[tuple[int, int]] = set()
     while pairs:
@@ -149,15 +153,13 @@ def same(first: object, second: object) -> bool:
 
 
 def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
-    """Return the parts of two containers of one type that must be equal; None if the containers
-    differ already.
-    """
+    """Pair the parts of two containers of one type; None if the containers differ in themselves."""
     if isinstance(a, Inert):
         assert isinstance(b, Inert)
         if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
             return None
 
-        # An object is equal to another one of the same origin, arguments and content.
+        # Objects are equal if their functions, arguments and contents are.
         parts: list[tuple[object, object]] = [
             (a.fn, b.fn),
             (a.args, b.args),
@@ -169,6 +171,8 @@ def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
     assert isinstance(a, (dict, list, tuple)) and isinstance(b, (dict, list, tuple))
     if len(a) != len(b):
         return None
+
+    # Dicts are equal only with their keys in the same order, which files keep.
     if isinstance(a, dict):
         assert isinstance(b, dict)
         return [*zip(a, b, strict=True), *zip(a.values(), b.values(), strict=True)]
@@ -176,6 +180,7 @@ def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
 
 
 def _are_same_leaves(a: object, b: object) -> bool:
+    """Return whether two leaves of one type are equal; NaN equals NaN."""
     if isinstance(a, TensorLeaf):
         assert isinstance(b, TensorLeaf)
         return a.key.partition(":")[2] == b.key.partition(":")[2]
@@ -184,25 +189,25 @@ def _are_same_leaves(a: object, b: object) -> bool:
 
 
 def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
-    """Return a copy of an entry's value whose tensors have other keys; what is shared stays shared.
+    """Return a copy of an entry's value whose tensors have new keys; shared parts stay shared.
 
     Args:
         value: an inert tree with ``TensorLeaf``s.
         new_key: (path within the value, dot-joined; old key) → new key.
 
     Raises:
-        CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
+        CorruptError: the value is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
     return _LeafRenamer(new_key).copy(value, ())
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEntry:
-    """An entry of a rank's file that is to be written.
+    """An entry of a rank's file to write.
 
     Args:
-        value: inert tree of the entry; every tensor in it names one of the arrays.
-        arrays: (key of the source, array that the tensor goes to), in the order of the tree.
+        value: inert tree of the entry, whose tensors are named by their arrays.
+        arrays: (key of a tensor in the source, array in the file), in the order of the tree.
     """
 
     value: object
@@ -220,15 +225,15 @@ def plan_entry(
     """Plan an entry of a rank's file: its tensors become arrays of that file.
 
     Args:
-        catalog: has the tensors.
+        catalog: catalog of the tensors.
         value: an inert tree with ``TensorLeaf``s.
-        name: what the arrays' names begin with.
+        name: beginning of the arrays' names.
         coords: coordinates of the rank.
-        weights: remembered sizes of what several ranks' entries share: a part without tensors is
-            then not copied.
+        weights: counter shared by the entries of several ranks; with it, parts without tensors are
+            not copied. None copies everything.
 
     Raises:
-        CorruptError: as for ``renamed_leaves``.
+        CorruptError: the value is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
     arrays: list[tuple[str, PlannedArray]] = []
 
@@ -243,12 +248,12 @@ def plan_entry(
 
 @dataclass(slots=True)
 class _LeafRenamer:
-    """Copies inert trees, giving their tensors new keys.
+    """A copier of inert trees that gives their tensors new keys.
 
     Args:
         new_key: (path, old key) → new key.
-        weights: what tells parts without tensors, which are not copied; None copies everything.
-        copies: id of a container → its copy, so that what is shared stays shared.
+        weights: identifies parts without tensors, which are not copied; None copies everything.
+        copies: id of a container → its copy, so that shared parts stay shared.
     """
 
     new_key: Callable[[str, str], str]
@@ -256,7 +261,11 @@ class _LeafRenamer:
     copies: dict[int, object] = field(default_factory=dict)
 
     def copy(self, node: object, path: tuple[object, ...]) -> object:
-        """Return the copy of a node at a path of the tree."""
+        """Copy the node at a path of the tree.
+
+        Raises:
+            CorruptError: the path is longer than ``MAX_DEPTH``.
+        """
         if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)):
             return node
         if self.weights is not None and self.weights.of(node):
@@ -272,7 +281,7 @@ class _LeafRenamer:
         return self.copies[id(node)]
 
     def _copy_container(self, node: object, path: tuple[object, ...]) -> object:
-        """Return a copy of a container whose tensors have new keys."""
+        """Copy a container; an object's function and class stay as they are."""
         if isinstance(node, dict):
             return {key: self.copy(item, (*path, key)) for key, item in node.items()}
         if isinstance(node, list):
@@ -296,19 +305,17 @@ def is_ordered(container: object) -> bool:
 
 
 def module_versions(container: object) -> dict[str, object]:
-    """Return the ``_metadata`` of a state dict (module name → what torch notes about it); {}
-    without one.
-    """
+    """Return the ``_metadata`` of a state dict: module name → entry with its version; or {}."""
     metadata = as_mapping((attributes(container) or {}).get("_metadata")) or {}
     return {name: value for name, value in metadata.items() if isinstance(name, str)}
 
 
 def note_dropped_optimizer(kind: str, *, optim: str) -> str:
-    """Return the note that optimizer state is left out.
+    """Return the note that optimizer state is dropped.
 
     Args:
         kind: the form of the state, in words for people.
-        optim: what the user asked for, ``refuse`` or ``drop``.
+        optim: the user's request, ``refuse`` or ``drop``.
 
     Raises:
         UnsupportedError: ``optim`` is ``refuse``.
@@ -316,7 +323,8 @@ def note_dropped_optimizer(kind: str, *, optim: str) -> str:
     if optim == "refuse":
         raise UnsupportedError(
             f"the destination cannot store this optimizer state ({kind})",
-            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+            hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
+            "optimizer",
         )
     return f"optimizer ({kind}; start Megatron with --no-load-optim)"
 
@@ -328,13 +336,13 @@ def common_of(catalog: Catalog) -> Mapping[object, object]:
 
 @dataclass(frozen=True, slots=True)
 class RankExtras:
-    """The content of rank files besides the model and the optimizer.
+    """The content of rank files other than the model and the optimizer.
 
     Args:
         common: entries that all ranks share.
-        objects: random states under torch_dist's keys: one for each (TP, PP).
-        rng_states: the random states of every rank.
-        dropped: entries that are left out, each with the reason.
+        objects: random states under torch_dist's keys, one for each (PP, TP).
+        rng_states: rank → random state.
+        dropped: entries that are dropped, each with the reason.
     """
 
     common: dict[object, object]
@@ -344,16 +352,17 @@ class RankExtras:
 
 
 def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topology) -> RankExtras:
-    """Read what rank files hold besides the model and the optimizer.
+    """Read the entries of rank files other than the model and the optimizer.
 
     Args:
         ranks: coordinates → (directory, content of the file).
         topology: parallel sizes of these ranks.
 
     Raises:
-        CorruptError: the ranks are not of one iteration.
+        CorruptError: the ranks are of different training steps.
     """
-    # Keep the entries on which all ranks agree.
+    # Keep the entries on which all ranks agree. Arguments have been compared field by field: some
+    # of them differ between ranks.
     roots = [(folder, as_mapping(root) or {}) for folder, root in ranks.values()]
     common: dict[object, object] = {}
     dropped: list[str] = []
@@ -366,7 +375,7 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
         else:
             dropped.append(f"{name} ({reason})")
 
-    # torch_dist has one random state for each (PP, TP): that of the first rank.
+    # torch_dist has one random state for each (PP, TP), that of the first such rank.
     objects: dict[str, StoredObject] = {}
     states: dict[Rank, object] = {}
     for coords, (_, root) in zip(ranks, roots, strict=True):
@@ -381,10 +390,13 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
 def _reason_to_drop(
     name: object, roots: Sequence[tuple[str, Mapping[object, object]]]
 ) -> str | None:
-    """Return why an entry cannot be kept for all ranks, or None if it can.
+    """Return the reason why an entry cannot be kept for all ranks, or None if it can.
+
+    Args:
+        roots: (directory, content of the file) of every rank.
 
     Raises:
-        CorruptError: the entry tells the step of the run, and ranks disagree about it.
+        CorruptError: the entry depends on the training step, and ranks disagree.
     """
     first_folder, first_root = roots[0]
     differing = next(
@@ -400,8 +412,10 @@ def _reason_to_drop(
             raise CorruptError(
                 f"{name} differs from that in {first_folder}",
                 rank=differing,
-                hint="the rank directories are not of one step",
+                hint="check that all rank directories are of the same training step",
             )
         return "not the same on all ranks"
+
+    # ``same`` does not compare the contents of tensors, so they may differ.
     has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(first_root.get(name)))
-    return "holds tensors, one set a rank" if has_tensors and len(roots) > 1 else None
+    return "holds tensors, one set per rank" if has_tensors and len(roots) > 1 else None

@@ -1,27 +1,24 @@
-"""Extra states: what modules keep besides their parameters, and what becomes of it when the layout
-changes.
+"""Extra states: module state other than parameters, and its treatment when the layout changes.
 
 The local implementation has none (``None``). Transformer Engine pickles its FP8 state into a uint8
-tensor or a ``BytesIO``, of no bytes where FP8 is off. With delayed scaling it holds what was
-measured (``amax_history_fwd``, ``scale_fwd`` …), otherwise only the recipe. Nothing of it is cut
-over ranks, and no rule can cut it:
+tensor or a ``BytesIO``, which is empty if FP8 is off. With delayed scaling it contains measurements
+(``amax_history_fwd``, ``scale_fwd`` …), otherwise only the recipe. It is not cut over ranks, and no
+rule can cut it:
 
-==================================================
-==================================================================
- a state that is                                     becomes
-==================================================
-==================================================================
- ``None`` or of no bytes                             the same
- the same on all ranks that hold it                  the same, on all ranks of the destination that hold it
- not the same, or holds tensors                      ``None``, with a note: Transformer Engine makes it anew, and
-                                                     measures again where the scaling is delayed
- of all grouped experts of a rank together           kept if EP does not change, otherwise ``None``, with a note
- of each expert, where files have them together      ``None`` for all together, with a note if it held something
-==================================================
-==================================================================
+``None`` or empty
+    Kept.
+equal on all ranks that have the state
+    Kept, on all ranks of the destination that have the module.
+different on ranks, or with tensors
+    ``None``, with a note: Transformer Engine creates the state again, and repeats the measurements
+    of delayed scaling.
+one state for all grouped experts of a rank
+    Kept if EP does not change, otherwise ``None``, with a note.
+one state per expert, where the destination's files have one for all
+    ``None`` for all experts, with a note if the state was not empty.
 
-``None`` is what Megatron's strict loading needs, and what every version of Transformer Engine takes
-for "nothing".
+``None`` is what Megatron's strict loading needs, and what every version of Transformer Engine
+accepts as an empty state.
 
 Source: Megatron-LM d98e8a64 ``core/extensions/transformer_engine.py``
 ``_fp8_extra_state_is_persistent`` and ``TEGroupedLinear``; TransformerEngine 2.x ``module/base.py``
@@ -44,46 +41,49 @@ from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
 MAX_READ = 1 << 20
-"""Size of the largest state, in bytes, that is read to compare it or to tell its kind."""
+"""Size of the largest state, in bytes, that is read to compare it or to find its kind."""
 _MEASURED = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
 
 
 def disagreement(
     values: Sequence[object], arrays: Sequence[StoredArray], store: ReadStore | None
 ) -> str | None:
-    """Return why a state cannot be kept, in words for a note; None if all ranks that hold it hold
-    the same.
+    """Return the reason why a state cannot be kept, for a note; None if it can.
+
+    It can be kept if all ranks that have it have the same one.
 
     Args:
-        values: states of ranks that are not a tensor.
+        values: states of ranks where the state is not a tensor.
         arrays: states of the other ranks.
-        store: the checkpoint's files, to compare states without a stored CRC; None leaves those to
-            the copying, which compares replicas.
+        store: the checkpoint's files, to compare states without a stored CRC; None leaves the
+            comparison to copying, which compares replicas.
     """
     if any(isinstance(leaf, TensorLeaf) for value in values for leaf in walk(value)):
-        return "it holds tensors, which belong to one layout; Transformer Engine makes it anew"
+        return "it holds tensors, which belong to one layout; Transformer Engine creates it again"
     if not arrays and all(same(values[0], value) for value in values[1:]):
         return None
     if not values and _are_same(arrays, store):
         return None
 
-    # Say why: states of delayed scaling hold measurements, whose keys are in the pickle.
-    contents = [
-        *_bytes_in(values),
-        *(data for array in arrays[:1] if (data := _read(array, store)) is not None),
-    ]
+    # Find the kind of state: with delayed scaling, the pickle contains the names of measurements.
+    contents = _bytes_in(values)
+    if arrays:
+        contents.append(_read(arrays[0], store) or b"")
     if any(word in data for data in contents for word in _MEASURED):
-        return "delayed FP8 scaling, not the same on all ranks; Transformer Engine measures it anew"
-    return "not the same on all ranks; Transformer Engine makes it anew"
+        return (
+            "delayed FP8 scaling, not the same on all ranks; Transformer Engine repeats the "
+            "measurements"
+        )
+    return "not the same on all ranks; Transformer Engine creates it again"
 
 
 def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
-    """Return whether arrays hold the same bytes; True where that can be neither shown nor
-    refuted.
-    """
+    """Return whether arrays hold the same bytes; True if unknown, as copying compares them too."""
     first = arrays[0]
     if any((array.dtype, array.shape) != (first.dtype, first.shape) for array in arrays):
         return False
+
+    # Compare CRCs where all arrays have one, and small contents where some have none.
     crcs = {array.extent.crc for array in arrays}
     if first.n_bytes == 0 or (len(crcs) == 1 and None not in crcs):
         return True
@@ -94,7 +94,7 @@ def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
 
 
 def _read(array: StoredArray, store: ReadStore | None) -> bytes | None:
-    """Read a small dense array; None if its bytes cannot be had cheaply."""
+    """Read a small dense array; None if it is large, encoded, or has no file position yet."""
     extent = array.extent
     if store is None or extent.is_late or extent.encoding is not None:
         return None
@@ -104,6 +104,7 @@ def _read(array: StoredArray, store: ReadStore | None) -> bytes | None:
 
 
 def _bytes_in(values: Iterable[object]) -> list[bytes]:
+    """Return all bytes objects in inert trees, such as the contents of a ``BytesIO``."""
     return [
         bytes(leaf)
         for value in values
@@ -120,36 +121,35 @@ def adapt_expert_states(
     *,
     expert_names: str | None,
 ) -> Catalog:
-    """Return the global form with the extra states of experts as the destination's rank files have
-    them.
+    """Return the global form with experts' extra states in the form of the destination's files.
 
-    States that hold something and become ``None`` are added to the catalog's ``dropped``.
+    Non-empty states that become ``None`` are added to the catalog's ``dropped``.
 
     Args:
         topology: sizes of the destination.
         facts: facts about the source.
-        expert_names: how the destination names experts; legacy grouped ones have no states.
+        expert_names: form of the experts' names in the destination
+            (``core.megatron.rules.experts``); legacy grouped experts have no states.
     """
     new_keys = _new_state_keys(catalog, topology, facts, rules, expert_names=expert_names)
     if not new_keys:
         return catalog
 
-    # A state under its own key was packed for the experts of a rank; any other is that of one expert.
+    # A state that keeps its key was packed for the experts of a rank, any other is of one expert.
     packed = f"packed for the experts of EP {facts.topology.ep}"
-    single = "of one expert; files have those of all experts together"
+    single = "of one expert; files have one state for all experts"
     dropped = [
-        f"{key} ({packed if key == new else single}; Transformer Engine makes it anew)"
+        f"{key} ({packed if key == new else single}; Transformer Engine creates it again)"
         for key, new in new_keys.items()
-        if _holds_something(catalog, key)
+        if _is_filled(catalog, key)
     ]
 
-    # Each removed state is replaced by an empty one, at the same place in the order of the files.
+    # Replace each removed state by an empty one, at the same place in the order of the files.
     model = catalog.facet(MegatronModel)
     if model is not None and model.order is not None:
-        names = (new_keys.get(name, name) for name in model.order)
-        order = tuple(dict.fromkeys(name for name in names if name is not None))
-        catalog = catalog.with_facet(replace(model, order=order))
-    empty_states = {new: StoredObject(new) for new in new_keys.values() if new is not None}
+        names = filter(None, (new_keys.get(name, name) for name in model.order))
+        catalog = catalog.with_facet(replace(model, order=tuple(dict.fromkeys(names))))
+    empty_states = {new: StoredObject(new) for new in filter(None, new_keys.values())}
     objects = {key: item for key, item in catalog.objects.items() if key not in new_keys}
     return replace(
         catalog,
@@ -167,30 +167,30 @@ def _new_state_keys(
     *,
     expert_names: str | None,
 ) -> Mapping[str, str | None]:
-    """Return the key of every experts' state that cannot be kept → the key of the empty state in
-    its place.
+    """Return key of an expert's state that cannot be kept → key of the empty state replacing it.
 
-    None stands for no state at all.
+    The new key is None if no state replaces it.
     """
     new_keys: dict[str, str | None] = {}
     for key in [*catalog.tensors, *catalog.objects]:
         expert = rules.expert_of(key) if key.endswith(EXTRA_STATE) else None
         if expert is None:
             continue
+
+        # GroupedMLP has no states; Transformer Engine's grouped linears have one for all experts,
+        # packed for the experts of the rank.
         if expert_names == "grouped":
             new_keys[key] = None
         elif expert.number is not None and expert_names == "te_grouped":
             new_keys[key] = f"{expert.before}{expert.rest}"
-        elif (
-            rules.is_packed_state(key)
-            and topology.ep != facts.topology.ep
-            and _holds_something(catalog, key)
-        ):
-            new_keys[key] = key
+        elif topology.ep != facts.topology.ep and rules.is_packed_state(key):
+            if _is_filled(catalog, key):
+                new_keys[key] = key
     return new_keys
 
 
-def _holds_something(catalog: Catalog, key: str) -> bool:
+def _is_filled(catalog: Catalog, key: str) -> bool:
+    """Return whether an extra state, a tensor or an object, is neither None nor empty."""
     if key in catalog.tensors:
         return catalog.tensors[key].n_elements > 0
     value = catalog.objects[key].value

@@ -1,4 +1,4 @@
-"""State dicts within state dicts, as models of ``megatron.legacy`` save themselves.
+"""Nested state dicts, as models of ``megatron.legacy`` save them.
 
 ::
 
@@ -7,12 +7,14 @@
     │   ├── embedding
     │   │   ├── word_embeddings      OrderedDict  weight
     │   │   └── position_embeddings  OrderedDict  weight
-    │   ├── encoder                  OrderedDict  layers.0.input_norm.weight …   ("transformer" in older files)
+    │   ├── encoder                  OrderedDict  layers.0.input_norm.weight …
     │   └── output_layer             OrderedDict  weight
-    └── word_embeddings_for_head     OrderedDict  weight                         (last of several pipeline stages)
+    └── word_embeddings_for_head     OrderedDict  weight
 
-Names are those of the path, joined by dots (``language_model.encoder.layers.0.input_norm.weight``),
-and a nesting tells at which dots a dict ends, so that writing gives the same dicts.
+``encoder`` is ``transformer`` in older files; ``word_embeddings_for_head`` is in the last of
+several pipeline stages. A full name is the path, joined by dots
+(``language_model.encoder.layers.0.input_norm.weight``); a nesting lists the names of the dicts, so
+that writing can build the same ones.
 
 Source: Megatron-LM 00caa53a
     ``megatron/legacy/model/{language_model,gpt_model,bert_model,t5_model}.py``.
@@ -29,9 +31,7 @@ from core.pickle.inert import as_mapping, make_ordered_dict
 
 MAX_DEPTH = 8
 Nesting = Mapping[str, bool]
-"""The names of a state dict (``""``) and of the dicts within it → whether each is an
-OrderedDict.
-"""
+"""Full name of a dict (``""`` for the outermost) → True for an OrderedDict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class FlatDict:
 
     Args:
         entries: name → tensor or object.
-        nesting: the dicts that it was made of.
-        versions: module → what torch notes about it.
+        nesting: the dicts that were flattened.
+        versions: module → its entry in torch's ``_metadata``.
     """
 
     entries: dict[str, object] = field(default_factory=dict)
@@ -51,7 +51,11 @@ class FlatDict:
 
 @dataclass(frozen=True, slots=True)
 class _NestedDict:
-    """A dict under construction."""
+    """A dict under construction.
+
+    Args:
+        name: full name of the dict.
+    """
 
     name: str
     entries: dict[object, object] = field(default_factory=dict)
@@ -64,8 +68,8 @@ def flattened(container: object, *, rank: str) -> FlatDict:
         rank: the rank's directory, for messages.
 
     Raises:
-        CorruptError: the state dict is not a dict, is nested too deeply, or has two entries of one
-            name.
+        CorruptError: the state dict is not a dict, is nested deeper than ``MAX_DEPTH``, or has two
+            entries with the same full name.
     """
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)
@@ -76,16 +80,19 @@ def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank
     """Add the entries of a state dict, and of the dicts within it, under their full names."""
     entries = as_mapping(container)
     if entries is None:
-        raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)
+        kind = type(container).__name__
+        raise CorruptError(f"the model's state dict is a {kind}, not a dict", rank=rank)
     if depth > MAX_DEPTH:
         raise CorruptError(
             f"state dicts are nested deeper than {MAX_DEPTH} levels", key=prefix, rank=rank
         )
 
-    # Note what writing needs in order to give the same dicts.
+    # Record the dict's class and versions, from which writing builds the same dicts.
     into.nesting[prefix] = is_ordered(container)
     for module, version in module_versions(container).items():
         into.versions[_joined(prefix, module) if module else prefix] = version
+
+    # An extra state may be a dict as well, but it is not a state dict.
     for name, leaf in entries.items():
         full_name = _joined(prefix, str(name))
         if as_mapping(leaf) is not None and not full_name.endswith(EXTRA_STATE):
@@ -99,38 +106,44 @@ def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank
 def nested(
     entries: Mapping[object, object], versions: Mapping[str, object], nesting: Nesting
 ) -> object:
-    """Return the state dict of a chunk, nested as others of the model are, without empty dicts.
+    """Return the state dict of a chunk, nested like the source's, without empty dicts.
 
     Args:
         entries: full name → tensor or object, in order.
-        versions: module → what torch notes about it, of the modules of this chunk.
+        versions: module of this chunk → its entry in torch's ``_metadata``.
     """
+    # Put every entry into the innermost dict around it; dicts are created when first needed, so
+    # that they are in the order of their first entries.
     branches = {"": _NestedDict("")}
 
     def branch(name: str) -> _NestedDict:
         if name not in branches:
-            branches[name] = new = _NestedDict(name)
-            above = branch(_around(name, nesting))
-            above.entries[name.removeprefix(_joined(above.name, ""))] = new
+            branches[name] = _NestedDict(name)
+            outer = branch(_around(name, nesting))
+            outer.entries[name.removeprefix(_joined(outer.name, ""))] = branches[name]
         return branches[name]
 
     for name, leaf in entries.items():
-        into = branch(_around(str(name), nesting))
-        into.entries[str(name).removeprefix(_joined(into.name, ""))] = leaf
+        parent = branch(_around(str(name), nesting))
+        parent.entries[str(name).removeprefix(_joined(parent.name, ""))] = leaf
 
-    # The versions of modules go to the dict in which each module lies.
-    inside: dict[str, dict[object, object]] = {}
+    # Give the version of each module to the dict that contains the module, or that is its own.
+    versions_of: dict[str, dict[object, object]] = {}
     for module, version in versions.items():
         owner = module if module in nesting else _around(module, nesting)
-        inside.setdefault(owner, {})[
-            module.removeprefix(owner).removeprefix("." if owner else "")
-        ] = version
-    return _finished(branches[""], inside, nesting)
+        local_name = module.removeprefix(owner).removeprefix("." if owner else "")
+        versions_of.setdefault(owner, {})[local_name] = version
+    return _finished(branches[""], versions_of, nesting)
 
 
 def _finished(
     branch: _NestedDict, versions: Mapping[str, dict[object, object]], nesting: Nesting
 ) -> object:
+    """Build a dict, and the dicts in it, as plain or ordered ones.
+
+    Args:
+        versions: name of a dict → ``_metadata`` of the modules in it.
+    """
     entries = {
         name: _finished(leaf, versions, nesting) if isinstance(leaf, _NestedDict) else leaf
         for name, leaf in branch.entries.items()
@@ -144,11 +157,12 @@ def _finished(
 
 
 def _joined(prefix: str, name: str) -> str:
+    """Return a name with a prefix and a dot; the name alone without a prefix."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def _around(name: str, nesting: Nesting) -> str:
-    """Return the name of the innermost dict that an entry, or another dict, lies in."""
+    """Return the name of the innermost dict that contains an entry or another dict."""
     while name:
         name = name.rpartition(".")[0]
         if name in nesting:

@@ -1,4 +1,4 @@
-"""The order of names in a rank file, where no file says it."""
+"""The order of names in a rank file, for sources that are not rank files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _MODULES = (
     *("encoder_relative_pos_emb", "decoder_relative_pos_emb"),
     *("lm_head.dense", "lm_head.layer_norm", "lm_head", "output_layer", "binary_head", "pooler"),
 )
-
-
 Place = tuple[int, int, int, int, int, str, int]
 
 
@@ -26,12 +24,14 @@ def by_place(rules: Rules) -> Callable[[str], Place]:
 def place_of(name: str, rules: Rules) -> Place:
     """Return a sort key that puts a global name at its place in a rank file.
 
-    The embedding comes first, then every stack of layers with its last norm, then the rest.
-
-    Experts come one after the other, parameters before extra states.
+    The embedding comes first, then every stack of layers with its final norm, then the rest. The
+    experts of a layer come one after the other, parameters before extra states.
     """
+    # In a module, parameters come in the order in which torch registers them.
     module, _, last = name.rpartition(".")
     field = _FIELDS.index(last) if last in _FIELDS else len(_FIELDS) + (last == EXTRA_STATE)
+
+    # Stacks have the odd first numbers, and their final norms the even ones that follow.
     layer = rules.layer_of(name)
     if layer is not None:
         expert = rules.expert_of(name)
@@ -39,16 +39,11 @@ def place_of(name: str, rules: Rules) -> Place:
         stack = 1 + 2 * rules.stacks.index(layer.stack)
         inner = rules.inner_number(layer.sub)
         return stack, layer.number, inner, rules.position(layer.sub), number, module, field
-    for number, before in enumerate(rules.stacks):
-        if name.startswith(before.removesuffix("layers.")):
+    for number, stack_name in enumerate(rules.stacks):
+        if name.startswith(stack_name.removesuffix("layers.")):
             return 2 + 2 * number, 0, 0, 0, 0, module, field
-    place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
-    return (
-        (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)),
-        0,
-        0,
-        place,
-        0,
-        module,
-        field,
-    )
+
+    # Other modules of the first stage come before all stacks, those of the last after them.
+    position = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
+    first = 0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)
+    return first, 0, 0, position, 0, module, field

@@ -1,18 +1,18 @@
-"""Random states when the layout changes.
+"""Treatment of random states when the layout changes.
 
-Megatron ranks draw random numbers from streams: data parallel ranks share theirs, tensor and
+Megatron ranks draw random numbers from streams. Data parallel ranks share a stream, tensor and
 pipeline parallel ranks do not, and ranks that cut or distribute experts have one more
-(``expert-parallel-rng``, seeded by the ranks of EP and
-ETP). So a state goes to the rank with the same TP, PP, EP and ETP rank at the same TP and PP sizes, or nowhere::
+(``expert-parallel-rng``, seeded by the EP and ETP ranks). So a state is kept for the rank with the
+same TP, PP, EP and ETP rank if the TP and PP sizes are the same::
 
     TP2 PP2        → TP2 PP2 VPP2    kept: the same ranks, with more chunks
-    TP2 PP1 EP4    → TP2 PP1 EP2     kept: EP ranks 0 and 1 were there
-    TP2 PP1 EP2    → TP2 PP1 EP4     left out: EP ranks 2 and 3 were not
-    TP2 PP2        → TP4 PP1         left out: Megatron needs --no-load-rng
+    TP2 PP1 EP4    → TP2 PP1 EP2     kept: EP ranks 0 and 1 have states
+    TP2 PP1 EP2    → TP2 PP1 EP4     dropped: EP ranks 2 and 3 have none
+    TP2 PP2        → TP4 PP1         dropped: Megatron needs --no-load-rng
 
-torch_dist keeps the states with the sizes in its arguments: Megatron asks for them only at those
-sizes. There they have the keys ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, those of the first data
-parallel rank; Megatron-Bridge adds the data parallel rank where there is expert parallelism.
+torch_dist keeps the states together with the sizes in its arguments: Megatron loads them only at
+those sizes. Their keys are ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, with the states of the first
+data parallel rank; with expert parallelism, Megatron-Bridge adds the data parallel rank.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``get_rng_state``, ``load_checkpoint``,
 ``core/tensor_parallel/random.py`` ``model_parallel_cuda_manual_seed``.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import RNG, common_of, sharded_object
+from core.megatron.extras.common_state import RNG, common_of, sharded_object, unwrap_shard
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.inert import TensorLeaf, walk
 
@@ -41,7 +41,7 @@ class RandomStates:
     Args:
         topology: parallel sizes of the run.
         by_rank: rank → the entry ``rng_state`` of its file.
-        is_known: the states could be told apart and read.
+        is_known: the states could be read and assigned to ranks.
     """
 
     topology: Topology
@@ -49,22 +49,19 @@ class RandomStates:
     is_known: bool = True
 
     def reason_to_drop(self, topology: Topology) -> str | None:
-        """Return why some rank at other sizes has no state of its own; None if each has one."""
-        own = self.topology
-        if (own.tp, own.pp) != (topology.tp, topology.pp):
-            return f"saved with {own}, not {topology}"
+        """Return the reason why some rank at other sizes has no state; None if each has one."""
+        saved = self.topology
+        if (saved.tp, saved.pp) != (topology.tp, topology.pp):
+            return f"saved with {saved}, not {topology}"
         if not self.is_known:
             return "their class or layout is not recognized"
         missing = next((rank for rank in topology.ranks() if rank not in self.by_rank), None)
         if missing is None:
             return None
-        place = f"TP rank {missing.tp}, PP rank {missing.pp}"
-        place += (
-            f", EP rank {missing.ep}, ETP rank {missing.etp}"
-            if topology.ep > 1 or own.ep > 1
-            else ""
-        )
-        return f"saved with {own}, without any for {place}"
+        rank_name = f"TP rank {missing.tp}, PP rank {missing.pp}"
+        if topology.ep > 1 or saved.ep > 1:
+            rank_name += f", EP rank {missing.ep}, ETP rank {missing.etp}"
+        return f"saved with {saved}, without any for {rank_name}"
 
 
 def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
@@ -76,11 +73,11 @@ def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
     model = catalog.facet(MegatronModel)
     if model is not None and model.rng_states:
         return RandomStates(own, model.rng_states)
-    states = {key: item for key, item in catalog.objects.items() if key.startswith(f"{RNG}/")}
+    states = list(filter(_is_rng_key, catalog.objects))
     if not states:
         return None
 
-    # The keys tell the grid of ranks: (PP, TP), or (PP, TP, DP) by Megatron-Bridge.
+    # Get the grid of ranks from the keys: (PP, TP), or (PP, TP, DP) from Megatron-Bridge.
     shards = {key: sharded_object(key) for key in states}
     grids = {shard[2] for shard in shards.values() if shard is not None}
     if len(grids) != 1 or len(grid := grids.pop()) not in (2, 3):
@@ -88,26 +85,31 @@ def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
     pp, tp = grid[:2]
     sizes = own if (tp, pp) == (own.tp, own.pp) else Topology(tp=tp, pp=pp)
 
+    # Assign the states to ranks. TP ranks vary faster than DP ranks; of DP ranks with the same
+    # stream, the first counts.
     by_rank: dict[Rank, object] = {}
-    for key, item in states.items():
-        shard = shards[key]
+    for key, shard in shards.items():
+        item = catalog.objects[key]
         if shard is None or item.raw_key is not None:
             return RandomStates(sizes, {}, is_known=False)
         pp_rank, tp_rank, *dp_rank = shard[1]
-        value = item.value  # torch_dist keeps it in a list of one
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        by_rank.setdefault(sizes.rank_of(tp_rank + tp * sum(dp_rank), pp_rank), value)
+        rank = sizes.rank_of(tp_rank + tp * sum(dp_rank), pp_rank)
+        by_rank.setdefault(rank, unwrap_shard(item.value))
     return RandomStates(sizes, by_rank)
+
+
+def _is_rng_key(key: str) -> bool:
+    """Return True for torch_dist's key of a random state."""
+    return key.startswith(f"{RNG}/")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """The random states at a destination of rank files.
+    """The random states in a destination of rank files.
 
     Args:
-        by_rank: rank → its state; {} where the states are left out.
-        dropped: the note that says so.
+        by_rank: rank → its state; {} if the states are dropped.
+        dropped: the note on dropped states, if any.
     """
 
     by_rank: Mapping[Rank, object]
@@ -117,13 +119,12 @@ class KeptStates:
 def kept_states(
     catalog: Catalog, own: Topology, topology: Topology, *, rng: str | None
 ) -> KeptStates:
-    """Return the random state of every rank of a destination.
+    """Return the random state of every rank in a destination.
 
     Args:
         own: parallel sizes of the run that saved.
         topology: parallel sizes of the destination.
-        rng: ``keep`` refuses to leave the states out; None leaves them out where they cannot be
-            kept.
+        rng: ``keep`` refuses to drop the states; None drops them if they cannot be kept.
 
     Raises:
         UnsupportedError: ``rng`` is ``keep``, and the states cannot be kept.
@@ -140,24 +141,24 @@ def kept_states(
 
 
 def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: bool) -> Catalog:
-    """Return the global form with the random states that ``--rng`` and the destination want.
+    """Return the global form without the random states that ``--rng`` or the destination drops.
 
     Args:
         rng: ``keep``, ``drop`` or None.
-        has_place: whether the destination keeps random states of ranks.
-        has_ranks: whether it keeps those of every rank, and not only one for each (TP, PP).
+        has_place: the destination can store random states.
+        has_ranks: the destination stores the states of all ranks, not only one per (PP, TP).
 
     Raises:
-        UsageError: ``rng`` is ``keep``, but there is nothing to keep, or the destination cannot
-            store it.
+        UsageError: ``rng`` is ``keep``, but there are no random states, or the destination cannot
+            store them.
     """
-    states = [key for key in catalog.objects if key.startswith(f"{RNG}/")]
+    states = set(filter(_is_rng_key, catalog.objects))
     if rng == "keep" and not (states and has_place):
         reason = "the destination cannot store them" if states else "the checkpoint has none"
-        raise UsageError(f"the random states cannot be kept: {reason}", hint="leave --rng out")
+        raise UsageError(f"the random states cannot be kept: {reason}", hint="remove --rng")
 
-    # Random states of single ranks have no place where only those of (TP, PP) do.
-    removed = set(states) if rng == "drop" else set()
+    # The states of all ranks are dropped silently where one state per (PP, TP) is kept.
+    removed = states if rng == "drop" else set()
     model = catalog.facet(MegatronModel) or MegatronModel()
     if not removed and (has_ranks or not model.rng_states):
         return catalog
@@ -173,12 +174,12 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
 
 
 def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, TensorMeta]:
-    """Return the hidden tensors without those to which only removed objects, or states of ranks,
-    refer.
+    """Return the hidden tensors that are still needed without some objects and all rank states.
 
     Args:
-        removed: keys of the objects.
+        removed: keys of the removed objects.
     """
+    # A tensor to which nothing refers may be the optimizer's, and is kept.
     model = catalog.facet(MegatronModel) or MegatronModel()
     used = _tensor_keys([common_of(catalog)])
     unused = _tensor_keys(model.rng_states.values())
@@ -192,4 +193,5 @@ def _needed_tensors(catalog: Catalog, removed: Collection[str]) -> dict[str, Ten
 
 
 def _tensor_keys(values: Iterable[object]) -> set[str]:
+    """Return the keys of the tensors in inert trees."""
     return {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}

@@ -1,4 +1,4 @@
-"""Which tensor lies where, and under which name: in rank files and in torch_dist.
+"""Positions and names of tensors in rank files and in torch_dist.
 
 Start at ``homes`` (which chunk of which stage) and ``chunk`` (names in one rank's file).
 ``origins`` and ``joined`` are for stacked and fused keys; ``implementation`` translates between

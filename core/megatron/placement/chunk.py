@@ -1,4 +1,4 @@
-"""A model chunk of one rank: which entries it has, and what they are called in the whole model.
+"""A model chunk of one rank: its entries, and their names in the complete model.
 
 Layers are numbered anew in every chunk, experts in every expert parallel rank.
 """
@@ -22,12 +22,12 @@ from core.pickle.inert import as_mapping
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One model chunk of one rank, and how its names become global.
+    """A model chunk of one rank, which makes its local names global.
 
     Args:
         folder: the rank's directory.
         where: (vp_rank, pp_rank).
-        stages: where the source's layers live.
+        stages: the distribution of the source's layers over chunks.
     """
 
     folder: str
@@ -39,31 +39,25 @@ class ModelChunk:
     known: dict[str, tuple[str, Expert | None]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Name → (name with its layer renumbered, the expert in that); for all ranks of one
-    ``where``.
-    """
+    """Cache: name → (name with its layer renumbered, its expert); shared by ranks of a stage."""
 
     @property
     def n_experts(self) -> int:
-        """Number of experts that the rank holds of a layer."""
+        """Number of experts of a layer on this rank."""
         return (self.facts.n_experts or 0) // self.facts.topology.ep
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Return for every name (place of the first parameter of its experts, own place).
+        """Return name → (index of the first parameter of the layer's experts, index of the name).
 
-        The first number is the name's own place for other parameters.
-
-        Experts of all ranks are to stand one after the other, where those of one rank stand in its
-        file.
+        Sorting by (first index, expert, index) puts the experts of all ranks one after the other,
+        at the position of a rank's experts in its file. Both indices are equal for other names.
         """
-        first: dict[str, int] = {}
+        first_index: dict[str, int] = {}
         places = {}
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             expert = self.rules.expert_of(name)
-            places[name] = (
-                place if expert is None else first.setdefault(expert.before, place),
-                place,
-            )
+            first = index if expert is None else first_index.setdefault(expert.before, index)
+            places[name] = (first, index)
         return places
 
     def layer_name(self, name: str) -> str:
@@ -77,62 +71,64 @@ class ModelChunk:
             layer = self.rules.layer_of(name)
             global_name = name
             if layer is not None:
-                global_name = str(
-                    replace(
-                        layer, number=layer.number + self.stages.offset(layer.stack, *self.where)
-                    )
-                )
+                offset = self.stages.offset(layer.stack, *self.where)
+                global_name = str(replace(layer, number=layer.number + offset))
             entry = self.known[name] = (global_name, self.rules.expert_of(global_name))
         return entry
 
     def global_names(self, name: str) -> list[tuple[int, str]]:
-        """Return (expert or 0, global name) of each tensor in an entry.
+        """Return (global number of the expert or 0, global name) of each tensor in an entry.
 
-        That is one, or one for each expert of the rank.
+        An entry for all experts of the rank has one tensor per expert, any other has one.
 
         Raises:
-            CorruptError: an expert is beyond those of the rank.
+            CorruptError: the expert's number is too high for the rank.
         """
         global_name, expert = self._renumbered(name)
         if expert is None:
             return [(0, global_name)]
         if expert.number is not None and expert.number >= self.n_experts:
             raise CorruptError(
-                f"expert {expert.number} is beyond the {self.n_experts} that a rank should hold (num_experts / EP)",
+                f"expert {expert.number} is beyond the {self.n_experts} that a rank should hold "
+                "(num_experts / EP)",
                 key=name,
                 rank=self.folder,
             )
-        local = range(self.n_experts) if expert.number is None else [expert.number]
-        numbers = [self.rank.ep * self.n_experts + number for number in local]
+
+        # Experts are numbered anew in every expert parallel rank.
+        local_numbers = range(self.n_experts) if expert.number is None else [expert.number]
+        numbers = [self.rank.ep * self.n_experts + number for number in local_numbers]
         return [(number, expert.numbered(number)) for number in numbers]
 
     def arrays(self, name: str, array: StoredArray) -> list[tuple[int, str, StoredArray]]:
-        """Return (expert or 0, global name, array) of each tensor in a stored one.
+        """Return (global number of the expert or 0, global name, array) of each tensor in an array.
 
         Raises:
-            CorruptError: a tensor of several experts does not have as many as the rank.
+            CorruptError: the shape or strides are not those of a tensor for all experts of the
+                rank, or the expert's number is too high.
         """
         global_name, expert = self._renumbered(name)
         if expert is None:
             return [(0, global_name, array)]
         views: Iterable[StoredArray] = [array]
         if expert.number is None:
+            # The packed extra state of a rank's experts cannot be separated: it stays one tensor.
             if self.rules.is_packed_state(name):
-                return [(0, self.layer_name(name), array)]
-            if expert.names != "grouped":
-                views = self._stacked(name, array)
-            else:
+                return [(0, global_name, array)]
+            if expert.names == "grouped":
                 views = unpacked(array, expert.rest, n=self.n_experts, key=name, rank=self.folder)
+            else:
+                views = self._unstacked(name, array)
         return [
             (number, global_name, view)
             for (number, global_name), view in zip(self.global_names(name), views, strict=True)
         ]
 
-    def _stacked(self, name: str, array: StoredArray) -> list[StoredArray]:
-        """Return the experts on the first axis of a tensor."""
+    def _unstacked(self, name: str, array: StoredArray) -> list[StoredArray]:
+        """Return the arrays of the experts that are stacked on the first axis."""
         if len(array.shape) < 2 or array.shape[0] != self.n_experts:
             raise CorruptError(
-                f"a tensor of {self.n_experts} experts has the shape {array.shape}",
+                f"a tensor that stacks {self.n_experts} experts has shape {array.shape}",
                 key=name,
                 rank=self.folder,
             )
@@ -141,23 +137,32 @@ class ModelChunk:
 
 
 def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
-    """Return one model chunk of a rank; an absent one of several is an empty stage."""
+    """Return the state dict of one model chunk; {} for an empty stage of several.
+
+    Args:
+        root: content of the rank's file.
+        rank: the rank's directory, for messages.
+
+    Raises:
+        MissingShardError: the file has no model chunk of this name.
+        CorruptError: the file has model chunks of another VPP.
+    """
     entries = as_mapping(root) or {}
     name = "model" if vpp == 1 else f"model{vp_rank}"
     chunks = [str(key) for key in entries if is_chunk(key)]
-    if name in entries:
-        # Chunks of another VPP would be left out silently.
-        if (vpp == 1 and len(chunks) > 1) or (vpp > 1 and "model" in chunks):
-            raise CorruptError(
-                f"there are the model chunks {', '.join(chunks)}, but VPP is {vpp}", rank=rank
-            )
-        return entries[name]
-    if vpp == 1 or not chunks:
+    if name not in entries:
+        if vpp > 1 and chunks:
+            return {}
+        problem = f"there is no entry {name!r}"
+        if not chunks:
+            raise MissingShardError(problem, rank=rank)
         raise MissingShardError(
-            f"there is no entry {name!r}" + (f", only {', '.join(chunks)}" if chunks else ""),
+            f"{problem}, only {', '.join(chunks)}",
             rank=rank,
-            hint="is virtual_pipeline_model_parallel_size in the arguments right?"
-            if chunks
-            else None,
+            hint="check virtual_pipeline_model_parallel_size in the training arguments",
         )
-    return {}
+
+    # Chunks of another VPP would be dropped silently.
+    if (len(chunks) > 1) if vpp == 1 else ("model" in chunks):
+        raise CorruptError(f"the file has {', '.join(chunks)}, but VPP is {vpp}", rank=rank)
+    return entries[name]

@@ -1,4 +1,4 @@
-"""Where the tensors of a model live in rank files: in which chunks, and under which names."""
+"""Positions of a model's tensors in rank files: the chunks that hold them, and the local names."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FINAL_NORM = "decoder.final_layernorm"
 
 @value(frozen=True, slots=True)
 class Home:
-    """The place of a tensor, an extra state or a module in the files.
+    """The position of a tensor, an extra state or a module in rank files.
 
     Args:
-        vp, pp: virtual and pipeline stage.
-        ep: the expert parallel rank, for experts; None means all of them.
-        name: local name of the tensor in the chunk.
+        vp, pp: ranks of the virtual and the pipeline stage.
+        ep: the expert parallel rank that holds an expert; None for all ranks.
+        name: local name in the chunk.
     """
 
     vp: int
@@ -36,17 +36,17 @@ class Home:
     name: str
 
     def has(self, rank: Rank) -> bool:
-        """Return whether a rank of this stage holds the tensor."""
+        """Return True if a rank of this stage holds the tensor."""
         return self.ep in (None, rank.ep)
 
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Finds the homes of a model's names in a topology.
+    """A finder of the positions of a model's names in a topology.
 
     Args:
-        expert_names: how files name experts.
-        n_local: experts of a rank.
+        expert_names: form of the experts' names (``core.megatron.rules.experts``).
+        n_local: number of experts of a layer on a rank.
     """
 
     stages: Stages
@@ -56,26 +56,29 @@ class Homes:
     n_local: int
 
     def home(self, key: str) -> Home:
-        """Return the home of a tensor or extra state.
+        """Return the position of a tensor or extra state, of its original if there are copies.
 
         Raises:
             CorruptError: the model has no such layer.
-            UnsupportedError: no row says where it lives.
+            UnsupportedError: no rule assigns the tensor to a pipeline stage.
         """
         rules = self.rules
         layer = rules.layer_of(key)
+
+        # Outside of layers, a rule decides on the first or last stage.
         if layer is None:
             place = rules.stage_of(key)
             if place is None:
                 raise UnsupportedError(
                     "no rule assigns this tensor to a pipeline stage",
                     key=key,
-                    hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
+                    hint="pass a file with --rules that contains: "
+                    f"[[stage]] pattern = '^{key}$' stage = \"last\"",
                 )
+
+            # Multi-token prediction may be in a chunk of its own after the last layer and its norm.
             if self.stages.n_layers(PREDICTION_STACK) and key.startswith(FINAL_NORM):
-                place = (
-                    "last_layer"  # multi-token prediction may be in a chunk of its own behind it
-                )
+                place = "last_layer"
             return Home(*self.stages.chunk_at(place), None, key)
         if layer.number >= self.stages.n_layers(layer.stack):
             n_layers = self.stages.n_layers(layer.stack)
@@ -93,9 +96,9 @@ class Homes:
         return Home(vp, pp, ep, rules.expert_name(expert, names=self.expert_names, number=number))
 
     def homes(self, key: str) -> list[Home]:
-        """Return all homes of a tensor or extra state.
+        """Return the positions of all copies of a tensor or extra state.
 
-        Multi-token prediction has a copy of the embedding at its stage.
+        Multi-token prediction has a copy of the embedding in its stage.
         """
         home = self.home(key)
         if not self.stages.n_layers(PREDICTION_STACK) or self.rules.stage_of(key) != "first":
@@ -104,11 +107,15 @@ class Homes:
         return [home] if (vp, pp) == (home.vp, home.pp) else [home, replace(home, vp=vp, pp=pp)]
 
     def last(self, name: str) -> Home:
-        """Return the home of a name in the last chunk of the last stage."""
+        """Return the position of a name in the last chunk of the last stage."""
         return Home(*self.stages.chunk_at("last"), None, name)
 
     def module(self, name: str) -> list[Home]:
-        """Return the homes of a module; none where it does not exist, all where no row says."""
+        """Return the positions of a module; all chunks if no rule assigns it to one.
+
+        There are none if the model has no such layer.
+        """
+        # A trailing dot makes the module's name the beginning of a parameter's.
         layer = self.rules.layer_of(name + ".")
         if layer is None and self.rules.stage_of(name) is None:
             return [
@@ -131,18 +138,19 @@ def homes_at(
     pipeline: Pipeline | None = None,
     expert_names: str | None = None,
 ) -> Homes:
-    """Return the finder of the homes of a model in a topology.
+    """Return the finder of positions for a model in a topology.
 
     Args:
         model: the global per-layer form.
         topology: sizes of the destination.
         facts: facts about the source.
-        pipeline: how layers are distributed; None for ``facts.pipeline_at``.
-        expert_names: how files name experts; None for the source's way, legacy grouped ones one by
-            one.
+        pipeline: distribution of the layers; None for ``facts.pipeline_at``.
+        expert_names: form of the experts' names in the files; None for the source's form, or
+            ``sequential`` if that is the legacy grouped one.
 
     Raises:
-        UnsupportedError, UsageError, CorruptError: as ``facts.stages``.
+        UnsupportedError, UsageError, CorruptError: the layers cannot be distributed in this way
+            (``ModelFacts.stages``).
     """
     if expert_names is None:
         names = (model.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
@@ -157,10 +165,7 @@ def homes_at(
 
 
 def tied_of(model: Catalog, facts: ModelFacts, rules: Rules) -> str | None:
-    """Return the tensor that the output layer of the last of several stages is a copy of.
-
-    None if there is no such copy.
-    """
+    """Return the embedding of which the last stage's output layer is a copy, or None."""
     if not facts.is_tied:
         return None
     shared = rules.rule_of(facts.kind.head).tied
@@ -168,39 +173,35 @@ def tied_of(model: Catalog, facts: ModelFacts, rules: Rules) -> str | None:
 
 
 def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:
-    """Sort (key, name in the file) pairs as files have them.
+    """Sort (key, name in the file) pairs as rank files have them.
 
-    The grouped experts of a layer come linear by linear, not expert by expert.
+    Args:
+        names: pairs in the order of the model, in which experts come one after the other.
     """
     pairs = list(names)
-    module_of: dict[str, int] = {}
-    linear_of: dict[tuple[str, str], int] = {}
-    keys: list[tuple[int, ...]] = []
-    for place, (_, name) in enumerate(pairs):
+    module_index: dict[str, int] = {}
+    linear_index: dict[tuple[str, str], int] = {}
+    sort_keys: list[tuple[int, ...]] = []
+    for index, (_, name) in enumerate(pairs):
         expert = rules.expert_of(name)
         if expert is None or expert.names != "te_grouped":
-            keys.append((place,))
+            sort_keys.append((index,))
             continue
+
+        # A grouped linear holds all experts of a rank, so names come linear by linear: its
+        # parameters first, then its extra state.
         linear, _, field = expert.rest.partition(".")
-        start = module_of.setdefault(expert.before, place)
-        keys.append(
-            (
-                start,
-                linear_of.setdefault((expert.before, linear), place),
-                field.startswith("_"),
-                place,
-            )
-        )
-    return [pairs[place] for place in sorted(range(len(pairs)), key=keys.__getitem__)]
+        of_module = module_index.setdefault(expert.before, index)
+        of_linear = linear_index.setdefault((expert.before, linear), index)
+        sort_keys.append((of_module, of_linear, field.startswith("_"), index))
+    return [pairs[index] for index in sorted(range(len(pairs)), key=sort_keys.__getitem__)]
 
 
 def by_rank(
     items: Iterable[tuple[str, Home]], topology: Topology, rules: Rules
 ) -> dict[tuple[int, int, int], list[tuple[str, str]]]:
-    """Group homes by (vp_rank, pp_rank, ep_rank), in the order of the file.
-
-    Each group lists (key, name in the file).
-    """
+    """Group positions by (vp_rank, pp_rank, ep_rank), as (key, name) in the order of the file."""
+    # A tensor that is not an expert is in the files of all EP ranks.
     names: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key, home in items:
         for ep_rank in range(topology.ep) if home.ep is None else (home.ep,):
@@ -209,7 +210,7 @@ def by_rank(
 
 
 def by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
-    """Group homes by chunk: (vp_rank, pp_rank) → (item, home), in order."""
+    """Group positions by chunk: (vp_rank, pp_rank) → (item, position), in order."""
     groups: dict[tuple[int, int], list[tuple[T, Home]]] = {}
     for item, home in items:
         groups.setdefault((home.vp, home.pp), []).append((item, home))

@@ -1,17 +1,16 @@
-"""Renaming of a model's modules for the other transformer implementation, whose arithmetic is the
-same.
+"""Rename a model's modules for the other transformer implementation, which computes the same.
 
-Megatron's ``local`` implementation has norms of their own; Transformer Engine's are part of the linear that follows::
+The norms of Megatron's ``local`` implementation are modules of their own; Transformer Engine's are
+part of the linear that follows::
 
     local                                     transformer_engine
     input_layernorm.weight                    self_attention.linear_qkv.layer_norm_weight
     pre_mlp_layernorm.weight  (dense layers)  mlp.linear_fc1.layer_norm_weight
     self_attention.q_layernorm.weight  (MLA)  self_attention.linear_q_up_proj.layer_norm_weight
 
-A layer with experts keeps ``pre_mlp_layernorm`` in both, and a latent attention its
-``input_layernorm``. torch_dist has the fused names for both, except that the local implementation's
-map renames the norm before experts as well, so that such a checkpoint loads only where it was
-saved.
+In both, a layer with experts has ``pre_mlp_layernorm``, and multi-latent attention (MLA)
+``input_layernorm``. torch_dist has the fused names for both, but the local implementation's map
+renames the norm before experts as well: such a checkpoint loads only in that implementation.
 
 Source: megatron-core 0.16.1 ``models/gpt/gpt_layer_specs.py``.
 """
@@ -26,7 +25,7 @@ from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
-from core.megatron.model.args import facts_of, fields_of, replaced
+from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.rules import Rules
 
@@ -41,14 +40,15 @@ _LATENT = (
 def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) -> Catalog:
     """Return the global per-layer form under the names of another implementation.
 
-    Extra states that hold something belong to one implementation and are left out, with a note.
+    Extra states that are not empty belong to one implementation and are dropped, with a note.
 
     Args:
         catalog: the result of ``core.megatron.reshard.reshard.unshard``.
         implementation: ``local`` or ``transformer_engine``.
 
     Raises:
-        UnsupportedError: experts are in a form that the other implementation does not have.
+        UnsupportedError: a model of megatron.legacy, or experts in a form that the other
+            implementation does not have.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
@@ -57,18 +57,9 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     to_fused = implementation != "local"
     _check_convertible(facts, model, to_fused=to_fused)
 
-    # Extra states stay behind: only empty ones mean the same in both.
-    states = [key for key in catalog.tensors if key.endswith(EXTRA_STATE)]
-    filled = [key for key in states if catalog.tensors[key].n_elements]
-    filled_objects = [
-        key
-        for key, item in catalog.objects.items()
-        if item.key.endswith(EXTRA_STATE) and (item.value is not None or item.raw_key is not None)
-    ]
-    dropped = [
-        f"{key} (of the other transformer implementation)" for key in (*filled, *filled_objects)
-    ]
-
+    # Rename the tensors. Extra states that are tensors are all dropped, but only filled ones noted:
+    # an empty one is the same as none.
+    filled_states = _filled_states(catalog)
     new_of = {
         key: _renamed(key, facts, rules, to_fused=to_fused)
         for key in catalog.tensors
@@ -77,23 +68,25 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     old_of = {new: old for old, new in new_of.items()}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        old = old_of.get(key)
-        if old is None or old == key:
-            return catalog.fragments(key)
-        return tuple(replace(piece, key=key) for piece in catalog.fragments(old))
+        old = old_of.get(key, key)
+        fragments = catalog.fragments(old)
+        return fragments if old == key else [replace(piece, key=key) for piece in fragments]
 
-    args = replaced(catalog.args, {})
-    fields_of(args)["transformer_impl"] = implementation  # also where an older run did not state it
+    # Older runs do not record the implementation, so the argument may have to be added.
+    args = replaced(catalog.args, {}, added={"transformer_impl": implementation})
     optimizer = catalog.optimizer
     return replace(
         catalog,
         tensors={new: replace(catalog.tensors[old], key=new) for old, new in new_of.items()},
-        objects={key: item for key, item in catalog.objects.items() if key not in filled_objects},
+        objects={key: item for key, item in catalog.objects.items() if key not in filled_states},
         fragments_of=fragments_of,
         args=args,
         common={**common_of(catalog), "args": args},
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
-        dropped=(*catalog.dropped, *dropped),
+        dropped=(
+            *catalog.dropped,
+            *(f"{key} (of the other transformer implementation)" for key in filled_states),
+        ),
     ).with_facet(
         replace(
             model, order=None, module_versions={}, is_down_proj_cut=facts.is_mla and not to_fused
@@ -101,38 +94,53 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     )
 
 
+def _filled_states(catalog: Catalog) -> list[str]:
+    """Return the keys of the extra states that are not empty: tensors, then objects."""
+    tensors = [
+        key
+        for key, meta in catalog.tensors.items()
+        if key.endswith(EXTRA_STATE) and meta.n_elements
+    ]
+    objects = [
+        key
+        for key, item in catalog.objects.items()
+        if item.key.endswith(EXTRA_STATE) and (item.value is not None or item.raw_key is not None)
+    ]
+    return [*tensors, *objects]
+
+
 def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: bool) -> None:
-    """Raise unless the other implementation has such a model.
+    """Raise unless the other implementation supports the model.
 
     Raises:
         UnsupportedError: names of megatron.legacy, or Transformer Engine's grouped experts.
     """
     if facts.kind.is_legacy:
         raise UnsupportedError(
-            "models with the names of megatron.legacy have no such implementation",
-            hint="leave --transformer-impl out",
+            "models with the names of megatron.legacy have only one transformer implementation",
+            hint="remove --transformer-impl",
         )
     if model.expert_names == "te_grouped" and not to_fused:
         raise UnsupportedError(
-            "the local implementation has no grouped experts as Transformer Engine keeps them",
-            hint="leave --transformer-impl out",
+            "the local implementation does not have Transformer Engine's grouped experts",
+            hint="remove --transformer-impl",
         )
 
 
 def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> str:
-    """Return the key of a tensor, or of an optimizer's state, under the names of the other
-    implementation.
-    """
+    """Return the key of a tensor or an optimizer's state in the other implementation."""
     state = state_of(key)
     if state is not None:
         return state_key(state[0], _renamed(state[1], facts, rules, to_fused=to_fused))
     layer = rules.layer_of(key)
     if layer is None:
         return key
+
+    # A layer with experts keeps its norm; so does multi-token prediction if any layer has experts.
     pairs = list(_LATENT) if facts.is_mla else [_ATTENTION]
     is_main = layer.stack in facts.kind.stacks
     if not (layer.number in facts.moe_layers if is_main else facts.moe_layers):
-        pairs.append(_MLP)  # a layer with experts keeps its norm
+        pairs.append(_MLP)
     for local, fused in pairs:
         old, new = (local, fused) if to_fused else (fused, local)
         if layer.sub.startswith(old):
@@ -141,7 +149,7 @@ def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> st
 
 
 def _with_names(optimizer: Optimizer, new_of: dict[str, str]) -> Optimizer:
-    """Return the optimizer with new names of the parameters in its groups."""
+    """Return the optimizer with the parameters in its groups renamed."""
     groups = tuple(
         replace(
             group,

@@ -1,16 +1,18 @@
-"""Parameters that torch_dist stores in parts, one tensor for each: joined when read, parted when
-written.
+"""Join parameters that torch_dist stores in parts, one tensor per part, and separate them again.
 
 ::
 
-    decoder.layers.0.mixer.in_proj.weight          (2d + 2gN + h, H)     rank files, and the global per-layer form
-    decoder.layers.0.mixer.in_proj.weight.z        (d, H)                torch_dist
-    decoder.layers.0.mixer.in_proj.weight.x        (d, H)                …
-    decoder.layers.0.mixer.in_proj.weight.dt       (h, H)
+    rank files, and the global per-layer form:
+    decoder.layers.0.mixer.in_proj.weight       (2d + 2gN + h, H)
+    torch_dist:
+    decoder.layers.0.mixer.in_proj.weight.z     (d, H)
+    decoder.layers.0.mixer.in_proj.weight.x     (d, H)
+    …
+    decoder.layers.0.mixer.in_proj.weight.dt    (h, H)
 
-and so for an optimizer's states. Which parameters: rules with ``names``. Parts with names of
-several words (``linear_q_down_proj.weight``) are those of models without a joined layer: when read,
-they stay what they are.
+The states of an optimizer are stored in the same way. The parameters are those whose rules have
+``names``. A part's name of several words (``linear_q_down_proj.weight``) is the name of a parameter
+in models without the joined layer, so such parts are not joined when read.
 
 Source: megatron-core 0.16.1 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net.py``
     ``_split_tensor_factory``.
@@ -33,7 +35,12 @@ from core.megatron.rules.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class _PartRange:
-    """Consecutive elements of an axis, and the tensor that they are."""
+    """The range of a part on the axis of its parameter.
+
+    Args:
+        key: key of the part.
+        start, extent: in elements.
+    """
 
     key: str
     start: int
@@ -41,16 +48,15 @@ class _PartRange:
 
 
 def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
-    """Return a catalog in which the parts of a parameter are one tensor.
+    """Return a catalog in which the parts of each parameter are one tensor.
 
     Raises:
-        MissingShardError: a part is absent.
-        CorruptError: parts are of different dtypes, or of shapes that do not fit together.
+        MissingShardError: a part is missing.
+        CorruptError: parts have different dtypes, or shapes that do not fit together.
     """
+    # Collect the parts of every parameter, with the axis on which to join them.
     parts_of_key: dict[str, tuple[int, dict[str, TensorMeta]]] = {}
     order: dict[str, tuple[str, ...]] = {}
-
-    # Collect the parts of every parameter.
     names = rules.part_names
     for key, meta in catalog.tensors.items():
         param, _, name = key.rpartition(".")
@@ -61,9 +67,9 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
     if not parts_of_key:
         return catalog
 
-    # Join their extents on the axis of the parts, where the first part stands.
+    # Replace the first part by the parameter, whose extent is the sum of the parts'.
     runs = {
-        param: _runs(param, axis, parts, order[param])
+        param: _place_parts(param, axis, parts, order[param])
         for param, (axis, parts) in parts_of_key.items()
     }
     tensors: dict[str, TensorMeta] = {}
@@ -80,7 +86,14 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
             return catalog.fragments(key)
         axis = parts_of_key[key][0]
         return tuple(
-            replace(piece, key=key, box=_moved(piece.box, axis, run.start))
+            replace(
+                piece,
+                key=key,
+                box=Box(
+                    _with(piece.box.offset, axis, piece.box.offset[axis] + run.start),
+                    piece.box.shape,
+                ),
+            )
             for run in runs[key]
             for piece in catalog.fragments(run.key)
         )
@@ -88,10 +101,19 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
 
 
-def _runs(
+def _place_parts(
     param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequence[str]
 ) -> list[_PartRange]:
-    """Return the ranges of the parts of a parameter on its axis, in order."""
+    """Return the ranges of a parameter's parts on their axis, in order.
+
+    Args:
+        parts: name → metadata of the part.
+        names: names of all parts, in order.
+
+    Raises:
+        MissingShardError: a part is missing.
+        CorruptError: parts have different dtypes, or other axes have different extents.
+    """
     first_part = next(iter(parts.values()))
     runs: list[_PartRange] = []
     start = 0
@@ -106,8 +128,8 @@ def _runs(
             first_part.shape, axis, 0
         ):
             raise CorruptError(
-                f"{meta.dtype} of shape {meta.shape}, but another part of {param} is {first_part.dtype} of "
-                f"{first_part.shape}",
+                f"{meta.dtype} of shape {meta.shape}, but another part of {param} is "
+                f"{first_part.dtype} of {first_part.shape}",
                 key=meta.key,
             )
         runs.append(_PartRange(f"{param}.{name}", start, meta.shape[axis]))
@@ -118,17 +140,17 @@ def _runs(
 def separate_parts(
     catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool
 ) -> Catalog[ArrayT]:
-    """Return a catalog in which every part of such a parameter is a tensor of its own.
+    """Return a catalog in which every part of a parameter is a tensor of its own.
 
     Args:
-        is_target: arrays are to be written: those of parts get names of their own.
+        is_target: the catalog's arrays are to be written: parts get arrays of their own.
 
     Raises:
-        UnsupportedError, CorruptError: as for ``core.megatron.model.parts.parts_of``.
+        UnsupportedError: the arguments do not give the sizes of the parts.
+        CorruptError: the sizes of the parts do not add up to the tensor's extent.
     """
-    tensors: dict[str, TensorMeta] = {}
-
     # Give every part its range on the axis; other tensors stay as they are.
+    tensors: dict[str, TensorMeta] = {}
     runs: dict[str, tuple[int, str, _PartRange]] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
@@ -137,9 +159,14 @@ def separate_parts(
         if rule is None or len(parts) != len(rule.names):
             tensors[key] = meta
             continue
+
+        # A name of one word is appended to the key; one of several replaces as many of the key's.
         start = 0
         for name, extent in zip(rule.names, parts, strict=True):
-            part = _part_key(key, name)
+            part = f"{key}.{name}"
+            n_words = name.count(".") + 1
+            if n_words > 1:
+                part = ".".join([*key.split(".")[:-n_words], name])
             tensors[part] = replace(meta, key=part, shape=_with(meta.shape, axis, extent))
             runs[part] = (axis, key, _PartRange(part, start, extent))
             start += extent
@@ -150,56 +177,43 @@ def separate_parts(
         if key not in runs:
             return catalog.fragments(key)
         axis, param, run = runs[key]
-        pieces = (_within(piece, axis, run) for piece in catalog.fragments(param))
-        kept = tuple(piece for piece in pieces if piece is not None)
-        return tuple(map(_renamed, kept)) if is_target else kept
+        pieces = (_clip(piece, axis, run) for piece in catalog.fragments(param))
+        clipped = tuple(piece for piece in pieces if piece is not None)
+        return tuple(map(_as_own_chunk, clipped)) if is_target else clipped
 
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
 
 
 def _n_front(key: str, rules: Rules) -> int:
-    """Return the number of axes before a parameter's own: one for layers, if they are stacked."""
+    """Return the number of stacking axes before a parameter's own: 1 if layers are stacked."""
     return int(rules.stacked_of(param_of(key)) is not None)
 
 
-def _part_key(key: str, name: str) -> str:
-    """Return the key of a part.
-
-    A name of one word is appended; several words replace as many of the parameter's.
-    """
-    words = name.split(".")
-    return f"{key}.{name}" if len(words) == 1 else ".".join([*key.split(".")[: -len(words)], name])
-
-
-def _within(piece: Fragment[ArrayT], axis: int, run: _PartRange) -> Fragment[ArrayT] | None:
-    """Return the part of a fragment that lies in a range, in coordinates of the range.
-
-    None if there is none.
-    """
+def _clip(piece: Fragment[ArrayT], axis: int, run: _PartRange) -> Fragment[ArrayT] | None:
+    """Clip a fragment to a range, in coordinates of the range; None if they do not overlap."""
     box = piece.box
     start = max(box.offset[axis], run.start)
     stop = min(box.offset[axis] + box.shape[axis], run.start + run.extent)
     if start >= stop:
         return None
+
+    # Move the fragment's position in its array, which may have further axes in front.
     at = piece.at
     if piece.array is not None:
-        place = axis + len(at) - len(box.shape)  # stored arrays may have axes in front
-        at = _with(at, place, at[place] + start - box.offset[axis])
+        array_axis = axis + len(at) - len(box.shape)
+        at = _with(at, array_axis, at[array_axis] + start - box.offset[axis])
     inside = Box(_with(box.offset, axis, start - run.start), _with(box.shape, axis, stop - start))
     return replace(piece, key=run.key, box=inside, at=at)
 
 
-def _renamed(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
-    """Return a piece of a part with a chunk of its own, in place of the part's share of a chunk."""
+def _as_own_chunk(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
+    """Return a fragment of a part in a chunk of its own, not in its parameter's chunk."""
     assert piece.array is not None, "chunks that are to be written are arrays"
     name = array_name(piece.key, piece.box)
     array = replace(piece.array, name=name, shape=piece.box.shape)
     return replace(piece, array=array, at=(0,) * len(array.shape))
 
 
-def _moved(box: Box, axis: int, by: int) -> Box:
-    return Box(_with(box.offset, axis, box.offset[axis] + by), box.shape)
-
-
 def _with(values: Shape, axis: int, value: int) -> Shape:
+    """Return a shape or offset with another value on one axis."""
     return (*values[:axis], value, *values[axis + 1 :])

@@ -1,9 +1,11 @@
-"""Which stored tensor holds which tensor of the global per-layer form, and where in it.
+"""Origins of the tensors of the global per-layer form: the stored tensors that hold them.
 
-A stored tensor may stack the layers of a model, and the experts of a layer (``core.megatron.reshard.from_global``)::
+A stored tensor may stack the layers of a model, and the experts of a layer
+(``core.megatron.reshard.from_global``)::
 
-    decoder.layers.mlp.experts.experts.linear_fc2.weight (L, E, rows, columns)
-        └─ [3, 17] ─▶ decoder.layers.3.mlp.experts.local_experts.17.linear_fc2.weight (rows, columns)
+    decoder.layers.mlp.experts.experts.linear_fc2.weight  (L, E, rows, columns)
+        [3, 17]
+    decoder.layers.3.mlp.experts.local_experts.17.linear_fc2.weight  (rows, columns)
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
@@ -22,11 +24,11 @@ from core.megatron.rules.rules import Layer, Rules
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The stored tensors that a global per-layer tensor comes from.
+    """The stored tensors that hold a global per-layer tensor.
 
     Args:
-        keys: keys of the source that hold it; several are copies.
-        at: which layer of a tensor that stacks them, then which expert of one that stacks those.
+        keys: keys in the source; several are copies.
+        at: index on the stacking axes: (), (layer,), (expert,) or (layer, expert).
     """
 
     keys: tuple[str, ...]
@@ -41,45 +43,44 @@ def origins_of(
     *,
     report: Report = raising,
 ) -> dict[str, Origin]:
-    """Return for every global per-layer name where it comes from.
+    """Return global per-layer name → origin.
 
     Args:
-        names: key of the source → Megatron's name of the tensor, which may stack layers and
+        names: key in the source → Megatron's name of the tensor, which may stack layers and
             experts.
-        report: takes the problems (rules ``layout.stacks``, ``.entries``), whose subjects are then
-            left out; raises them, if none is given.
+        report: takes the problems (rules ``layout.stacks``, ``.entries``) and skips what they
+            affect; by default they are raised.
 
     Raises:
-        CorruptError: two tensors are one, or a stack has other extents than the model.
-        UnknownTensorError, UnsupportedError: as for ``Rules.rule_of``.
+        CorruptError: two stored tensors have the same name in the model, or a stack's extents are
+            not the model's.
+        UnknownTensorError: no rule matches a name.
+        UnsupportedError: the rule marks a tensor as not supported yet.
     """
     origins: dict[str, Origin] = {}
 
     def add(name: str, key: str, at: tuple[int, ...]) -> None:
+        # Only a copy of tied embeddings may be stored twice.
         rule = rules.rule_of(name, shapes=[catalog.tensors[key].shape])
         if rule.tied is not None and facts.is_tied:
             name = rule.tied
         existing = origins.get(name)
         if existing is not None and (rule.tied is None or existing.at != at):
-            raise CorruptError(f"{existing.keys[0]} and {key} are one tensor", key=name)
+            raise CorruptError(f"{existing.keys[0]} and {key} are the same tensor", key=name)
         origins[name] = Origin((*(existing.keys if existing else ()), key), at)
 
     for key, stored in names.items():
         shape = catalog.tensors[key].shape
         try:
-            # The last member tells the extents that the stack must have.
+            # The index of the last member gives the extents that the stack must have.
             members = names_in(stored, facts, rules)
-            at = members[-1][0]
-            wanted = tuple(number + 1 for number in at)
-            if shape[: len(wanted)] != wanted:
-                of = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
-                report(
-                    CorruptError(
-                        f"a stack of shape {shape} in a model of {of}",
-                        key=key,
-                        rule="layout.stacks",
-                    )
-                )
+            expected = tuple(number + 1 for number in members[-1][0])
+            if shape[: len(expected)] != expected:
+                model = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
+                problem = f"a stack of shape {shape} in a model of {model}"
+                report(CorruptError(problem, key=key, rule="layout.stacks"))
+
+                # If reporting goes on, only the members that the stack has are real.
                 members = [
                     (at, name)
                     for at, name in members
@@ -93,26 +94,30 @@ def origins_of(
 
 
 def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
-    """Return (index, global per-layer name) of everything that a tensor stacks.
+    """Return (index, global per-layer name) of every tensor in a stored one, in C order.
 
     A tensor that stacks nothing has the index ().
+
+    Raises:
+        CorruptError: the model has no layers of this stack.
     """
+    # Name the layers: all of a stack, one, or none.
     stacked, single = rules.stacked_of(name), rules.layer_of(name)
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
     if stacked is not None:
         stack, sub = stacked[0], _sub(stacked[1], facts, rules)
-        names = [
-            ((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))
-        ]
+        n_layers = facts.stacks.get(stack, 0)
+        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(n_layers)]
         if not names:
             raise CorruptError(
-                f"the other tensors are those of a {facts.kind.kind} model, which has no such layers",
+                f"the other tensors are those of a {facts.kind.kind} model, which has no such "
+                "layers",
                 key=name,
             )
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
 
-    # Each of these may hold one expert or stack several.
+    # Name the experts: each layer's tensor may hold none, one, or a stack of all.
     members: list[tuple[tuple[int, ...], str]] = []
     for at, global_name in names:
         expert = rules.expert_of(global_name)
@@ -128,36 +133,37 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
 
 
 def _sub(sub: str, facts: ModelFacts, rules: Rules) -> str:
-    """Return a name within a layer as this model's rank files have it."""
+    """Return a name within a layer in the form of this model's rank files."""
     if facts.is_prediction_renamed and facts.pattern is None:
         sub = rules.in_rank_files(sub)
     return rules.local(sub) if facts.fuses_names else sub
 
 
 def meta_of(catalog: Catalog, name: str, origin: Origin) -> TensorMeta:
-    """Return the metadata of the tensor that an origin gives.
+    """Return the metadata of a global per-layer tensor.
 
     Raises:
-        CorruptError: its copies have different dtypes or shapes.
+        CorruptError: copies of the tensor have different dtypes or shapes.
     """
     first = catalog.tensors[origin.keys[0]]
     for key in origin.keys[1:]:
         other = catalog.tensors[key]
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise CorruptError(
-                f"{other.dtype} of shape {other.shape}, but its twin is {first.dtype} of {first.shape}",
+                f"{other.dtype} of shape {other.shape}, but its copy {first.key} is {first.dtype} "
+                f"of {first.shape}",
                 key=key,
             )
     return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
 
 
 class OriginFragments:
-    """The fragments of global per-layer tensors.
+    """A finder of the fragments of global per-layer tensors in stored ones.
 
     Args:
-        catalog: what holds them.
-        origins: where.
-        metas: their final shapes, which may have fewer rows than what is stored.
+        catalog: the stored tensors.
+        origins: global name → origin.
+        metas: global name → metadata; shapes may have fewer rows than the stored tensors.
     """
 
     def __init__(
@@ -166,37 +172,52 @@ class OriginFragments:
         self._catalog = catalog
         self._origins = origins
         self._metas = metas
+        # The layers of a stack are usually requested one after the other.
         self._unstacked = lru_cache(maxsize=32)(
-            lambda key, depth: _unstacked(catalog.fragments(key), depth)
+            lambda key, depth: _unstack(catalog.fragments(key), depth)
         )
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
-        """Return the fragments of one tensor; those of the catalog for a key that has no origin."""
+        """Return the fragments of a tensor; for a key without an origin, the catalog's own."""
         origin = self._origins.get(key)
         if origin is None:
             return self._catalog.fragments(key)
+        shape = self._metas[key].shape
         fragments: list[Fragment] = []
         for source in origin.keys:
-            pieces: Iterable[Fragment] = self._catalog.fragments(source) if not origin.at else ()
+            pieces: Iterable[Fragment]
             if origin.at:
                 pieces = self._unstacked(source, len(origin.at)).get(origin.at, [])
+            else:
+                pieces = self._catalog.fragments(source)
+
+            # Clip the pieces: padding rows of the vocabulary may have been dropped.
             for piece in pieces:
-                kept = _cut(piece, self._metas[key].shape)
-                if kept is not None:
-                    fragments.append(replace(kept, key=key))
+                box = piece.box
+                if shape and box.offset[0] + box.shape[0] > shape[0]:
+                    n_rows = shape[0] - box.offset[0]
+                    if n_rows <= 0:
+                        continue
+                    box = Box(box.offset, (n_rows, *box.shape[1:]))
+                fragments.append(replace(piece, key=key, box=box))
         return tuple(fragments)
 
 
-def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
-    """Return index on the first axes → fragments of the tensor that is stacked there."""
+def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
+    """Split the fragments of a stack by their index on the first ``depth`` axes.
+
+    Returns:
+        Index on these axes → fragments of the tensor at that index.
+    """
     fragments_at: dict[tuple[int, ...], list[Fragment]] = {}
     for piece in fragments:
         offset, shape = piece.box.offset, piece.box.shape
         box = Box(offset[depth:], shape[depth:])
         for steps in product(*map(range, shape[:depth])):
+            # Step along the stacking axes of the array, too, which may have further axes in front.
             at = piece.at
             if piece.array is not None:
-                first = len(at) - len(shape)  # where the first stacking axis is in the array
+                first = len(at) - len(shape)
                 at = tuple(
                     start + (steps[axis - first] if 0 <= axis - first < depth else 0)
                     for axis, start in enumerate(at)
@@ -204,16 +225,3 @@ def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...
             index = tuple(start + step for start, step in zip(offset, steps, strict=False))
             fragments_at.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
     return fragments_at
-
-
-def _cut(piece: Fragment, shape: Shape) -> Fragment | None:
-    """Return the part of a fragment that lies in ``shape``; None if there is none.
-
-    The shape may have fewer rows than the stored tensor.
-    """
-    if not shape or piece.box.offset[0] + piece.box.shape[0] <= shape[0]:
-        return piece
-    rows = shape[0] - piece.box.offset[0]
-    if rows <= 0:
-        return None
-    return replace(piece, box=Box(piece.box.offset, (rows, *piece.box.shape[1:])))

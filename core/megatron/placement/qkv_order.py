@@ -1,16 +1,15 @@
-"""The rows of query, key and value in checkpoints of before ``checkpoint_version`` 2.0.
+"""Order of the rows of query, key and value in checkpoints before ``checkpoint_version`` 2.0.
 
-A rank's fused weight (and bias) of n heads with c channels each, whose parts are query, key and
-value (or key and
-value, for attention to an encoder)::
+For a rank's fused weight (and bias) of n heads with c channels each, whose parts are query, key and
+value, or key and value in attention to an encoder::
 
     version        order of the rows     row of (head, part, channel)
     0              [part, head, channel]  (part * n + head) * c + channel
     1.0            [head, channel, part]  (head * c + channel) * parts + part
     2.0 and later  [head, part, channel]  (head * parts + part) * c + channel
 
-It is the rank's rows that are ordered so: a tensor is put in order shard by shard, before shards
-are joined. Where rows lie is metadata: every part of every head is a fragment of its own, strided
+This is the order of a rank's rows, so a tensor is put in order shard by shard, before the shards
+are joined. Only metadata changes: every part of every head becomes a fragment of its own, strided
 for version 1.0.
 
 Source: Megatron-LM 00caa53a ``training/checkpointing.py`` ``fix_query_key_value_ordering``.
@@ -35,13 +34,13 @@ _FUSED = re.compile(r"\.(query_)?key_value\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True)
 class OldRows:
-    """How the rows of a rank's tensor are ordered.
+    """The old order of the rows of a rank's tensor.
 
     Args:
         n_parts: 3, or 2 without queries.
-        n_heads: heads of the rank.
-        channels: channels of one head.
-        has_parts_last: rows are ordered as in version 1.0, otherwise as in version 0.
+        n_heads: number of heads on the rank.
+        channels: number of channels of one head.
+        has_parts_last: True for the order of version 1.0, False for that of version 0.
     """
 
     n_parts: int
@@ -50,33 +49,37 @@ class OldRows:
     has_parts_last: bool
 
     def fragments(self, fragment: Fragment) -> Iterator[Fragment]:
-        """Yield where the rows of a fragment are stored.
+        """Yield the fragments that address the stored rows of a fragment.
 
-        The fragment addresses its array as if the rows were in today's order.
+        Args:
+            fragment: addresses its array as if the rows were in today's order.
         """
         array = fragment.array
         assert array is not None
         at, box = fragment.at, fragment.box
-        for row in range(at[0] // self.channels, -(-(at[0] + box.shape[0]) // self.channels)):
-            first, stop = (
-                max(row * self.channels, at[0]),
-                min((row + 1) * self.channels, at[0] + box.shape[0]),
-            )
-            head, part = divmod(row, self.n_parts)
+
+        # In today's order, the channels of one part of a head are consecutive rows: a block.
+        first_row, stop_row = at[0], at[0] + box.shape[0]
+        for block in range(first_row // self.channels, -(-stop_row // self.channels)):
+            start = max(block * self.channels, first_row)
+            stop = min((block + 1) * self.channels, stop_row)
             inside = Box(
-                (box.offset[0] + first - at[0], *box.offset[1:]), (stop - first, *box.shape[1:])
+                (box.offset[0] + start - first_row, *box.offset[1:]),
+                (stop - start, *box.shape[1:]),
             )
-            channel = first - row * self.channels
+
+            # Find the block in the old order: strided (version 1.0) or consecutive (version 0).
+            head, part = divmod(block, self.n_parts)
+            channel = start - block * self.channels
             if self.has_parts_last:
-                yield replace(
-                    fragment, box=inside, array=self._view(array, head, part), at=(channel, *at[1:])
-                )
+                view = self._view(array, head, part)
+                yield replace(fragment, box=inside, array=view, at=(channel, *at[1:]))
             else:
-                start = (part * self.n_heads + head) * self.channels + channel
-                yield replace(fragment, box=inside, at=(start, *at[1:]))
+                row = (part * self.n_heads + head) * self.channels + channel
+                yield replace(fragment, box=inside, at=(row, *at[1:]))
 
     def _view(self, array: StoredArray, head: int, part: int) -> StoredArray:
-        """Return the rows of one part of a head, which lie ``n_parts`` rows apart."""
+        """Return a view of the rows of one part of a head, which are ``n_parts`` rows apart."""
         extent = array.extent
         assert not extent.is_late, "rank files know where their arrays are"
         step, *rest = extent.strides or c_strides(array.shape)
@@ -95,25 +98,23 @@ class OldRows:
 
 
 def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRows | None:
-    """Return how a fused tensor's rows are ordered on a rank.
-
-    None where they are ordered as today.
+    """Return the order of a fused tensor's rows on a rank; None for today's order.
 
     Args:
         name: name of the parameter.
-        n_rows: rows of one rank's shard.
+        n_rows: number of rows of one rank's shard.
 
     Raises:
-        UnsupportedError: a version that never was, or heads that share keys, which no such version
-            had.
-        CorruptError: the rows are not those of the arguments' heads.
+        UnsupportedError: the version is neither 0 nor 1.0, or heads share keys, which Megatron of
+            these versions did not support.
+        CorruptError: the number of rows contradicts the number of heads in the arguments.
     """
     match = _FUSED.search(name)
     if version >= 2 or match is None:
         return None
     if version not in (0, 1):
         raise UnsupportedError(
-            f"how checkpoint_version {version} orders the rows is not known", key=name
+            f"the order of rows in checkpoint_version {version} is unknown", key=name
         )
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
         raise UnsupportedError(
@@ -122,8 +123,8 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
     n_parts, n_heads = (3 if match[1] else 2), facts.n_heads // facts.topology.tp
     if n_rows != n_parts * n_heads * facts.head_dim:
         raise CorruptError(
-            f"{n_heads} heads of {facts.head_dim} channels make {n_parts * n_heads * facts.head_dim} rows on a rank, "
-            f"but there are {n_rows}",
+            f"{n_heads} heads of {facts.head_dim} channels need "
+            f"{n_parts * n_heads * facts.head_dim} rows on a rank, but there are {n_rows}",
             key=name,
         )
     return OldRows(n_parts, n_heads, facts.head_dim, has_parts_last=version == 1)

@@ -1,8 +1,8 @@
-"""The verb: rank files, torch_dist and the global per-layer form, from any of them to any other.
+"""Reshard: convert rank files, torch_dist and the global per-layer form into one another.
 
-Start at ``reshard``, the face of the package. ``from_ranks`` and ``from_global`` make the global
-form, ``to_ranks`` and ``to_torch_dist`` leave it; ``problems`` is for ``validate``, which goes on
-where these stop.
+Start at ``reshard``, which has the public functions. ``from_ranks`` and ``from_global`` build the
+global form; ``to_ranks`` and ``to_torch_dist`` plan a destination from it; ``problems`` reports all
+problems of a layout for ``validate``, where the others raise at the first.
 Imports: arrays, catalog, changes, errors, files, megatron.extras, megatron.model,
 megatron.optimizer, megatron.optimizer.flat, megatron.optimizer.numbered,
 megatron.optimizer.sharded, megatron.placement, megatron.rules, pickle.

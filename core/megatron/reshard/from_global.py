@@ -1,22 +1,21 @@
-"""Checkpoints that store global tensors under Megatron's names, brought into the global per-layer
-form.
+"""Unshard global tensors: bring checkpoints with Megatron's names into the global per-layer form.
 
 torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L,
 rows, columns)) and the experts of a layer (``mlp.experts.experts.linear_fc2.weight``, (L, E, rows,
 columns), or (E, rows, columns) in a model whose layers differ), names norms as Transformer Engine
-fuses them, and wraps every extra state in an object of its own. DCP and torch files hold the keys
-that they were given: usually per-layer ones, with ``model.`` before them.
+fuses them, and stores every extra state as an object of its own. DCP and torch files have the keys
+that the training script chose: usually per-layer ones, with the prefix ``model.``.
 
-The result is the form of ``core.megatron.reshard.from_ranks``, with names as rank files of this
-model would have them.
+The result has the form described in ``core.megatron.reshard.from_ranks``, with the names that the
+rank files of this model would have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 
-from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.changes.select import is_optimizer_key
@@ -30,6 +29,7 @@ from core.megatron.extras.common_state import (
     iteration_of,
     note_dropped_optimizer,
     sharded_object,
+    unwrap_shard,
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
@@ -60,7 +60,7 @@ def unshard_global(
 ) -> Catalog:
     """Return the global per-layer form of a catalog of global tensors.
 
-    ``core.megatron.reshard.reshard.unshard`` explains the arguments.
+    ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
     """
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
@@ -72,39 +72,39 @@ def unshard_global(
     carries_optimizer = entries.has_optimizer and optim == "carry"
     if entries.has_optimizer and not carries_optimizer:
         dropped.append(note_dropped_optimizer(f"of {catalog.format}", optim=optim))
+
+    # No version means version 0 only in rank files: other formats need not have the entry.
     if "checkpoint_version" in entries.common:
         check_version(entries.common)
+
+    # The random states in the file of a single rank belong to no layout.
     keys = entries.model_keys(catalog)
-    if prefix and any(map(is_random_state, keys)):  # of one rank's file, which belong to no layout
-        keys = [key for key in keys if not is_random_state(key)]
+    if prefix and any(map(is_random_state, keys)):
+        keys = list(filterfalse(is_random_state, keys))
         dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
 
     # Find every tensor of the global form in the stored ones.
-    names = {key: without_prefix(prefix, key) for key in keys}
-    stored = _find_tensors(catalog, names, facts, rules)
-    metas, origins = stored.metas, stored.origins
-    facts_of_args, facts = facts, stored.facts
-    vocab = _vocab_shapes(metas, rules)
-    stored_rows = [shape[0] for shape in vocab.values() if shape]
-    true_rows = find_true_rows(
-        facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows
+    stored = _find_tensors(
+        catalog,
+        {key: without_prefix(prefix, key) for key in keys},
+        facts,
+        rules,
+        vocab_size=vocab_size,
+        keep_padded_vocab=keep_padded_vocab,
+        target_tp=target_tp,
     )
-    _check_shapes(metas, facts, rules)
-    cut = cut_vocab(vocab, facts, n_rows=true_rows.n_rows, target_tp=target_tp)
-    metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
+    metas, origins = dict(stored.metas), dict(stored.origins)
 
     # Extra states go under the names of their layers; some of them are tensors.
-    objects = _rename_objects(catalog, entries, prefix, facts, rules)
-    metas |= {
-        name: TensorMeta(name, catalog.meta(key).dtype, catalog.meta(key).shape)
-        for name, key in objects.tensors.items()
-    }
-    origins |= {name: Origin((key,)) for name, key in objects.tensors.items()}
+    objects = _rename_objects(catalog, entries, prefix, stored.facts, rules)
+    for name, key in objects.tensors.items():
+        meta = catalog.meta(key)
+        metas[name] = TensorMeta(name, meta.dtype, meta.shape)
+        origins[name] = Origin((key,))
 
-    notes = [*catalog.notes, *gate_notes(facts_of_args, facts), *true_rows.notes, *cut.notes]
     order = sorted([*metas, *objects.state_keys()], key=by_place(rules))
     megatron = MegatronModel(
-        vocab_size=true_rows.n_rows,
+        vocab_size=stored.n_rows,
         expert_names=facts.expert_names,
         is_down_proj_cut=facts.is_mla and facts.is_local,
         order=tuple(order),
@@ -124,14 +124,14 @@ def unshard_global(
         unsupported={},
         carried={},
         documents={},
-        notes=tuple(notes),
+        notes=(*catalog.notes, *stored.notes),
         dropped=tuple(dropped),
-        facets=_torch_dist_facts(catalog) | {Topology: facts.topology, MegatronModel: megatron},
+        facets=_torch_dist_facet(catalog) | {Topology: facts.topology, MegatronModel: megatron},
     )
     if not carries_optimizer:
         return model
     states = read_states(
-        catalog, model, entries.optimizer, facts, rules, prefix=prefix, store=store
+        catalog, model, entries.optimizer, stored.facts, rules, prefix=prefix, store=store
     )
     return with_states(model, states)
 
@@ -142,10 +142,10 @@ class _SeparatedEntries:
 
     Args:
         common: entries that stay in the common state, ``args`` among them.
-        optimizer: the entry of the optimizer, or None.
-        has_optimizer: the entry is there, or states without one.
+        optimizer: the optimizer's entry, or None.
+        has_optimizer: there is an optimizer's entry, or there are states without one.
         sharded: ShardedObjects among the entries, by key.
-        tensors: keys of the tensors in ``common`` and ``sharded``.
+        tensors: keys of the tensors inside ``common`` and ``sharded``.
     """
 
     common: dict[object, object]
@@ -155,14 +155,14 @@ class _SeparatedEntries:
     tensors: set[str]
 
     def model_keys(self, catalog: Catalog) -> list[str]:
-        """Return the keys of the catalog's tensors that are the model's."""
+        """Return the keys of the model's own tensors."""
         return [
             key for key in catalog.tensors if not is_optimizer_key(key) and key not in self.tensors
         ]
 
 
 def _separate_entries(catalog: Catalog) -> _SeparatedEntries:
-    """Separate the entries of a catalog by what becomes of them."""
+    """Separate the top-level entries of a catalog by how resharding treats them."""
     entries = common_entries(catalog)
     optimizer = entries.pop(OPTIMIZER, None)
     sharded = {
@@ -181,42 +181,70 @@ class _StoredTensors:
     """The tensors of a model as a checkpoint stores them, under global per-layer names.
 
     Args:
-        origins: name → where the tensor comes from.
-        metas: name → dtype and shape, padding rows included.
-        facts: the facts of the arguments, and whether shapes say that MLPs are gated.
+        origins: name → the stored tensors that hold it.
+        metas: name → dtype and shape, without dropped padding rows.
+        n_rows: rows of the vocabulary without padding, or None if unknown.
+        facts: facts from the arguments, with gated MLPs recognized by their shapes.
+        notes: notes for the user.
     """
 
-    origins: dict[str, Origin]
-    metas: dict[str, TensorMeta]
+    origins: Mapping[str, Origin]
+    metas: Mapping[str, TensorMeta]
+    n_rows: int | None
     facts: ModelFacts
+    notes: Sequence[str]
 
 
 def _find_tensors(
-    catalog: Catalog, names: Mapping[str, str], facts: ModelFacts, rules: Rules
+    catalog: Catalog,
+    names: Mapping[str, str],
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    vocab_size: int | None,
+    keep_padded_vocab: bool,
+    target_tp: int | None,
 ) -> _StoredTensors:
-    """Find every tensor of the model in the stored ones.
+    """Find every tensor of the model in the stored ones, and check names and shapes.
 
     Args:
         names: stored key → Megatron's name.
 
     Raises:
         MissingShardError: a layer or a tensor is missing.
-        CorruptError: two tensors are one, or a stack has other extents than the model.
+        CorruptError: two stored tensors are the same one of the model, a stack's extents are not
+            the model's, or shapes contradict the arguments.
+        UnknownTensorError: no rule matches a name.
+        UsageError: ``vocab_size`` does not fit the stored rows.
     """
     origins = origins_of(catalog, names, facts, rules)
     metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
-    return _StoredTensors(
-        origins, metas, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
+    gated_facts = with_gate(facts, {name: meta.shape for name, meta in metas.items()})
+
+    # Find the size of the vocabulary, check all shapes with their padding, and then drop it.
+    vocab_shapes = {
+        name: meta.shape for name, meta in metas.items() if rules.rule_of(name).kind == "vocab"
+    }
+    true_rows = find_true_rows(
+        gated_facts,
+        given=vocab_size,
+        keep_padded=keep_padded_vocab,
+        stored=[shape[0] for shape in vocab_shapes.values() if shape],
     )
-
-
-def _vocab_shapes(metas: Mapping[str, TensorMeta], rules: Rules) -> dict[str, Shape]:
-    return {name: meta.shape for name, meta in metas.items() if rules.rule_of(name).kind == "vocab"}
+    _check_shapes(metas, gated_facts, rules)
+    cut = cut_vocab(vocab_shapes, gated_facts, n_rows=true_rows.n_rows, target_tp=target_tp)
+    metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
+    notes = [*gate_notes(facts, gated_facts), *true_rows.notes, *cut.notes]
+    return _StoredTensors(origins, metas, true_rows.n_rows, gated_facts, notes)
 
 
 def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rules) -> None:
-    """Raise unless the shapes fit their rules, the arguments and one another."""
+    """Raise unless the shapes fit their rules, the arguments and one another.
+
+    Raises:
+        CorruptError: a shape does not fit.
+    """
     for name, meta in metas.items():
         rule = rules.rule_of(name)
         axis = rule.cut_axis
@@ -229,8 +257,10 @@ def _check_shapes(metas: Mapping[str, TensorMeta], facts: ModelFacts, rules: Rul
 
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether global tensors, their objects loaded, have Megatron's names and training
-    arguments.
+    """Return whether a catalog of global tensors has Megatron's names and training arguments.
+
+    Args:
+        catalog: any catalog whose objects are loaded.
     """
     if catalog.is_rank_local:
         return False
@@ -243,8 +273,9 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
 
 
 def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
-    """Return whether tensors have Megatron's names for attention, which no other model has in such
-    layers.
+    """Return whether tensors have Megatron's names for attention.
+
+    Unlike the names of layers alone, no other family of models uses them.
     """
     attention = [key for key in catalog.tensors if ".self_attention." in key]
     return any(
@@ -253,7 +284,10 @@ def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
 
 
 def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
-    """Yield the tensors' names; for a tensor that stacks layers, the name of its last layer."""
+    """Yield the tensors' names without prefix; for a stack of layers, the name of its last one.
+
+    So the names show how many layers each stack has.
+    """
     for key, meta in catalog.tensors.items():
         name = key.removeprefix(prefix)
         stacked = rules.stacked_of(name)
@@ -265,7 +299,7 @@ def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]
 
 
 def prefix_of(catalog: Catalog, rules: Rules) -> str:
-    """Return the prefix that the keys have before Megatron's names, such as ``model.``.
+    """Return the prefix of Megatron's names in the keys, such as ``model.``.
 
     Raises:
         UnsupportedError: the keys are not Megatron's.
@@ -279,7 +313,7 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
         f"the tensors do not have Megatron's names ({example!r} …)",
-        hint="a parallel layout can be given only to checkpoints of Megatron models",
+        hint="only checkpoints of Megatron models can be given a parallel layout",
     )
 
 
@@ -291,16 +325,17 @@ def without_prefix(prefix: str, key: str) -> str:
     """
     if not key.startswith(prefix):
         raise UnsupportedError(
-            f"other tensors have {prefix!r} before Megatron's names, this one does not",
+            f"the names of other tensors have the prefix {prefix!r}, this one does not",
             key=key,
-            hint="leave it out with --exclude",
+            hint="drop it with --exclude",
         )
     return key[len(prefix) :]
 
 
-def _torch_dist_facts(catalog: Catalog) -> dict[type, object]:
-    """Return the facet that torch_dist writes again; shapes of the optimizer's tensors go with
-    their old form.
+def _torch_dist_facet(catalog: Catalog) -> dict[type, object]:
+    """Return the facet that torch_dist writes again, by class; {} for other formats.
+
+    The facts about the optimizer's tensors are emptied: they describe their old shapes.
     """
     facts = catalog.facet(TorchDistFacts)
     if facts is None:
@@ -322,24 +357,27 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
     """Return the top-level entries other than the model by name, ``args`` among them."""
     if catalog.common is not None:
         return dict(catalog.common)
+
+    # Without a common state the entries are in a nested file, or objects of their own.
     entries = _skeleton_entries(catalog)
     for name, item in catalog.objects.items():
         if name in ("args", OPTIMIZER) and item.raw_key is None:
             entries[name] = item.value
     if catalog.args is not None:
         entries["args"] = catalog.args
+
+    # Another program may have an entry of this name that is no set of training arguments.
     if attributes(entries.get("args")) is None and as_mapping(entries.get("args")) is None:
         entries.pop("args", None)
     return entries
 
 
 def _skeleton_entries(catalog: Catalog) -> dict[object, object]:
-    """Return the entries that a nested file holds besides the model, objects in place of their
-    leaves.
-    """
+    """Return the top-level entries of a nested file other than the model, with their objects."""
 
     def value_of(entry: LeafEntry) -> object:
         if isinstance(entry.leaf, ObjectLeaf):
+            # An object that is not loaded stays a leaf.
             item = catalog.objects.get(entry.leaf.key)
             return entry.leaf if item is None or item.raw_key is not None else item.value
         return entry.leaf
@@ -359,7 +397,7 @@ class _RenamedObjects:
     """The objects of a checkpoint under the keys of the global form.
 
     Args:
-        by_key: the objects by their new keys.
+        by_key: new key → object.
         tensors: new key → key of the hidden tensor, for extra states that are tensors.
     """
 
@@ -382,42 +420,37 @@ def _rename_objects(
 ) -> _RenamedObjects:
     """Give extra states the names of their layers.
 
-    Random states, and other ShardedObjects of single ranks, keep their keys. Other objects are in
-    the common state, which is not repeated.
+    Random states and other ShardedObjects of single ranks keep their keys. Plain objects are in the
+    common state and are not repeated here.
+
+    Raises:
+        UnknownTensorError: no rule matches an extra state.
     """
-    states = {key: StoredObject(key, value=value) for key, value in entries.sharded.items()}
+    sharded = {key: StoredObject(key, value=value) for key, value in entries.sharded.items()}
     objects: dict[str, StoredObject] = {}
     tensors: dict[str, str] = {}
-    for key, item in {**catalog.objects, **states}.items():
-        if is_optimizer_key(key):
-            continue
+    for key, item in {**catalog.objects, **sharded}.items():
         shard = sharded_object(key)
+        stored_name, index = (key, ()) if shard is None else shard[:2]
+        is_state = stored_name.endswith(_EXTRA)
+        if is_optimizer_key(key) or not (is_state or shard):
+            continue
 
-        # Everything but extra states keeps its key, or is in the common state.
-        is_state = (shard[0] if shard else key).endswith(_EXTRA)
-        name = (
-            _name_of_state(key, prefix, facts, rules) if is_state and item.raw_key is None else None
-        )
+        # Find the layer and expert of an extra state by its index in the stack; objects that are
+        # not loaded, or of layers that the model does not have, keep their keys.
+        name = None
+        if is_state and item.raw_key is None:
+            names = dict(names_in(stored_name.removeprefix(prefix), facts, rules))
+            depth = len(next(iter(names)))
+            name = names.get(index[:depth])
         if name is None:
-            if is_state or shard is not None:
-                objects[key] = item
+            objects[key] = item
             continue
         rules.rule_of(name)
-        value = item.value
-        if (
-            shard is not None and isinstance(value, list) and len(value) == 1
-        ):  # as torch_dist keeps it
-            value = value[0]
+
+        value = item.value if shard is None else unwrap_shard(item.value)
         if isinstance(value, TensorLeaf):
             tensors[name] = value.key
         else:
             objects[name] = StoredObject(name, value=value)
     return _RenamedObjects(objects, tensors)
-
-
-def _name_of_state(key: str, prefix: str, facts: ModelFacts, rules: Rules) -> str | None:
-    """Return the global name of an extra state; None if the model has no such layer or expert."""
-    shard = sharded_object(key)
-    names = dict(names_in((shard[0] if shard else key).removeprefix(prefix), facts, rules))
-    depth = len(next(iter(names)))
-    return names.get(() if shard is None else shard[1][:depth])

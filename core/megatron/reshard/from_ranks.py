@@ -1,28 +1,26 @@
-"""From rank-local names and shapes to global ones: the rank files of a Megatron checkpoint as one
-model.
+"""Unshard rank files: build one model of global tensors from the files of all ranks.
 
 The result is the *global per-layer form*, which ``core.megatron.reshard.to_ranks`` and
-``core.megatron.reshard.to_torch_dist`` take. Keys are names as rank files have them, without
-``model.``; layers and experts are numbered over the whole model, shapes are those of the whole
-tensors, and there is one fragment for every
-piece that a rank holds. What several ranks hold gives several fragments with one box; the engine compares them::
+``core.megatron.reshard.to_torch_dist`` read. Keys are the names in rank files, without ``model.``,
+but with layers and experts numbered over the complete model. Shapes are those of the global
+tensors. Every shard of a rank gives one fragment or more; replicas give fragments with the same
+box, which the engine compares::
 
-    decoder.layers.3.input_layernorm.weight                          or self_attention.linear_qkv.layer_norm_weight,
-                                                                     whichever the model's rank
-                                                                     files have
+    decoder.layers.3.input_layernorm.weight
+        or ….3.self_attention.linear_qkv.layer_norm_weight: the name in the model's rank files
     decoder.layers.3.mlp.router.weight
-    decoder.layers.3.mlp.shared_experts.linear_fc1.weight            gated: all gate rows, then all up rows
-    decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank
-    files say
+    decoder.layers.3.mlp.shared_experts.linear_fc1.weight
+        gated: all gate rows, then all up rows
+    decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight
+        always in this form, however the rank files name experts
 
-An optimizer's states are tensors as well (``core.catalog.optimizer_keys``).
+The states of an optimizer are tensors as well (``core.catalog.optimizer_keys``). The objects are
+extra states, per layer, and random states.
 
-The result has the fields ``args`` (``core.megatron.model.args.facts_of`` says which arguments
+The result has the fields ``args`` (``core.megatron.model.args.facts_of`` lists the arguments that
 matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
 ``core.megatron.extras.common_state``), ``optimizer``, ``notes`` and ``dropped``, and the facets
 ``MegatronModel`` and ``Topology`` (the source's).
-
-Objects: extra states per layer, and random states.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from core.catalog.catalog import (
     whole_fragment,
 )
 from core.catalog.facets import MegatronModel, RankFacts
-from core.catalog.optimizer_keys import STEP, param_of, state_key
+from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
@@ -71,7 +69,6 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
-from core.megatron.optimizer.rank_state import RankStates
 from core.megatron.placement.qkv_order import CURRENT, old_rows
 from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
 from core.megatron.reshard.rank_optimizer import read_states
@@ -89,121 +86,108 @@ def unshard_ranks(
     target_tp: int | None,
     store: ReadStore | None,
 ) -> Catalog:
-    """Return the global form of a rank catalog (``core.megatron.reshard.reshard.unshard`` explains
-    the arguments).
+    """Return the global per-layer form of a rank catalog.
+
+    ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
     """
-    _check_all_ranks(catalog)
+    rank_facts = catalog.facet(RankFacts)
+    if rank_facts is not None and rank_facts.is_single_rank:
+        raise UnsupportedError(
+            "this is one rank of a checkpoint; the other ranks are needed as well",
+            hint="pass the directory that contains the rank directories",
+        )
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
     check_predictions(facts, facts.topology)
-    notes: list[str] = list(catalog.notes)
 
-    # Put the tensors of all ranks under global names.
+    # Put the tensors of all ranks under global names. Lost extra states go before the rules are
+    # settled and the optimizer is read, which both go through the model's tensors.
     model = merge_ranks(catalog, ranks, facts, rules)
     check_complete(model.tensors, facts, rules)
     extras = read_rank_extras(ranks, facts.topology)
     version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
-    dropped = [*extras.dropped, *_empty_lost_states(model, store)]
+    lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
 
     # Find the optimizer's states by their parameters.
-    optimizer: RankStates | None = None
-    states: dict[str, RankTensor] = {}
-    copies: dict[str, Sequence[StoredArray]] = {}
-    kind = _optimizer_kind(catalog, model)
-    if kind is not None and optim == "carry":
-        optimizer = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
-        states = _state_tensors(optimizer, model, facts)
-        copies = {**optimizer.beside, **({STEP: optimizer.steps} if optimizer.steps else {})}
-        notes += optimizer.notes
-        dropped += optimizer.dropped
-    elif kind is not None:
-        dropped.append(note_dropped_optimizer(kind, optim=optim))
+    optimizer = _read_optimizer(catalog, model, facts, rules, optim=optim, store=store)
 
     # Join the shapes of the ranks, and check them against the arguments.
-    stored_rows = _vocab_rows(model, facts)
-    true_rows = find_true_rows(
-        facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows
+    true_shapes = _join_shapes(
+        model,
+        optimizer.states,
+        facts,
+        rules,
+        vocab_size=vocab_size,
+        keep_padded_vocab=keep_padded_vocab,
+        target_tp=target_tp,
     )
-    stored = {
-        name: global_shape_of(name, tensor, facts.topology)
-        for name, tensor in model.tensors.items()
-    }
-    facts_of_args, facts = facts, with_sizes(facts, stored, rules)
-    check_shapes(model, stored, facts)
-    order = sorted(model.order, key=model.order.__getitem__)
-    shapes = {name: stored[name] for name in order if name in stored}
-    cut = cut_vocab(
-        _vocab_shapes(model, shapes), facts, n_rows=true_rows.n_rows, target_tp=target_tp
-    )
-    shapes |= cut.shapes
-    notes += [*true_rows.notes, *gate_notes(facts_of_args, facts), *cut.notes]
-    for key, state in states.items():
-        global_shape_of(key, state, facts.topology, like=model.tensors[param_of(key)])
-        shapes[key] = shapes[param_of(key)]
+    shapes = true_shapes.shapes
+    notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
 
-    # Rows that an old checkpoint has in another order are put in order by their fragments.
-    tensors = {**model.tensors, **states}
+    # Rows that an old checkpoint stores in another order are put in order by their fragments.
+    tensors = {**model.tensors, **optimizer.states}
     common = extras.common
     if version < OLDEST:
-        _set_old_rows(tensors, version, facts)
+        for key, tensor in tensors.items():
+            shape = tensor.parts[0].array.shape
+            tensor.old_rows = old_rows(
+                param_of(key), shape[0] if shape else 0, version, true_shapes.facts
+            )
         common = {**common, "checkpoint_version": CURRENT}
         notes.append(
-            f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
+            "rows of query, key and value are now in the order of checkpoint_version "
+            f"{CURRENT}, not {version}"
         )
 
-    states_without_tensors = {
+    # Keep the tensors to which objects refer, and those of the optimizer that are not states.
+    objects = extras.objects | {
         name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()
     }
-    objects = extras.objects | states_without_tensors
-    parts = (common, *(item.value for item in objects.values()), *extras.rng_states.values())
+    trees = (common, *(item.value for item in objects.values()), *extras.rng_states.values())
     hidden = {
-        leaf.key: catalog.meta(leaf.key) for leaf in walk(parts) if isinstance(leaf, TensorLeaf)
+        leaf.key: catalog.meta(leaf.key) for leaf in walk(trees) if isinstance(leaf, TensorLeaf)
     }
-    hidden |= metas_of({key: arrays[0] for key, arrays in copies.items()})
+    hidden |= metas_of({key: arrays[0] for key, arrays in optimizer.copies.items()})
+
     megatron = replace(
-        _described_files(model, ranks),
-        vocab_size=true_rows.n_rows,
+        _describe_files(model, ranks),
+        vocab_size=true_shapes.n_rows,
         is_down_proj_cut=is_down_proj_cut,
         rng_states=extras.rng_states,
-        order=tuple(order),
+        order=tuple(sorted(model.order, key=model.order.__getitem__)),
     )
+    fragments = _RankFragments(catalog, tensors, shapes, optimizer.copies, true_shapes.facts)
     return replace(
         catalog,
         tensors={
-            name: TensorMeta(name, tensors[name].parts[0].array.dtype, shapes[name])
-            for name in shapes
+            name: TensorMeta(name, tensors[name].parts[0].array.dtype, shape)
+            for name, shape in shapes.items()
         },
         objects=objects,
         hidden=hidden,
-        fragments_of=_RankFragments(catalog, tensors, shapes, copies, facts).fragments_of,
+        fragments_of=fragments.fragments_of,
         skeleton=None,
         iteration=iteration_of(common),
         common=common,
-        optimizer=None if optimizer is None else optimizer.optimizer,
+        optimizer=optimizer.optimizer,
         aliases={},
         unsupported={},
         notes=tuple(notes),
-        dropped=tuple(dropped),
+        dropped=(*extras.dropped, *lost_states, *optimizer.dropped),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
 
 
-def _check_all_ranks(catalog: Catalog) -> None:
-    """Raise if the catalog is one rank's, not a checkpoint's."""
-    rank_facts = catalog.facet(RankFacts)
-    if rank_facts is not None and rank_facts.is_single_rank:
-        raise UnsupportedError(
-            "this is one rank of a checkpoint; the others are needed as well",
-            hint="point at the directory that holds the rank directories",
-        )
-
-
 def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: ModelFacts) -> None:
-    """Raise unless the tensors have the shapes that the arguments and their rules ask for.
+    """Raise unless the tensors have the shapes that the arguments and their rules require.
 
     Args:
         stored: name → global shape, padding rows included.
+
+    Raises:
+        CorruptError: a shape contradicts the arguments, the rule, or the MLP's other linear.
+        UnsupportedError: the arguments do not give the sizes of a tensor's parts.
     """
     for name, shape in stored.items():
         rule = model.tensors[name].rule
@@ -219,7 +203,7 @@ def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
 
 
 def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
-    """Yield the names in all chunks of every pipeline stage, taken from one rank of each."""
+    """Yield the local names in all chunks of every pipeline stage, from one rank of each."""
     stages = {dict(coords).get("pp"): file for coords, file in ranks.items()}
     for folder, root in stages.values():
         for chunk, container in (as_mapping(root) or {}).items():
@@ -227,54 +211,85 @@ def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
                 yield from flattened(container, rank=folder).entries
 
 
-def _set_old_rows(tensors: Mapping[str, RankTensor], version: float, facts: ModelFacts) -> None:
-    """Note on every tensor of an old checkpoint whether its rows have another order."""
-    for key, tensor in tensors.items():
-        shape = tensor.parts[0].array.shape
-        tensor.old_rows = old_rows(param_of(key), shape[0] if shape else 0, version, facts)
+@dataclass(frozen=True, slots=True)
+class _RankOptimizer:
+    """The optimizer of rank files in the global per-layer form.
 
-
-def _optimizer_kind(catalog: Catalog, model: RankModel) -> str | None:
-    """Return the kind of the optimizer in the files, in words for people; None if they have
-    none.
+    Args:
+        optimizer: groups and settings; None if the optimizer is not carried.
+        states: key of a state → its shards.
+        copies: key of a hidden tensor → the equal arrays that hold it.
+        notes, dropped: notes for the user.
     """
+
+    optimizer: Optimizer | None = None
+    states: Mapping[str, RankTensor] = field(default_factory=dict)
+    copies: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    dropped: Sequence[str] = ()
+
+
+def _read_optimizer(
+    catalog: Catalog,
+    model: RankModel,
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    optim: str,
+    store: ReadStore | None,
+) -> _RankOptimizer:
+    """Read the optimizer of the files, or note that it is dropped.
+
+    Raises:
+        UnsupportedError: ``optim`` is ``refuse``, or the optimizer's kind is not supported.
+        CorruptError: ranks contradict each other.
+    """
+    # Describe the kind in words for people: the catalog does not name those of model_optim_rng.pt.
     rank_facts = catalog.facet(RankFacts)
-    if rank_facts is not None and rank_facts.optimizer_kind is not None:
-        return str(rank_facts.optimizer_kind)
-    is_in_files = any(file.root.get(OPTIMIZER) is not None for file in model.files.values())
-    return "in model_optim_rng.pt" if is_in_files else None
+    kind = None if rank_facts is None else rank_facts.optimizer_kind
+    if kind is None:
+        if all(file.root.get(OPTIMIZER) is None for file in model.files.values()):
+            return _RankOptimizer()
+        kind = "in model_optim_rng.pt"
+    if optim != "carry":
+        return _RankOptimizer(dropped=[note_dropped_optimizer(str(kind), optim=optim)])
 
-
-def _state_tensors(
-    optimizer: RankStates, model: RankModel, facts: ModelFacts
-) -> dict[str, RankTensor]:
-    """Return every state of every parameter of the model, as the ranks hold it."""
-    tensors: dict[str, RankTensor] = {}
-    for state in optimizer.states:
+    # Put the states of all ranks under the global names of their parameters.
+    result = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
+    states: dict[str, RankTensor] = {}
+    for state in result.states:
         chunk = state.param.chunk
         for _, global_name, array in chunk.arrays(state.param.name, state.array):
             name = global_name
-            if (
-                name not in model.tensors
-            ):  # a copy of shared embeddings, which is no tensor of its own
+            # A copy of tied embeddings is not a tensor of its own.
+            if name not in model.tensors:
                 tied = chunk.rules.rule_of(name).tied
                 assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
                 name = tied
             key = state_key(state.state, name)
-            tensor = tensors.get(key)
-            if tensor is None:
-                tensor = tensors[key] = RankTensor(model.tensors[name].rule)
-            tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
-    return tensors
+            if key not in states:
+                states[key] = RankTensor(model.tensors[name].rule)
+            states[key].parts.append(RankPart(chunk.rank, chunk.folder, array))
+    return _RankOptimizer(
+        optimizer=result.optimizer,
+        states=states,
+        copies={**result.beside, **({STEP: result.steps} if result.steps else {})},
+        notes=result.notes,
+        dropped=result.dropped,
+    )
 
 
 def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
     """Empty the extra states that cannot be kept (``core.megatron.extras.extra_states``).
 
     Returns:
-        A note for each of them.
+        One note for each of them.
+
+    Raises:
+        UnsupportedError: an opaque tensor other than an extra state differs between ranks.
     """
     dropped: list[str] = []
+    # A state may be a tensor on some ranks and an object on others.
     tensors = {
         name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"
     }
@@ -284,8 +299,8 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
         if reason is None:
             continue
         if not name.endswith(EXTRA_STATE):
-            problem = f"a tensor that its rule calls opaque cannot be resharded: {reason.partition(';')[0]}"
-            raise UnsupportedError(problem, key=name)
+            problem = reason.partition(";")[0]
+            raise UnsupportedError(f"opaque tensors cannot be resharded: {problem}", key=name)
         dropped.append(f"{name} ({reason})")
         model.tensors.pop(name, None)
         model.extra_states[name] = [None]
@@ -293,13 +308,13 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[str]:
 
 
 def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
-    """Cut what its rule replicates where every rank has only its share of the rows.
+    """Cut tensors that the rule replicates but of which every rank has only its share of the rows.
 
-    A single rank does not show it; then it is assumed for latent attention in the local
-    implementation, which cuts.
+    One TP rank alone does not show that. It is then assumed for multi-latent attention in the local
+    implementation, which cuts its down projections.
 
     Returns:
-        Whether some tensor is cut so.
+        True if a tensor is cut contrary to its rule.
     """
     is_cut = facts.is_mla and facts.is_local and facts.topology.tp == 1
     for tensor in model.tensors.values():
@@ -314,14 +329,15 @@ def settle_rules(model: RankModel, facts: ModelFacts) -> bool:
 def global_shape_of(
     name: str, tensor: RankTensor, topology: Topology, *, like: RankTensor | None = None
 ) -> Shape:
-    """Return the global shape of a tensor, checking that the ranks agree.
+    """Return the global shape of a tensor after checking that its shards agree.
 
     Args:
-        like: the parameter, where the tensor is a state of it: shapes must be the parameter's.
+        like: the parameter, if the tensor is one of its states, whose shards must then have the
+            parameter's shape.
 
     Raises:
-        CorruptError: ranks differ in dtype or shape, or the tensor lacks the axis that its rule
-            cuts.
+        CorruptError: ranks differ in dtype or shape, or the tensor does not have the axis that its
+            rule cuts.
     """
     first = tensor.parts[0]
     axis = tensor.rule.cut_axis
@@ -329,8 +345,8 @@ def global_shape_of(
     for part in tensor.parts:
         if part.array.shape != shape or part.array.dtype != first.array.dtype:
             raise CorruptError(
-                f"{part.array.dtype} of shape {part.array.shape} here, {first.array.dtype} of shape "
-                f"{first.array.shape} in {first.folder}",
+                f"{part.array.dtype} of shape {part.array.shape} here, "
+                f"{first.array.dtype} of shape {first.array.shape} in {first.folder}",
                 key=name,
                 rank=part.folder,
             )
@@ -341,23 +357,75 @@ def global_shape_of(
     return global_shape(first.array.shape, axis, topology.size_of(tensor.rule.group))
 
 
-def _vocab_shapes(model: RankModel, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {
-        name: shape for name, shape in shapes.items() if model.tensors[name].rule.kind == "vocab"
-    }
+@dataclass(frozen=True, slots=True)
+class _JoinedShapes:
+    """The global shapes of a model.
+
+    Args:
+        shapes: key of a tensor or state → shape without dropped padding, in the order of the files.
+        n_rows: rows of the vocabulary without padding, or None if unknown.
+        facts: facts about the model, with the sizes that only shapes show.
+        notes: notes for the user.
+    """
+
+    shapes: Mapping[str, Shape]
+    n_rows: int | None
+    facts: ModelFacts
+    notes: Sequence[str]
 
 
-def _vocab_rows(model: RankModel, facts: ModelFacts) -> list[int]:
-    """Return the rows, padding included, of every tensor with a row for each token."""
-    return [
+def _join_shapes(
+    model: RankModel,
+    states: Mapping[str, RankTensor],
+    facts: ModelFacts,
+    rules: Rules,
+    *,
+    vocab_size: int | None,
+    keep_padded_vocab: bool,
+    target_tp: int | None,
+) -> _JoinedShapes:
+    """Join the shapes of the ranks, check them, and drop padding rows of the vocabulary.
+
+    Raises:
+        CorruptError: shapes contradict each other or the arguments.
+        UnsupportedError: the arguments do not give the sizes of a tensor's parts.
+        UsageError: ``vocab_size`` does not fit the stored rows.
+    """
+    # Find the size of the vocabulary: TP ranks hold equal numbers of rows, padding included.
+    stored_rows = [
         tensor.parts[0].array.shape[0] * facts.topology.tp
         for tensor in model.tensors.values()
         if tensor.rule.kind == "vocab" and tensor.parts[0].array.shape
     ]
+    true_rows = find_true_rows(
+        facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored_rows
+    )
+
+    # Check the shapes with all padding: the arguments and rules describe the stored tensors.
+    stored = {
+        name: global_shape_of(name, tensor, facts.topology)
+        for name, tensor in model.tensors.items()
+    }
+    sized_facts = with_sizes(facts, stored, rules)
+    check_shapes(model, stored, sized_facts)
+
+    # Drop the padding, also that of the states.
+    order = sorted(model.order, key=model.order.__getitem__)
+    shapes = {name: stored[name] for name in order if name in stored}
+    vocab_shapes = {
+        name: shape for name, shape in shapes.items() if model.tensors[name].rule.kind == "vocab"
+    }
+    cut = cut_vocab(vocab_shapes, sized_facts, n_rows=true_rows.n_rows, target_tp=target_tp)
+    shapes |= cut.shapes
+    for key, state in states.items():
+        global_shape_of(key, state, facts.topology, like=model.tensors[param_of(key)])
+        shapes[key] = shapes[param_of(key)]
+    notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
+    return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
 
 
-def _described_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:
-    """Return what the files look like, so that rank files can be written in the same way."""
+def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:
+    """Describe the form of the files, so that rank files can be written in the same form."""
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
     first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
     modules = sorted(model.versions, key=model.module_order.__getitem__)
@@ -372,13 +440,13 @@ def _described_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _RankFragments:
-    """Finds the fragments of global tensors in the arrays of the ranks.
+    """A finder of the fragments of global tensors in the arrays of the ranks.
 
     Args:
         catalog: the rank catalog.
-        tensors: global key → what the ranks hold of the tensor.
-        shapes: global key → shape, without padding rows that are cut.
-        copies: key of a hidden tensor → its equal arrays.
+        tensors: global key → the shards of the tensor.
+        shapes: global key → shape, without dropped padding rows.
+        copies: key of a hidden tensor → the equal arrays that hold it.
         facts: facts about the source.
     """
 
@@ -388,49 +456,48 @@ class _RankFragments:
     copies: Mapping[str, Sequence[StoredArray]]
     facts: ModelFacts
     _pieces: dict[object, list[ShardPiece]] = field(default_factory=dict, init=False)
-    """Pieces of tensors that were asked for before, by rule and shape: such tensors are cut
-    alike.
-    """
+    """Cache of the pieces of a shard, by rule, shapes and rank: equal ones are cut alike."""
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
-        """Return one fragment for every piece that a rank holds of a tensor."""
+        """Return the fragments of a tensor, at least one for each shard, in the order of the ranks.
+
+        Raises:
+            CorruptError: the sizes of the tensor's parts do not add up to its extent.
+        """
         if key in self.copies:
             return tuple(whole_fragment(key, array) for array in self.copies[key])
         tensor = self.tensors.get(key)
         if tensor is None:
             return self.catalog.fragments(key)
-        return tuple(self._fragments(key, tensor, self.shapes[key]))
-
-    def _fragments(self, key: str, tensor: RankTensor, shape: Shape) -> Iterator[Fragment]:
-        """Yield the fragments of a tensor, in the order of the ranks."""
-        rule = tensor.rule
+        fragments: list[Fragment] = []
         for part in tensor.parts:
-            number = 0 if rule.cut_axis is None else part.rank.within(rule.group)
-            kind = (id(rule), shape, part.array.shape, number)
-            pieces = self._pieces.get(kind)
-            if pieces is None:
-                pieces = self._pieces[kind] = _cut_pieces(key, rule, shape, part, self.facts)
-            for piece in pieces:
+            for piece in self._pieces_of(key, tensor.rule, part):
                 fragment = Fragment(key, piece.box, part.array, piece.at)
                 if tensor.old_rows is None:
-                    yield fragment
+                    fragments.append(fragment)
                 else:
-                    yield from tensor.old_rows.fragments(fragment)
+                    fragments += tensor.old_rows.fragments(fragment)
+        return tuple(fragments)
 
+    def _pieces_of(self, key: str, rule: Rule, part: RankPart) -> list[ShardPiece]:
+        """Return the pieces of a tensor that a rank's array holds, without padding."""
+        shape, axis = self.shapes[key], rule.cut_axis
+        number = 0 if axis is None else part.rank.within(rule.group)
+        kind = (id(rule), shape, part.array.shape, number)
+        if kind in self._pieces:
+            return self._pieces[kind]
+        if axis is None:
+            pieces = replicated_pieces(shape)
+        else:
+            n = self.facts.topology.size_of(rule.group)
+            padded = global_shape(part.array.shape, axis, n)
+            extents = parts_of(rule, padded[axis], self.facts, key=key)
 
-def _cut_pieces(
-    key: str, rule: Rule, shape: Shape, part: RankPart, facts: ModelFacts
-) -> list[ShardPiece]:
-    """Return the pieces of a tensor that a rank's array holds, without padding."""
-    axis = rule.cut_axis
-    if axis is None:
-        return replicated_pieces(shape)
-    n = facts.topology.size_of(rule.group)
-    padded = global_shape(part.array.shape, axis, n)
-    extents = parts_of(rule, padded[axis], facts, key=key)
-    if n == 1:  # the consecutive parts of the axis follow each other on both sides
-        pieces = replicated_pieces(padded)
-    else:
-        pieces = split_axis(padded, axis, parts=extents, rank=part.rank.within(rule.group), n=n)
-    trimmed_pieces = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
-    return [piece for piece in trimmed_pieces if piece is not None]
+            # A single shard has the parts of the axis in the order of the tensor: one piece.
+            pieces = replicated_pieces(padded)
+            if n > 1:
+                pieces = split_axis(padded, axis, parts=extents, rank=number, n=n)
+            trimmed_pieces = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
+            pieces = [piece for piece in trimmed_pieces if piece is not None]
+        self._pieces[kind] = pieces
+        return pieces

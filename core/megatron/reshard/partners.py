@@ -1,14 +1,14 @@
-"""Tensors that go together; they are checked because comparing layers with each other misses what
-all of them lack.
+"""Check tensors that occur only together.
 
-A layer with one of these has the other::
+Comparing the layers of a model with each other misses a tensor that all of them lack. A layer that
+has one of these tensors has the other::
 
     self_attention.linear_qkv.weight    self_attention.linear_proj.weight
-    mlp.linear_fc1.weight               mlp.linear_fc2.weight            (of experts and shared experts as well)
+    mlp.linear_fc1.weight               mlp.linear_fc2.weight    (also in experts, shared experts)
     mlp.experts.*                       mlp.router.weight
     a norm before attention             a norm before the MLP
 
-and a stack of GPT layers whose norms are tensors ends with a norm of its own.
+A stack of GPT layers whose norms are tensors ends with a final norm.
 
 Source: Megatron-LM d98e8a64 ``core/transformer/attention.py``, ``mlp.py``, ``moe/moe_layer.py``,
 ``transformer_block.py``; tests/golden.
@@ -16,6 +16,7 @@ Source: Megatron-LM d98e8a64 ``core/transformer/attention.py``, ``mlp.py``, ``mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from core.errors import MissingShardError, Report
@@ -35,86 +36,76 @@ _FINAL = "decoder.final_layernorm.weight"
 _QKV = "self_attention.linear_qkv.weight"
 _ATTENTION_NORMS = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 _MLP_NORM = "pre_mlp_layernorm.weight"
-_NORM = "layernorm.weight"
-_FUSED_NORM = "layer_norm_weight"
+_MLP_NORMS = re.compile(rf"{re.escape(_MLP_NORM)}$|mlp\..*linear_fc1\.layer_norm_weight$")
+_ANY_NORM = re.compile(r"(layernorm\.|layer_norm_)weight$")
+_WRAPPED = re.compile(rf"{re.escape(ADAPTER)}|to_wrap")
 
 
 def check_partners(names: Iterable[str], kind: ModelKind, rules: Rules, *, report: Report) -> None:
-    """Report tensors that are missing in all layers of a stack, though each layer has their
-    partner.
+    """Report tensors that all layers of a stack lack although they have the tensor's partner.
 
     Args:
         names: names of the model's tensors, one for each layer.
-        kind: what the parts of such a model are called.
+        kind: the kind of model; only GPT models are checked.
         report: takes the missing tensors (rule ``layout.tensor``).
     """
     present = set(names)
-    if kind is not GPT or any(ADAPTER in name or "to_wrap" in name for name in present):
+
+    # Adapters rename or replace the linears that they wrap, so nothing can be expected of those.
+    if kind is not GPT or any(map(_WRAPPED.search, present)):
         return
 
     # Collect the names of each layer, and of each stack.
     layers: dict[tuple[str, int], set[str]] = {}
     subs_of_stack: dict[str, set[str]] = {}
-    for name in present:
-        layer = rules.layer_of(name)
-        if layer is not None:
-            layers.setdefault((layer.stack, layer.number), set()).add(layer.sub)
-            subs_of_stack.setdefault(layer.stack, set()).add(layer.sub)
+    for layer in filter(None, map(rules.layer_of, present)):
+        layers.setdefault((layer.stack, layer.number), set()).add(layer.sub)
+        subs_of_stack.setdefault(layer.stack, set()).add(layer.sub)
 
+    # A tensor that some other layer has is left to ``check_complete``, which compares layers.
     for (stack, number), subs in sorted(layers.items()):
-        for missing, partner in _missing(subs):
-            if (
-                missing not in subs_of_stack[stack]
-            ):  # where other layers have it, ``check_complete`` reports it
-                problem = f"the layer has {partner}, but not this"
-                report(
-                    MissingShardError(
-                        problem, key=str(Layer(stack, number, missing)), rule="layout.tensor"
-                    )
-                )
+        for missing, partner in _missing_partners(subs):
+            if missing not in subs_of_stack[stack]:
+                problem = f"the layer has {partner}, but not this tensor"
+                key = str(Layer(stack, number, missing))
+                report(MissingShardError(problem, key=key, rule="layout.tensor"))
 
     # A stack whose layers have norms ends with one.
-    has_norms = any(
-        sub.endswith((_NORM, _FUSED_NORM)) for subs in subs_of_stack.values() for sub in subs
-    )
+    has_norms = any(map(_ANY_NORM.search, set().union(*subs_of_stack.values())))
     if has_norms and not any(name.startswith("decoder.final") for name in present):
-        report(
-            MissingShardError(
-                "the tensor is not in the checkpoint", key=_FINAL, rule="layout.tensor"
-            )
-        )
+        problem = "the tensor is not in the checkpoint"
+        report(MissingShardError(problem, key=_FINAL, rule="layout.tensor"))
 
 
-def _missing(subs: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (missing tensor, its partner) of a layer."""
+def _missing_partners(subs: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (missing tensor, its partner) for the names in a layer."""
     for pair in _PARTNERS:
         for present, missing in (pair, pair[::-1]):
             if present in subs and missing not in subs:
                 yield missing, present
     yield from _missing_norms(subs)
+
+    # Experts need a router, and each of them both linears.
     experts = sorted(sub for sub in subs if sub.startswith(_EXPERT))
     if experts and _ROUTER not in subs:
         yield _ROUTER, experts[0]
     for sub in experts:
-        for present, missing in ((_FIRST, _SECOND), (_SECOND, _FIRST)):
-            if present in sub and sub.replace(present, missing) not in subs:
-                yield sub.replace(present, missing), sub
+        for partner in (sub.replace(_FIRST, _SECOND), sub.replace(_SECOND, _FIRST)):
+            if partner not in subs:
+                yield partner, sub
 
 
 def _missing_norms(subs: set[str]) -> Iterator[tuple[str, str]]:
     """Yield (missing norm, the norm that the layer has).
 
-    Attention and MLP both begin with a norm, which may be fused into the first linear, or neither
-    does.
+    Attention and MLP either both begin with a norm, which may be fused into the first linear, or
+    neither does.
     """
-    mlp = {sub for sub in subs if sub.startswith("mlp.")}
-    if _QKV not in subs or not mlp:
+    if _QKV not in subs or not any(sub.startswith("mlp.") for sub in subs):
         return
-    norms_of_mlp = {sub for sub in mlp if sub.endswith("linear_fc1." + _FUSED_NORM)} | (
-        {_MLP_NORM} & subs
-    )
-    before = next((sub for sub in _ATTENTION_NORMS if sub in subs), None)
-    if before is not None and not norms_of_mlp:
-        yield _MLP_NORM, before
-    elif norms_of_mlp and before is None:
-        yield _ATTENTION_NORMS[0], min(norms_of_mlp)
+    attention_norm = next((sub for sub in _ATTENTION_NORMS if sub in subs), None)
+    mlp_norm = min(filter(_MLP_NORMS.match, subs), default=None)
+    if attention_norm is not None and mlp_norm is None:
+        yield _MLP_NORM, attention_norm
+    elif mlp_norm is not None and attention_norm is None:
+        yield _ATTENTION_NORMS[0], mlp_norm

@@ -1,6 +1,6 @@
-"""All problems with the layout of a Megatron checkpoint, not only the first.
+"""Find all problems with the layout of a Megatron checkpoint, not only the first.
 
-``core.megatron.reshard.from_ranks`` and ``core.megatron.reshard.from_global`` stop at the first
+``core.megatron.reshard.from_ranks`` and ``core.megatron.reshard.from_global`` raise at the first
 problem; here the same checks report it and go on.
 """
 
@@ -39,13 +39,13 @@ from core.pickle.inert import TensorLeaf, walk
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """A model as far as it is understood.
+    """The readable part of a model whose checkpoint may have problems.
 
     Args:
-        facts: the facts that the training arguments give.
+        facts: facts about the model, from its training arguments and shapes.
         shapes: global per-layer name → shape, padding rows included.
-        held: global name → what the ranks hold of the tensor, in rank files.
-        files: what the ranks' files hold, in rank files.
+        held: global name → the shards of the tensor on all ranks; {} for global tensors.
+        files: the parameters of each rank's file; () for global tensors.
     """
 
     facts: ModelFacts
@@ -57,18 +57,17 @@ class Understood:
 def understood(
     catalog: Catalog, rules: Rules, *, report: Report, sample: Collection[str] | None = None
 ) -> Understood | None:
-    """Read the model of a catalog with Megatron's names, as far as it is understood, and report its
-    problems.
+    """Read the model of a catalog with Megatron's names, and report its problems.
 
     Args:
-        catalog: a catalog of rank files, which may be incomplete, or of global tensors, its objects
-            loaded.
+        catalog: a catalog of rank files, which may be incomplete, or of global tensors; its objects
+            are loaded.
         report: takes the problems: the rules of ``merge_ranks``, ``origins_of`` and
             ``check_complete``, and ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
-        sample: rank directories that stand for all others, which are like them; None for all.
+        sample: the rank directories to read, which represent all others; None reads every rank.
 
     Returns:
-        None if the arguments or the names are not understood.
+        The readable part of the model; None if its arguments or names are not understood.
     """
     try:
         if not catalog.is_rank_local:
@@ -88,11 +87,12 @@ def _read_ranks(
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)
 
+    # In a sample, ranks are missing on purpose.
     def report_unless_sampled(error: CheckpointingException) -> None:
         if sample is None or error.rule != "layout.ranks":
             report(error)
 
-    # Names first: all layers, all partners.
+    # Check the names first: every layer, every partner.
     model = merge_ranks(catalog, ranks, facts, rules, report=report_unless_sampled)
     check_complete(model.tensors, facts, rules, report=report)
     check_partners(model.tensors, facts.kind, rules, report=report)
@@ -101,7 +101,7 @@ def _read_ranks(
     for error in _missing_heads(model, facts):
         report(error)
 
-    # Then shapes.
+    # Then check the shapes, which are known only for names that have a rule.
     settle_rules(model, facts)
     shapes: dict[str, Shape] = {}
     for name, tensor in model.tensors.items():
@@ -117,17 +117,21 @@ def _read_ranks(
 def _sampled(
     facts: ModelFacts, ranks: Mapping[Coords, tuple[str, object]], sample: Collection[str]
 ) -> tuple[ModelFacts, Mapping[Coords, tuple[str, object]]]:
-    """Return the sampled ranks and the facts for them: the experts of one rank are taken for all
-    that there are.
+    """Return the sampled ranks, and the facts about a model that has no other experts than theirs.
+
+    All ranks are returned where the sample has several expert parallel ranks of one (TP, PP) rank.
     """
+    # Without EP coordinates, the ranks of a sample are those of a smaller model at EP 1.
     ep = facts.topology.ep
     sampled = {
         tuple(number for number in coords if number[0] != "ep"): file
         for coords, file in ranks.items()
         if file[0] in sample
     }
+
+    # Expert parallel ranks that differ coincide now; then all of them have to be read.
     if len(sampled) < len(sample):
-        return facts, ranks  # expert parallel ranks differ among themselves, so all are needed
+        return facts, ranks
     if ep == 1:
         return facts, sampled
     n_experts = None if facts.n_experts is None else facts.n_experts // ep
@@ -135,9 +139,9 @@ def _sampled(
 
 
 def _missing_heads(model: RankModel, facts: ModelFacts) -> Iterator[CheckpointingException]:
-    """Yield an error for each rank of the last stage that lacks its copy of shared embeddings.
+    """Yield an error for each rank of the last stage that lacks its copy of tied embeddings.
 
-    Where predictions come after the last layer, the copy is for them to place.
+    With multi-token prediction the copy may be in another stage, so it is not checked.
     """
     last = facts.topology.pp - 1
     tied = model.tensors.get(facts.kind.embedding)
@@ -146,26 +150,36 @@ def _missing_heads(model: RankModel, facts: ModelFacts) -> Iterator[Checkpointin
     holders = {part.rank for part in tied.parts}
     for rank, file in model.files.items():
         if rank.pp == last and rank not in holders:
-            problem = f"the last stage has no copy of {facts.kind.embedding}, which it shares"
             yield MissingShardError(
-                problem, key=facts.kind.head, rank=file.folder, rule="layout.tied"
+                f"the last stage has no copy of the tied embeddings, {facts.kind.embedding}",
+                key=facts.kind.head,
+                rank=file.folder,
+                rule="layout.tied",
             )
 
 
 def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankPart]:
-    """Return the parts with the most usual dtype and shape, and report the others."""
+    """Return the parts with the most common dtype and shape, and report the others."""
     kinds = Counter((part.array.dtype, part.array.shape) for part in tensor.parts)
-    if len(kinds) == 1:
-        return tensor.parts
-    usual, n = kinds.most_common(1)[0]
-    for part in (
-        tensor.parts if tensor.rule.kind != "opaque" else ()
-    ):  # extra states are as long as each rank's pickle
+    (dtype, shape), n = kinds.most_common(1)[0]
+    usual_parts = [p for p in tensor.parts if (p.array.dtype, p.array.shape) == (dtype, shape)]
+
+    # The length of an extra state is that of each rank's pickle, so it may differ.
+    if len(usual_parts) == len(tensor.parts) or tensor.rule.kind == "opaque":
+        return usual_parts
+    for part in tensor.parts:
         array = part.array
-        if (array.dtype, array.shape) != usual:
-            problem = f"{array.dtype} of shape {array.shape} here, {usual[0]} of {usual[1]} on {n} other ranks"
-            report(CorruptError(problem, key=name, rank=part.folder, rule="layout.ranks_differ"))
-    return [part for part in tensor.parts if (part.array.dtype, part.array.shape) == usual]
+        if (array.dtype, array.shape) != (dtype, shape):
+            report(
+                CorruptError(
+                    f"{array.dtype} of shape {array.shape} here, {dtype} of {shape} on {n} other "
+                    "ranks",
+                    key=name,
+                    rank=part.folder,
+                    rule="layout.ranks_differ",
+                )
+            )
+    return usual_parts
 
 
 def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
@@ -177,13 +191,20 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
         common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
 
-    # Find every tensor's name and place.
+    # Select the model's tensors: not those of the optimizer, of other entries, or, in the file of
+    # a single rank, of its random state.
+    entries = [item for name, item in common.items() if name != OPTIMIZER]
+    in_entries = {leaf.key for leaf in walk(entries) if isinstance(leaf, TensorLeaf)}
     names: dict[str, str] = {}
-    for key in _model_keys(catalog, common, prefix):
+    for key in catalog.tensors:
+        if is_optimizer_key(key) or key in in_entries or (prefix and is_random_state(key)):
+            continue
         try:
             names[key] = without_prefix(prefix, key)
         except CheckpointingException as err:
             report(err.breaking("layout.entries"))
+
+    # Find the per-layer tensors in the stored ones.
     origins = origins_of(catalog, names, facts, rules, report=report)
     metas: dict[str, TensorMeta] = {}
     for name, origin in origins.items():
@@ -192,6 +213,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
         except CheckpointingException as err:
             report(err.breaking("layout.tied"))
 
+    # Check names and shapes.
     check_complete(metas, facts, rules, report=report)
     check_partners(metas, facts.kind, rules, report=report)
     shapes = {name: meta.shape for name, meta in metas.items()}
@@ -201,19 +223,6 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     return Understood(facts, shapes)
 
 
-def _model_keys(catalog: Catalog, common: Mapping[object, object], prefix: str) -> Iterator[str]:
-    """Yield the tensors of the model: neither of the optimizer, nor of other entries."""
-    entries = [item for name, item in common.items() if name != OPTIMIZER]
-    in_entries = {leaf.key for leaf in walk(entries) if isinstance(leaf, TensorLeaf)}
-    for key in catalog.tensors:
-        if (
-            not is_optimizer_key(key)
-            and key not in in_entries
-            and not (prefix and is_random_state(key))
-        ):
-            yield key
-
-
 def _check_shapes(
     shapes: Mapping[str, Shape],
     rule_of: Mapping[str, Rule],
@@ -221,10 +230,10 @@ def _check_shapes(
     rules: Rules,
     report: Report,
 ) -> ModelFacts:
-    """Compare shapes with the arguments and one another, reporting what does not fit.
+    """Compare shapes with the arguments and with one another, and report mismatches.
 
     Returns:
-        The facts, with the sizes that the shapes tell.
+        The facts, with the sizes that only shapes show.
     """
     try:
         facts = with_sizes(facts, shapes, rules)

@@ -1,13 +1,12 @@
-"""The rank files of a Megatron checkpoint, merged into one model: what every rank holds, under its
-global name.
+"""Merge the rank files of a Megatron checkpoint into one model, under global names.
 
-``core.megatron.reshard.from_ranks`` makes global tensors of the result,
-``core.megatron.reshard.rank_optimizer`` finds the parameters' optimizer states with its help.
+``core.megatron.reshard.from_ranks`` builds global tensors from the result;
+``core.megatron.reshard.rank_optimizer`` uses it to find the parameters' optimizer states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.fast_value import value
@@ -24,11 +23,11 @@ from core.errors import (
     raising,
 )
 from core.megatron.extras.common_state import EXTRA_STATE, same
-from core.megatron.extras.nested_dicts import flattened
+from core.megatron.extras.nested_dicts import FlatDict, flattened
 from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.stages import Stages
-from core.megatron.model.topology import Rank, Topology
+from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile
 from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.qkv_order import OldRows
@@ -38,7 +37,11 @@ from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 
 @value(frozen=True, slots=True)
 class RankPart:
-    """The part of a tensor that one rank holds."""
+    """The shard of a tensor that one rank holds.
+
+    Args:
+        folder: the rank's directory.
+    """
 
     rank: Rank
     folder: str
@@ -47,7 +50,12 @@ class RankPart:
 
 @dataclass(slots=True)
 class RankTensor:
-    """A global tensor under construction, put together from the parts of the ranks."""
+    """A global tensor under construction.
+
+    Args:
+        parts: the shards of all ranks, replicas included.
+        old_rows: the order of a shard's rows, if it is not today's.
+    """
 
     rule: Rule
     parts: list[RankPart] = field(default_factory=list)
@@ -56,17 +64,18 @@ class RankTensor:
 
 @dataclass(slots=True)
 class RankModel:
-    """All chunks of all ranks, merged by name.
+    """The model chunks of all ranks, merged by name.
 
     Args:
-        tensors: global name → what the ranks hold of the tensor.
-        extra_states: global name → the values of ranks that differ; usually one.
-        order: global name → place of the tensor or extra state in the model, for sorting.
-        versions: module → what torch notes about it.
-        nesting: name → whether its container is an OrderedDict.
-        module_order: module → its place in the model, for sorting.
-        expert_names: how the files name experts, or None without experts.
-        files: what the file of each rank holds.
+        tensors: global name → the shards of the tensor.
+        extra_states: global name → the distinct values on the ranks; usually one.
+        order: global name → sort key of the tensor or extra state, in the order of the files.
+        versions: module → its entry in torch's ``_metadata``.
+        nesting: name of a state dict within the chunk → True for an OrderedDict.
+        module_order: module → sort key, in the order of the files.
+        expert_names: the form of the experts' names (``core.megatron.rules.experts``), or None
+            without experts.
+        files: rank → the parameters of its file.
     """
 
     tensors: dict[str, RankTensor] = field(default_factory=dict)
@@ -81,12 +90,12 @@ class RankModel:
 
 @dataclass(frozen=True, slots=True)
 class _StageHead:
-    """The first rank of a pipeline stage, whose names the others repeat.
+    """The first rank of a pipeline stage, whose names the other ranks repeat.
 
     Args:
-        chunk: model chunk of the tensor.
-        names: the names in it, in order.
-        places: the result of ``ModelChunk.places``.
+        chunk: model chunk of that rank.
+        names: the local names in it, in order.
+        places: the result of ``ModelChunk.places`` for them.
     """
 
     chunk: ModelChunk
@@ -102,30 +111,45 @@ def merge_ranks(
     *,
     report: Report = raising,
 ) -> RankModel:
-    """Merge the chunks of all ranks under global names, each name with its place in the model.
+    """Merge the model chunks of all ranks under global names.
 
     Args:
+        ranks: coordinates → (directory, content of its file).
         report: takes the problems (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``,
-            ``.entries``), whose subjects are then left out; raises them, if none is given.
+            ``.entries``) and skips what they affect; by default they are raised.
+
+    Raises:
+        MissingShardError, CorruptError, UnknownTensorError, UnsupportedError: a problem, if
+            ``report`` raises.
     """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)
     files = {topology.rank_at(coords): file for coords, file in ranks.items()}
-    _check_ranks(files, topology, report)
+
+    # Megatron-core before 0.19 saved no file for a rank whose experts another rank also held, and
+    # that rank's shards of the other tensors with it.
+    missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
+    if missing:
+        error = MissingShardError(
+            f"the shards of TP ranks {listed(missing)} are in no file: before core 0.19, Megatron "
+            f"did not save every rank of {topology}",
+            hint="save the model again with a newer Megatron-LM, or as torch_dist",
+        )
+        report(error.breaking("layout.ranks"))
+
     model = RankModel()
     for vp_rank in range(topology.vpp):
         heads: dict[int, _StageHead] = {}
         for rank, (folder, root) in files.items():
             try:
-                flat = flattened(
-                    chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder
-                )
+                container = chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)
+                flat = flattened(container, rank=folder)
             except CheckpointingException as err:
                 report(err.breaking("layout.chunks"))
                 continue
             model.nesting |= flat.nesting
 
-            # Only the first rank of a stage is looked at closely; the others repeat its names.
+            # Only the first rank of a stage is checked in full; the others repeat its names.
             chunk = ModelChunk(folder, rank, (vp_rank, rank.pp), stages, facts, rules)
             names = list(flat.entries)
             if rank.pp not in heads:
@@ -138,13 +162,9 @@ def merge_ranks(
                 _check_names(names, head.names, report, rank=folder, other=head.chunk.folder)
                 places = chunk.places(names)
 
-            _add_file(model, catalog, chunk, root, flat.entries)
-            for name, leaf in flat.entries.items():
-                try:
-                    _add_entry(model, catalog, chunk, name, leaf, place=places[name])
-                except CheckpointingException as err:
-                    report(err.breaking("layout.entries"))
-            _add_versions(model, chunk, flat.versions)
+            _add_chunk(model, catalog, chunk, root, flat, places=places, report=report)
+
+    # Complete the model with what its files need not have, but other layouts' files do.
     if model.expert_names == "grouped":
         _add_expert_states(model, rules)
     if facts.kind.is_legacy and facts.is_tied:
@@ -152,17 +172,28 @@ def merge_ranks(
     return model
 
 
-def _add_file(
+def _add_chunk(
     model: RankModel,
     catalog: Catalog,
     chunk: ModelChunk,
     root: object,
-    entries: Mapping[str, object],
+    flat: FlatDict,
+    *,
+    places: Mapping[str, tuple[int, int]],
+    report: Report,
 ) -> None:
-    """Add the tensors of a chunk to what is known of its rank's file."""
+    """Add one model chunk of a rank's file to the model.
+
+    Args:
+        root: content of the rank's file.
+        flat: state dict of the chunk.
+        places: the result of ``ModelChunk.places`` for its names.
+        report: takes the problems of single entries, which are skipped.
+    """
+    # Append the chunk's parameters to those of the rank's file; several chunks share a file.
     params = [
         Param(chunk, name, _array(catalog, leaf))
-        for name, leaf in entries.items()
+        for name, leaf in flat.entries.items()
         if isinstance(leaf, TensorLeaf)
     ]
     file = model.files.get(chunk.rank)
@@ -171,30 +202,32 @@ def _add_file(
         chunk.rank, chunk.folder, as_mapping(root) or {}, (*previous, *params)
     )
 
+    for name, leaf in flat.entries.items():
+        try:
+            _add_entry(model, catalog, chunk, name, leaf, place=places[name])
+        except CheckpointingException as err:
+            report(err.breaking("layout.entries"))
+
+    # A module's name, followed by a dot, is renumbered like a tensor's.
+    module_places = chunk.places([module + "." for module in flat.versions])
+    for module, version in flat.versions.items():
+        place = module_places[module + "."]
+        for number, global_name in chunk.global_names(module + "."):
+            global_module = global_name[:-1]
+            model.versions.setdefault(global_module, version)
+            model.module_order.setdefault(global_module, (*chunk.where, place[0], number, place[1]))
+
 
 def _add_head(model: RankModel, facts: ModelFacts) -> None:
-    """Add what the dict of the embedding's copy looks like, which a single pipeline stage does not
-    have.
+    """Describe the dict of the embedding's copy in the last stage like that of the original.
+
+    A single pipeline stage has no such copy, but the destination may.
     """
     head, embedding = (name.rpartition(".")[0] for name in (facts.kind.head, facts.kind.embedding))
     model.nesting.setdefault(head, model.nesting.get(embedding, True))
     if embedding in model.versions and head not in model.versions:
         model.versions[head] = model.versions[embedding]
         model.module_order[head] = max(model.module_order.values())
-
-
-def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> None:
-    """Report TP ranks whose shards are in no file: older Megatron left out ranks whose experts
-    another one holds.
-    """
-    missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
-    if missing:
-        error = MissingShardError(
-            f"the shards of TP ranks {listed(missing)} are in no file: before core 0.19, Megatron did not save every "
-            f"rank of {topology}",
-            hint="save the model again with a newer Megatron-LM, or as torch_dist",
-        )
-        report(error.breaking("layout.ranks"))
 
 
 def _add_entry(
@@ -209,13 +242,16 @@ def _add_entry(
     """Add one entry of a rank's state dict to the model.
 
     Args:
-        place: place of the entry, as returned by ``ModelChunk.places``.
+        place: position of the entry, as returned by ``ModelChunk.places``.
 
     Raises:
-        CorruptError: experts are named in two ways.
-        MissingShardError: a copy of shared embeddings without its original.
-        UnknownTensorError, UnsupportedError: as for ``Rules.rule_of``.
+        CorruptError: experts are named in two ways, or are not as many as the arguments require.
+        MissingShardError: a copy of tied embeddings has no original.
+        UnknownTensorError: no rule matches the name.
+        UnsupportedError: the rule marks the entry as not supported yet, or the entry is neither a
+            tensor nor an extra state.
     """
+    # Check that one model names all its experts in one way; rank files are written in that way.
     expert = chunk.rules.expert_of(name)
     if expert is not None and expert.names != model.expert_names:
         if model.expert_names is not None:
@@ -229,12 +265,10 @@ def _add_entry(
         _add_state(model, chunk, name, leaf, place=place)
         return
 
-    # A copy of shared embeddings is another part of the original.
+    # A copy of tied embeddings, in the last stage, is another replica of the original.
     for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(global_name)
-        rule = (
-            tensor.rule if tensor is not None else _rule_of(global_name, catalog, leaf.key, chunk)
-        )
+        rule = tensor.rule if tensor else _rule_of(global_name, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
@@ -250,6 +284,7 @@ def _add_entry(
 
 
 def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
+    """Return the stored array of a tensor in a rank's file."""
     ranks = catalog.facet(RankFacts)
     array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(leaf.key)
     if array is None:
@@ -268,12 +303,19 @@ def _add_state(
     """
     rule = chunk.rules.rule_of(name)
     if rule.kind != "opaque":
+        # A tensor subclass is pickled as a call of a function, with the class as an argument.
+        class_name = type(leaf).__name__
+        if isinstance(leaf, Inert):
+            classes = [str(part) for part in leaf.args if isinstance(part, Global)]
+            class_name = classes[-1] if classes else str(leaf.fn)
         raise UnsupportedError(
-            f"this entry is a {_class_of(leaf)}, not a plain tensor",
+            f"this entry is a {class_name}, not a plain tensor",
             key=name,
             rank=chunk.folder,
             hint="save the model once without quantized or otherwise special parameters",
         )
+
+    # Keep every distinct value: ranks may disagree, which is decided when the model is complete.
     is_packed = chunk.rules.is_packed_state(name)
     for number, global_name in (
         [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name)
@@ -284,19 +326,10 @@ def _add_state(
         model.order.setdefault(global_name, (*chunk.where, place[0], number, place[1]))
 
 
-def _class_of(leaf: object) -> str:
-    """Return a pickle's word for a value: a tensor's subclass, else the function that makes the
-    value.
-    """
-    if not isinstance(leaf, Inert):
-        return type(leaf).__name__
-    classes = [str(part) for part in leaf.args if isinstance(part, Global)]
-    return classes[-1] if classes else str(leaf.fn)
-
-
 def _add_expert_states(model: RankModel, rules: Rules) -> None:
-    """Give legacy grouped experts, which have no extra states, the empty ones that the other
-    modules have.
+    """Add empty extra states for legacy grouped experts if the other modules have them.
+
+    GroupedMLP saves none, but the experts' modules in other layouts do.
     """
     if not any(values[0] is None for values in model.extra_states.values()):
         return
@@ -308,22 +341,21 @@ def _add_expert_states(model: RankModel, rules: Rules) -> None:
             model.order[state] = (*model.order[name], 1)
 
 
-def _add_versions(model: RankModel, chunk: ModelChunk, versions: Mapping[str, object]) -> None:
-    """Add what torch notes about the modules of a chunk."""
-    places = chunk.places([module + "." for module in versions])
-    for module, version in versions.items():
-        for number, global_name in chunk.global_names(module + "."):
-            name, place = global_name[:-1], places[module + "."]
-            model.versions.setdefault(name, version)
-            model.module_order.setdefault(name, (*chunk.where, place[0], number, place[1]))
-
-
 def _rule_of(name: str, catalog: Catalog, key: str, chunk: ModelChunk) -> Rule:
-    """Return the rule of a tensor; the error of an unknown one lists its shapes on all ranks."""
+    """Return the rule of a tensor.
+
+    Args:
+        key: key of the stored tensor, ``<rank dir>:<path in the file>``.
+
+    Raises:
+        UnknownTensorError: no rule matches; the hint proposes one, from the shapes on all ranks.
+        UnsupportedError: the rule marks the tensor as not supported yet.
+    """
     rules, facts = chunk.rules, chunk.facts
     try:
         return rules.rule_of(name)
     except UnknownTensorError:
+        # Only now collect the shapes: going through all ranks for every name would be slow.
         path = key.partition(":")[2]
         shapes = [
             meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path
@@ -342,7 +374,11 @@ def _check_layers(
     *,
     rank: str,
 ) -> None:
-    """Report layers that a chunk lacks, and layers beyond those of its stage."""
+    """Report layers that a chunk lacks, and layers beyond the number of its stage.
+
+    Args:
+        where: (vp_rank, pp_rank).
+    """
     layers_of: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
     for name in names:
         layer = rules.layer_of(name)
@@ -363,19 +399,15 @@ def _check_layers(
 def _check_names(
     names: Sequence[str], other_names: Sequence[str], report: Report, *, rank: str, other: str
 ) -> None:
-    """Report names that only one of two ranks of a stage has (experts are numbered anew in
-    each).
+    """Report names that only one of two ranks of a stage has.
+
+    Names are local, so expert parallel ranks have the same ones.
+
+    Args:
+        rank, other: the ranks' directories.
     """
     missing, extra = sorted(set(other_names) - set(names)), sorted(set(names) - set(other_names))
-    if missing:
-        report(
-            MissingShardError(
-                f"{listed(missing)} is in {other}, but not here", rank=rank, rule="layout.names"
-            )
-        )
-    if extra:
-        report(
-            MissingShardError(
-                f"{listed(extra)} is in {rank}, but not here", rank=other, rule="layout.names"
-            )
-        )
+    for absent, holder, lacking in ((missing, other, rank), (extra, rank, other)):
+        if absent:
+            problem = f"{listed(absent)} is in {holder}, but not here"
+            report(MissingShardError(problem, rank=lacking, rule="layout.names"))

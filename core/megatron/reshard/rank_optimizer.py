@@ -1,9 +1,8 @@
-"""The optimizer of rank files, in the two forms that Megatron-LM has for it.
+"""Optimizer state in rank files, in either of Megatron-LM's two forms.
 
-``core.megatron.optimizer.numbered`` reads and writes the FP32 and Float16 optimizers, which lie in
-model_optim_rng.pt; ``core.megatron.optimizer.flat`` the distributed optimizer of distrib_optim.pt.
-By the form, ``read_states`` returns which stored array of a rank is which state of which parameter,
-and ``optimizer_files`` the files that a destination will have.
+``core.megatron.optimizer.numbered`` reads and writes the FP32 and Float16 optimizers, which are
+stored in model_optim_rng.pt; ``core.megatron.optimizer.flat`` the distributed optimizer, which is
+stored in distrib_optim.pt. The functions here choose between them.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ def read_states(
     store: ReadStore | None,
     report: Report = raising,
 ) -> RankStates:
-    """Read the optimizer of a rank catalog that has one.
+    """Find which stored array of a rank is which optimizer state of which parameter.
 
     Args:
-        catalog: ``core.formats.megatron.format``'s.
-        files: all ranks.
-        store: to compare masters with weights; None leaves that out.
+        catalog: a rank catalog (``core.formats.megatron.format``) with an optimizer.
+        files: the parameters of every rank.
+        store: the checkpoint's files, to compare master weights with weights; None skips the
+            comparison.
         report: takes the problems of single ranks (rules ``optim.numbers``, ``.groups``,
             ``.states``, ``.shape``, ``.step``, ``.settings``, ``.entries``, ``.buffers``,
-            ``.missing``), whose subjects are then left out; raises them, if none is given.
+            ``.missing``) and skips what they affect; by default they are raised.
 
     Raises:
-        UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state
-            is whose.
+        UnsupportedError: the kind of optimizer is not supported, or nothing proves which state
+            belongs to which parameter.
         CorruptError: ranks contradict each other.
     """
     ranks = catalog.facet(RankFacts)
@@ -54,7 +54,8 @@ def read_states(
     if kind == "layer-wise":
         raise UnsupportedError(
             "the layer-wise optimizer (Muon) cannot be resharded yet",
-            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+            hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
+            "optimizer",
         )
     from core.megatron.optimizer.numbered.read import read_numbered
 
@@ -62,20 +63,23 @@ def read_states(
 
 
 def optimizer_files(target: ReshardTarget) -> OptimizerFiles:
-    """Return the files, still empty, that hold an optimizer at a destination of rank files.
+    """Return the empty optimizer files of a destination of rank files, to be filled rank by rank.
 
     Raises:
-        UnsupportedError: the destination's form of it is not determined.
+        UnsupportedError: the destination is to have legacy grouped experts and a distributed
+            optimizer, or the optimizer's state cannot be written in its form.
     """
     from core.megatron.optimizer.flat.write import FlatFiles
     from core.megatron.optimizer.numbered.write import NumberedFiles
 
     if target.optimizer.kind != "distributed":
         return NumberedFiles(target)
+
+    # Only weights of legacy grouped experts are transposed; a flat buffer has no strides for that.
     if any(cut.is_transposed for cut in target.cuts.values()):
         raise UnsupportedError(
-            "the distributed optimizer's buffers of GroupedMLP are not written",
-            hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
-            "sequential",
+            "distributed optimizer buffers cannot be written for GroupedMLP experts",
+            hint="drop the optimizer with --no-optim, or write one module per expert with "
+            f"{OPTION} sequential",
         )
     return FlatFiles(target)

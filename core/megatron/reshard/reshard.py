@@ -1,13 +1,14 @@
-"""Layouts: rank-local tensors to global ones and back, metadata only.
+"""Convert rank-local tensors to global ones and back; only metadata changes.
 
 ::
 
-    rank files ──┐                                             ┌── shard ──▶ rank files of another topology
-    torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
-    DCP, torch ──┘   (``core.megatron.reshard.from_ranks``)                 └── stack ──▶ torch_dist
+    rank files ──┐                                         ┌── shard ──▶ rank files of a topology
+    torch_dist ──┼── unshard ──▶ global per-layer form ────┤
+    DCP, torch ──┘                                         └── stack ──▶ torch_dist
 
-The rules are data: ``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. What
-is not handled yet is refused by name.
+``core.megatron.reshard.from_ranks`` describes the global per-layer form. The rules are data:
+``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. A tensor or setting that
+is not supported yet raises an error with its name.
 """
 
 from __future__ import annotations
@@ -41,29 +42,30 @@ def unshard(
 
     Args:
         catalog: a rank catalog (``core.formats.megatron.format``), or a torch_dist, DCP or torch
-            catalog whose tensors have Megatron's names: stacked or per layer, with or without
-            ``model.`` before them. Its objects should have been loaded
-            (``core.opening.objects.loaded``); extra states that have not been are left as they are,
-            under their old keys.
-        rules: the layout's table.
-        vocab_size: true rows of the vocabulary; None takes the training arguments' word.
+            catalog whose tensors have Megatron's names: stacked or per layer, with or without the
+            prefix ``model.``. Its objects should be loaded (``core.opening.objects.loaded``);
+            extra states that are not loaded keep their old keys.
+        rules: the layout's rules.
+        vocab_size: rows of the vocabulary without padding; None takes the number in the training
+            arguments.
         optim: ``carry`` optimizer state, ``drop`` it with a note, or ``refuse`` it.
-        keep_padded_vocab: count padding rows as true ones.
+        keep_padded_vocab: treat padding rows as part of the vocabulary.
         target_tp: the TP size that the result is meant for; padding rows are then kept where that
-            size needs exactly as many, so that they move unchanged. None cuts them wherever the
-            true vocabulary is known.
-        store: the checkpoint's files, where masters are to be compared with weights; None leaves
-            that out.
+            size needs exactly as many, so that they move unchanged. None drops them wherever the
+            size of the vocabulary is known.
+        store: the checkpoint's files, to compare master weights with weights; None skips the
+            comparison.
 
     Returns:
-        A catalog as ``core.megatron.reshard.from_ranks`` describes it.
+        The catalog described in ``core.megatron.reshard.from_ranks``.
 
     Raises:
-        UnsupportedError: no training arguments, or something that is not handled yet.
-        UnknownTensorError: no rule fits a name.
-        MissingShardError: a rank, a layer or a tensor is absent.
+        UnsupportedError: the training arguments are missing, the checkpoint holds something that is
+            not supported yet, or ``optim`` is ``refuse`` and there is optimizer state.
+        UnknownTensorError: no rule matches a name.
+        MissingShardError: a rank, a layer or a tensor is missing.
         CorruptError: ranks, shapes and arguments contradict each other.
-        UsageError: ``vocab_size`` does not fit.
+        UsageError: ``vocab_size`` does not fit the stored rows.
     """
     is_rank_local = catalog.is_rank_local
     model = (unshard_ranks if is_rank_local else unshard_global)(
@@ -76,17 +78,19 @@ def unshard(
         store=store,
     )
 
-    # Reading the optimizer of rank files has compared masters with weights already.
+    # Compare master weights with weights; for rank files, reading the optimizer already did.
     strange = [] if store is None or is_rank_local else strange_masters(model, store)
     if strange:
-        reason = "do not round to their weights: were the weights changed after the optimizer's last step?"
-        model = model.noted([f"masters of {listed(strange)} {reason}"])
+        reason = "were the weights changed after the optimizer's last step?"
+        model = model.noted(
+            [f"master weights of {listed(strange)} do not round to the weights: {reason}"]
+        )
 
-    # Tensors whose rule only the user vouches for are named.
+    # Name the tensors that no rule describes: only the user vouches for their layout.
     names = model.tensors if rules.takes_unknown else ()
     unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
         model = model.noted(
-            [f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
+            [f"no rule matches {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
         )
     return model

@@ -1,14 +1,13 @@
-"""From the global per-layer form to rank files of a topology: the target catalog of
-``core.formats.megatron.format``.
+"""Shard the global per-layer form: plan the rank files of a topology.
 
-Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new
-array, named ``<rank dir>:<path in the file>``, which is yet to be placed. The target has the fields
-``args`` (updated), ``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets
-``RankFacts`` and ``Topology``. ``RankFacts.transposed`` names tensors whose axes are in the other
-order in files, and in this catalog; the source's must be brought into that order
-(``core.megatron.rules.experts.transposed``).
+The result is a target catalog for ``core.formats.megatron.format``. Its keys are the source's
+(global) keys; a fragment maps a box of the global tensor to a new array, named ``<rank dir>:<path
+in the file>``, which has no file position yet. The catalog has the fields ``args`` (updated),
+``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
+``RankFacts.transposed`` names tensors whose axes are in the other order in files and in this
+catalog; the source's must be brought into that order (``core.megatron.rules.experts.transposed``).
 
-Experts keep their kind. The legacy grouped one exists until megatron-core 0.16.
+Experts keep the form of their names. The legacy grouped form exists up to megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -17,7 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, bind_nothing
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+    bind_nothing,
+)
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
@@ -65,25 +71,26 @@ def shard(
     version: MegatronVersion | None = None,
     experts: str | None = None,
 ) -> TargetCatalog:
-    """Plan the rank files of a topology, and return their target catalog (the module's docstring
-    describes it).
+    """Return the target catalog of rank files (the module's docstring describes it).
 
     Args:
         catalog: the global per-layer form, its objects loaded.
         topology: sizes of the destination.
-        rules: the layout's table.
-        vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
-        rng: ``keep`` refuses to leave random states out (``core.megatron.extras.random_states``).
+        rules: the layout's rules.
+        vocab_size: rows of the vocabulary without padding; None takes the number that ``unshard``
+            found.
+        rng: ``keep`` refuses to drop random states (``core.megatron.extras.random_states``).
         version: the megatron-core that is to load the files; None writes the optimizer as the
             source's did.
-        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps their
-            kind.
+        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps the
+            form of experts.
 
     Raises:
-        UsageError: ``experts`` is given, but there are no legacy grouped ones.
-        UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be
-            written yet, random states that cannot be kept, or a vocabulary of unknown size.
-        UnknownTensorError: no rule fits a name.
+        UsageError: ``experts`` is given, but there are no legacy grouped experts.
+        UnsupportedError: the training arguments are missing, sizes do not divide, the layout cannot
+            be written yet or not for ``version``, random states cannot be kept, or the size of the
+            vocabulary is unknown.
+        UnknownTensorError: no rule matches a name.
         CorruptError: shapes and arguments contradict each other.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
@@ -94,92 +101,102 @@ def shard(
     check_predictions(facts, topology)
     expert_names = _expert_names(catalog, facts, version=version, experts=experts)
 
-    # Decide how every tensor is cut. The optimizer's files take its states, everything below is about the model.
+    # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.
     catalog = adapt_expert_states(catalog, topology, facts, rules, expert_names=expert_names)
-    n_rows = rows_of(catalog, vocab_size)
-    cuts = _cuts(catalog, topology, facts, rules, n_rows=n_rows, expert_names=expert_names)
-    optimizer = _optimizer_files(catalog, topology, facts, rules, cuts, version)
-    all_tensors = {
-        key: catalog.tensors[key]
-        for key in (*_keys(cuts, of_states=False), *_keys(cuts, of_states=True))
-    }
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
+    if expert_names == "grouped":
+        for key, cut in cuts.items():
+            expert = rules.expert_of(param_of(key))
+            if expert is not None and expert.number is not None:
+                cuts[key] = replace(cut, is_transposed=True)
+
+    # The optimizer's files take its states; everything below is about the model.
+    optimizer = None
+    if catalog.optimizer is not None:
+        optimizer = optimizer_files(
+            ReshardTarget(
+                catalog=catalog,
+                optimizer=catalog.optimizer,
+                topology=topology,
+                facts=facts,
+                rules=rules,
+                cuts=cuts,
+                version=version,
+            )
+        )
     model = replace(
-        catalog, tensors={key: catalog.tensors[key] for key in _keys(cuts, of_states=False)}
+        catalog, tensors={key: catalog.tensors[key] for key in cuts if state_of(key) is None}
     )
 
-    # Decide where every tensor lives.
-    pipeline = (
-        facts.pipeline_at(topology.pp, topology.vpp)
-        if topology.pipeline is None
-        else topology.pipeline
-    )
-    notes = [
-        *catalog.notes,
-        *_layout_notes(topology, facts, pipeline, version=version, experts=experts),
-    ]
+    # Decide which chunk of which pipeline stage holds each tensor.
+    pipeline = topology.pipeline
+    if pipeline is None:
+        pipeline = facts.pipeline_at(topology.pp, topology.vpp)
+    layout_notes = _layout_notes(topology, facts, pipeline, version=version, experts=experts)
     places = homes_at(model, topology, facts, rules, pipeline=pipeline, expert_names=expert_names)
     plan = _ShardPlan(model, topology, facts, rules, cuts, places)
     homes, home_notes = plan.find_homes()
-    notes += home_notes
+    notes = [*catalog.notes, *layout_notes, *home_notes]
 
     # Plan the files, rank by rank.
     args = _new_args(plan, pipeline, homes, is_grouped=None if experts is None else False)
     top_level = _top_level_entries(plan, args, rng=rng)
     files = _plan_files(plan, homes, top_level, optimizer)
-    extras, arrays, dropped = files.extras, files.arrays, [*catalog.dropped, *top_level.dropped]
+    dropped = [*catalog.dropped, *top_level.dropped]
     if optimizer is not None:
+        files.extras.update(optimizer.beside)
+        files.arrays.update(optimizer.arrays)
         notes += optimizer.notes
         dropped += optimizer.dropped
-        extras = extras | optimizer.beside
-        arrays = arrays | optimizer.arrays
 
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
-        if key in homes:
-            return files.fragments(plan, key, homes[key])
-        if key in cuts:
-            return optimizer.fragments(key) if optimizer is not None else ()
-        return tuple(
-            Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
-            for array in extras.get(key, ())
-        )
+    # Put the target catalog together: the model's tensors first, then the optimizer's states.
+    tensors = {
+        key: catalog.tensors[key] for key in sorted(cuts, key=lambda key: state_of(key) is not None)
+    }
+    return replace(
+        _target_catalog(plan, files, tensors),
+        args=args,
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+    )
 
-    zeros = {key: zeros_of(meta, cuts[key]) for key, meta in all_tensors.items()}
+
+def _target_catalog(
+    plan: _ShardPlan, files: _PlannedFiles, tensors: Mapping[str, TensorMeta]
+) -> TargetCatalog:
+    """Return the target catalog of planned files, without notes and arguments.
+
+    Args:
+        tensors: the source's tensors, states included, in the order of the target.
+    """
+    cuts, model, extras = plan.cuts, plan.model, files.extras
+    zeros = {key: zeros_of(meta, cuts[key]) for key, meta in tensors.items()}
     rank_facts = RankFacts(
         ranks=files.ranks,
-        planned=arrays | {array.name: array for copies in extras.values() for array in copies},
-        optim_files={} if optimizer is None else optimizer.files,
-        transposed=frozenset(key for key in all_tensors if cuts[key].is_transposed),
+        planned=files.arrays
+        | {array.name: array for copies in extras.values() for array in copies},
+        optim_files={} if files.optimizer is None else files.optimizer.files,
+        transposed=frozenset(key for key in tensors if cuts[key].is_transposed),
     )
     return Catalog(
         format="megatron",
         version=None,
-        tensors={
-            key: replace(meta, shape=cuts[key].target_shape) for key, meta in all_tensors.items()
-        },
-        fragments_of=fragments_of,
+        tensors={key: replace(meta, shape=cuts[key].target_shape) for key, meta in tensors.items()},
+        fragments_of=files.fragments_of,
         objects={key: item for key, item in model.objects.items() if item.raw_key is None},
         hidden={key: model.meta(key) for key in extras},
-        args=args,
         iteration=model.iteration,
         zeros={key: boxes for key, boxes in zeros.items() if boxes},
-        notes=tuple(notes),
-        dropped=tuple(dropped),
         write=model.write,
-        facets={Topology: topology, RankFacts: rank_facts},
+        facets={Topology: plan.topology, RankFacts: rank_facts},
         bind=bind_nothing,
     )
-
-
-def _keys(cuts: Mapping[str, Cut], *, of_states: bool) -> list[str]:
-    """Return the keys of the optimizer's states, or those of the model, in order."""
-    return [key for key in cuts if (state_of(key) is not None) == of_states]
 
 
 def _expert_names(
     catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None, experts: str | None
 ) -> str | None:
-    """Return how the rank files name experts: as the source's did, unless each is to become a
-    module.
+    """Return the form of experts' names in the rank files: the requested one or the source's.
 
     Raises:
         UsageError: ``experts`` is given, but the experts are not legacy grouped ones.
@@ -189,60 +206,18 @@ def _expert_names(
     if experts is not None:
         if names != "grouped":
             raise UsageError(
-                f"{OPTION} {experts} has no effect: the checkpoint has no experts of the old GroupedMLP",
-                hint="leave it out",
+                f"{OPTION} {experts} has no effect: the checkpoint has no experts of the old "
+                "GroupedMLP",
+                hint="remove the option",
             )
         return experts
     if names == "grouped" and version is not None and not version.has_grouped_mlp:
         raise UnsupportedError(
-            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} does not have",
-            hint=f"write one module for each expert with {OPTION} sequential",
+            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
+            "does not have",
+            hint=f"write one module per expert with {OPTION} sequential",
         )
     return names
-
-
-def _cuts(
-    catalog: Catalog,
-    topology: Topology,
-    facts: ModelFacts,
-    rules: Rules,
-    *,
-    n_rows: int | None,
-    expert_names: str | None,
-) -> dict[str, Cut]:
-    """Return how rank files cut every tensor; legacy grouped experts are transposed in them."""
-    cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
-    if expert_names != "grouped":
-        return cuts
-    experts = {key: rules.expert_of(param_of(key)) for key in cuts}
-    numbered = [
-        key for key, expert in experts.items() if expert is not None and expert.number is not None
-    ]
-    return cuts | {key: replace(cuts[key], is_transposed=True) for key in numbered}
-
-
-def _optimizer_files(
-    catalog: Catalog,
-    topology: Topology,
-    facts: ModelFacts,
-    rules: Rules,
-    cuts: Mapping[str, Cut],
-    version: MegatronVersion | None,
-) -> OptimizerFiles | None:
-    """Return the files, still empty, that hold the optimizer; None if the catalog has none."""
-    if catalog.optimizer is None:
-        return None
-    return optimizer_files(
-        ReshardTarget(
-            catalog=catalog,
-            optimizer=catalog.optimizer,
-            topology=topology,
-            facts=facts,
-            rules=rules,
-            cuts=cuts,
-            version=version,
-        )
-    )
 
 
 def _layout_notes(
@@ -253,7 +228,7 @@ def _layout_notes(
     version: MegatronVersion | None,
     experts: str | None,
 ) -> list[str]:
-    """Return what the user should know about the layout.
+    """Return notes for the user about the layout.
 
     Raises:
         UnsupportedError: the megatron-core that is to load the files cannot run these sizes.
@@ -261,7 +236,8 @@ def _layout_notes(
     notes: list[str] = []
     if experts is not None:
         notes.append(
-            "the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)"
+            "the experts of GroupedMLP become one module each (start Megatron without "
+            "--moe-grouped-gemm)"
         )
     notes += pipeline_notes(facts, pipeline)
     if version is not None:
@@ -270,20 +246,21 @@ def _layout_notes(
         )
     elif topology.tp > facts.n_groups:
         notes.append(
-            f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
+            f"TP {topology.tp} is above the {facts.n_groups} query groups: only megatron-core 0.16 "
+            "and later can load the files"
         )
     return notes
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardPlan:
-    """A model and the layout that it gets.
+    """A model and its layout in the destination.
 
     Args:
         model: the global per-layer form, without the optimizer's states.
         topology: sizes of the destination.
         facts: facts about the source.
-        rules: the layout's table.
+        rules: the layout's rules.
         cuts: key → how the destination cuts the tensor, states included.
         places: finds stage, chunk and name of each tensor in the files.
     """
@@ -297,37 +274,33 @@ class _ShardPlan:
 
     @property
     def megatron(self) -> MegatronModel:
-        """The form of the source's files, as far as the source says."""
+        """Form of the source's files; the defaults where the source is not Megatron's."""
         return self.model.facet(MegatronModel) or MegatronModel()
 
     def chunk_name(self, vp_rank: int) -> str:
-        """Return the top-level entry of a model chunk: ``model``, or ``model0`` … where a rank has
-        several.
-        """
+        """Return the top-level entry of a chunk: ``model``, or ``model0`` … with several chunks."""
         return "model" if self.topology.vpp == 1 else f"model{vp_rank}"
 
     def find_homes(self) -> tuple[dict[str, list[Home]], list[str]]:
-        """Return (key → where every copy of the tensor lives, what the user should know about
-        it).
-        """
+        """Return (key → the positions of all copies of the tensor in the files, notes)."""
         homes = {key: self.places.homes(key) for key in self.model.tensors}
         tied = tied_of(self.model, self.facts, self.rules) if self.topology.pp > 1 else None
         if tied is None:
             return homes, []
-        # The last stage makes its output by a copy of the embedding, which the first stage has.
+
+        # The output layer of the last stage is a copy of the embedding, which the first stage has.
+        # The user needs to know only if the source, in one stage, has no such copy.
         head = self.facts.kind.head
         homes[tied].append(self.places.last(head))
         if self.facts.topology.pp > 1:
             return homes, []
-        return homes, [
-            f"{head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"
-        ]
+        return homes, [f"{head} of the last stage is a copy of {tied}, because embeddings are tied"]
 
     def extra_states(self) -> dict[str, object]:
         """Return the extra states by global name.
 
-        torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an
-        empty one have it too.
+        torch_dist has none of a GPT model's output layer. Rank files of a model whose other modules
+        have an empty one have it.
         """
         states = {
             key: item.value
@@ -351,13 +324,19 @@ def _new_args(
     *,
     is_grouped: bool | None,
 ) -> object:
-    """Return the training arguments for the sizes of the destination."""
+    """Return the training arguments for the sizes of the destination.
+
+    Args:
+        is_grouped: True or False for Megatron's option of grouped experts; None keeps it.
+    """
     topology, rules, stages = plan.topology, plan.rules, plan.places.stages
     main_stack = plan.facts.kind.stacks[0]
     counts = [
         stages.count(main_stack, v, p) for v in range(topology.vpp) for p in range(topology.pp)
     ]
-    # Rank files have every expert in parameters of its own; down projections too, where the model has several.
+
+    # Every expert has parameters of its own in rank files, and so has every down projection unless
+    # the model has a joined one: options of the source that join them must not stay.
     unset = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
     if not any(".linear_qkv_down_proj." in key for key in plan.model.tensors):
         unset.append("mla_down_proj_fusion")
@@ -379,10 +358,10 @@ class _TopLevelEntries:
     """The top-level entries of the rank files.
 
     Args:
-        names: all of them in the order of the files, ``model`` and ``optimizer`` included.
+        names: names of all entries in the order of the files, ``model`` and ``optimizer`` included.
         common: entries that all ranks share.
-        rng_states: rank → its random state, where there is one.
-        dropped: entries that are left out, each with the reason.
+        rng_states: rank → its random state; {} if none are kept.
+        dropped: entries that are dropped, each with the reason.
     """
 
     names: Sequence[object]
@@ -391,9 +370,7 @@ class _TopLevelEntries:
     dropped: Sequence[str]
 
     def of(self, rank: Rank) -> Iterator[tuple[object, object]]:
-        """Yield (name, value) of a rank's entries in order; ``model`` and ``optimizer`` have the
-        value None.
-        """
+        """Yield (name, value) of a rank's entries; None for ``model`` and ``optimizer``."""
         for name in self.names:
             if name in ("model", OPTIMIZER):
                 yield name, None
@@ -405,11 +382,12 @@ class _TopLevelEntries:
 
 
 def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _TopLevelEntries:
-    """Decide which entries the rank files have.
+    """Decide which top-level entries the rank files have.
 
     Raises:
-        UnsupportedError: the random states are to be kept and cannot be.
+        UnsupportedError: random states are to be kept, but cannot be.
     """
+    # Entries that are built per rank or written only by torch_dist are not common.
     objects = plan.model.objects
     common = {
         name: value
@@ -417,16 +395,20 @@ def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _T
         if name not in (CONTENT, OPTIMIZER, RERUN)
     }
     common["args"] = args
+
+    # Keep the objects of single ranks only where they are random states of the same ranks.
     states = kept_states(plan.model, plan.facts.topology, plan.topology, rng=rng)
     dropped = list(states.dropped)
     reruns = [key for key in objects if key.startswith(f"{RERUN}_state/")]
     if common_of(plan.model).get(RERUN) is not None or reruns:
-        dropped.append(f"{RERUN} (of the ranks that saved it; Megatron starts without it)")
+        dropped.append(f"{RERUN} (belongs to the ranks that saved it; Megatron starts without it)")
     dropped += [
-        f"{key} (rank files have no place for it)"
+        f"{key} (cannot be stored in rank files)"
         for key in objects
         if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
     ]
+
+    # The source's order comes first, then Megatron's usual one, then entries that neither names.
     names = dict.fromkeys([*(plan.megatron.top_level or ()), *TOP_LEVEL, *common])
     return _TopLevelEntries(tuple(names), common, states.by_rank, dropped)
 
@@ -439,8 +421,8 @@ class _PlannedChunk:
         name: top-level entry of the chunk.
         container: state dict of the chunk, whose tensors name the arrays.
         arrays: the arrays by name.
-        parts: (name of an array, key of a tensor) → the array of just that tensor, where the first
-            joins several.
+        parts: (name of an array, key of a tensor) → the array of that tensor alone, for arrays that
+            join several.
         params: the tensors in the order of the file.
     """
 
@@ -453,39 +435,53 @@ class _PlannedChunk:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedFiles:
-    """The rank files that are to be written.
+    """The rank files to write.
 
     Args:
+        plan: the model and its layout.
+        homes: key → the positions of all copies of the tensor.
+        optimizer: the optimizer's files, or None.
         ranks: coordinates → (directory, content of its file).
-        arrays: the model's arrays by name.
-        parts: as in ``_PlannedChunk``, of all chunks.
-        extras: key of a tensor outside of the model → the arrays that it goes to.
+        arrays: the arrays of tensors by name.
+        parts: ``_PlannedChunk.parts`` of all chunks.
+        extras: key of a tensor outside of the model → the arrays that hold it.
         holders: (pipeline stage, expert parallel rank, or None for all) → the ranks there, with
             their directories.
     """
 
+    plan: _ShardPlan
+    homes: Mapping[str, Sequence[Home]]
+    optimizer: OptimizerFiles | None
     ranks: dict[Coords, tuple[str, object]] = field(default_factory=dict)
     arrays: dict[str, PlannedArray | JoinedArray] = field(default_factory=dict)
     parts: dict[tuple[str, str], PlannedArray] = field(default_factory=dict)
     extras: dict[str, list[PlannedArray]] = field(default_factory=dict)
     holders: dict[tuple[int, int | None], list[tuple[Rank, str]]] = field(default_factory=dict)
 
-    def fragments(
-        self, plan: _ShardPlan, key: str, homes: Sequence[Home]
-    ) -> Sequence[TargetFragment]:
-        """Return every piece of every copy of one of the model's tensors."""
+    def fragments_of(self, key: str) -> Sequence[TargetFragment]:
+        """Return the fragments of all copies of a tensor: the model's, a state or another one."""
+        if key not in self.homes:
+            if key in self.plan.cuts:
+                return () if self.optimizer is None else self.optimizer.fragments(key)
+            return tuple(
+                Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
+                for array in self.extras.get(key, ())
+            )
+
+        # A tensor of the model may be one of several in an array.
         fragments: list[TargetFragment] = []
-        for home in homes:
-            chunk = plan.chunk_name(home.vp)
+        for home in self.homes[key]:
+            chunk = self.plan.chunk_name(home.vp)
             for rank, folder in self.holders[home.pp, home.ep]:
                 name = _array_name(folder, chunk, home.name)
                 array = self.arrays[name]
                 part = self.parts[name, key] if isinstance(array, JoinedArray) else array
-                fragments += plan.cuts[key].fragments(key, rank, part)
+                fragments += self.plan.cuts[key].fragments(key, rank, part)
         return tuple(fragments)
 
 
 def _array_name(folder: str, chunk: str, name: str) -> str:
+    """Return the name of the array of a tensor in a rank's file."""
     return f"{folder}:{chunk}.{name}"
 
 
@@ -495,7 +491,8 @@ def _plan_files(
     top_level: _TopLevelEntries,
     optimizer: OptimizerFiles | None,
 ) -> _PlannedFiles:
-    """Plan the file of every rank; the optimizer's files take each rank's parameters."""
+    """Plan the file of every rank, and add each rank's parameters to the optimizer's files."""
+    # Group tensors, extra states and module versions by the chunks that hold them.
     states = plan.extra_states()
     entries = by_rank(_ordered_entries(plan, homes, states), plan.topology, plan.rules)
     versions = by_chunk(
@@ -503,24 +500,32 @@ def _plan_files(
         for module, version in plan.megatron.module_versions.items()
         for home in plan.places.module(module)
     )
-    files = _PlannedFiles()
+
+    files = _PlannedFiles(plan, homes, optimizer)
     weights = ValueCounter()
     for rank in plan.topology.ranks():
         coords, folder = plan.topology.coords(rank), rank_dir(plan.topology, rank)
         for ep_rank in (None, rank.ep):
             files.holders.setdefault((rank.pp, ep_rank), []).append((rank, folder))
 
-        # The chunks come first, wherever they stand in the file: the optimizer's entry depends on their parameters.
+        # Plan the chunks before the other entries, wherever they are in the file: the optimizer's
+        # entry depends on their parameters.
         chunks: list[_PlannedChunk] = []
         for vp_rank in range(plan.topology.vpp):
-            of_chunk = versions.get((vp_rank, rank.pp), ())
-            modules = {home.name: version for version, home in of_chunk if home.has(rank)}
-            names = entries.get((vp_rank, rank.pp, rank.ep), ())
-            chunks.append(_plan_chunk(plan, rank, vp_rank, names, states=states, versions=modules))
-            files.arrays.update(chunks[-1].arrays)
-            files.parts.update(chunks[-1].parts)
+            chunk = _plan_chunk(
+                plan,
+                rank,
+                vp_rank,
+                entries.get((vp_rank, rank.pp, rank.ep), ()),
+                states=states,
+                versions=versions.get((vp_rank, rank.pp), ()),
+            )
+            chunks.append(chunk)
+            files.arrays.update(chunk.arrays)
+            files.parts.update(chunk.parts)
         params = [param for chunk in chunks for param in chunk.params]
 
+        # Put the entries into the order of the file.
         root: dict[object, object] = {}
         for name, value in top_level.of(rank):
             if name == "model":
@@ -540,7 +545,8 @@ def _plan_files(
 def _ordered_entries(
     plan: _ShardPlan, homes: Mapping[str, Sequence[Home]], states: Mapping[str, object]
 ) -> list[tuple[str, Home]]:
-    """Return (global name, home) of all that the model's chunks hold, in the order of the files."""
+    """Return (global name, position) of tensors and extra states, in the order of the files."""
+    # Sort names by the source's files, or else by the order that Megatron's modules have.
     order = plan.megatron.order
     keys: Iterable[str] = [*homes, *states]
     keys = (
@@ -552,7 +558,7 @@ def _ordered_entries(
         for home in homes.get(key) or ([plan.places.home(key)] if key in states else [])
     ]
 
-    # A copy of the embedding is the weight of the output layer: it stands where that module does.
+    # A copy of the embedding is the weight of the output layer, and comes where that module does.
     head = plan.facts.kind.head
     entries = [(key, home) for key, home in places if home.name != head or key == head]
     copies = [(key, home) for key, home in places if home.name == head and key != head]
@@ -570,20 +576,20 @@ def _plan_chunk(
     names: Sequence[tuple[str, str]],
     *,
     states: Mapping[str, object],
-    versions: Mapping[str, object],
+    versions: Iterable[tuple[object, Home]],
 ) -> _PlannedChunk:
     """Plan one model chunk of one rank's file.
 
     Args:
         names: (global name, name in the file) of its tensors and extra states, in order.
         states: extra states by global name.
-        versions: module of this chunk → what torch notes about it.
+        versions: (entry in torch's ``_metadata``, position) of the modules in this chunk.
     """
     folder, coords = rank_dir(plan.topology, rank), plan.topology.coords(rank)
     chunk = plan.chunk_name(vp_rank)
     tensors = plan.model.tensors
 
-    # The state dict, in the order of the file; one array may hold the tensors of several experts.
+    # List the entries in the order of the file; one array may hold the tensors of several experts.
     entries: dict[object, object] = {}
     params: list[HeldParam] = []
     keys_of: dict[str, list[str]] = {}
@@ -596,6 +602,7 @@ def _plan_chunk(
         keys_of.setdefault(name, []).append(key)
         params.append(HeldParam(key, chunk, local))
 
+    # Plan the arrays.
     arrays: dict[str, PlannedArray | JoinedArray] = {}
     parts: dict[tuple[str, str], PlannedArray] = {}
     for name, keys in keys_of.items():
@@ -605,6 +612,8 @@ def _plan_chunk(
         if isinstance(array, JoinedArray):
             parts |= {(name, key): part for key, (_, part) in zip(keys, array.parts, strict=True)}
 
-    # A dict or an OrderedDict with its modules' versions, nested or not: as the source has it.
-    container = nested(entries, versions, {"": plan.megatron.is_ordered, **plan.megatron.nesting})
+    # Build the state dict as the source has it: nested or not, an OrderedDict with its modules'
+    # versions or a plain dict.
+    modules = {home.name: version for version, home in versions if home.has(rank)}
+    container = nested(entries, modules, {"": plan.megatron.is_ordered, **plan.megatron.nesting})
     return _PlannedChunk(chunk, container, arrays, parts, params)

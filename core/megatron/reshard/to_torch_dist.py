@@ -1,18 +1,22 @@
-"""The global per-layer form as torch_dist: stacked keys, fused names, one chunk for the part that
-each rank holds.
+"""Write the global per-layer form as torch_dist: stacked keys, fused names, one chunk per shard.
 
 Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous model::
 
-    decoder.layers.mlp.linear_fc2.weight  (L, rows, columns)   one chunk (1, rows, columns / TP) per layer of the stage
-    decoder.layers.mlp.linear_fc1.weight  (L, 2F, columns)     gated: two chunks, of the gate's and of the up rows
-    decoder.final_layernorm.weight        (rows,)              replicated: one chunk, from TP rank 0
-    decoder.layers.mlp.linear_fc1._extra_state/shard_3_8       object: the extra state of layer 3 of 8, in a list
-    decoder.layers.mlp.experts.experts.linear_fc2.weight  (L, E, rows, columns)    one chunk per expert of the rank
+    decoder.layers.mlp.linear_fc2.weight                  (L, rows, columns)
+        one chunk (1, rows, columns / TP) per layer of the stage
+    decoder.layers.mlp.linear_fc1.weight                  (L, 2F, columns)
+        gated: two chunks per layer, one of gate rows and one of up rows
+    decoder.layers.mlp.experts.experts.linear_fc2.weight  (L, E, rows, columns)
+        one chunk per layer of the stage and expert of the rank
+    decoder.final_layernorm.weight                        (rows,)
+        replicated: one chunk, from TP rank 0
+    decoder.layers.mlp.linear_fc1._extra_state/shard_3_8
+        object: the extra state of layer 3 of 8, in a list
 
-Models whose layers differ, or may (``moe_layer_freq``), keep one key per layer:
-``decoder.layers.3.mlp.experts.experts. linear_fc2.weight`` (E, rows, columns). The output layer has
-neither an extra state nor, where embeddings are shared, a weight. An optimizer's states are
-stacked, cut and named as their parameters (``core.megatron.optimizer.sharded.write``).
+Models whose layers differ, or may differ (``moe_layer_freq``), have one key per layer:
+``decoder.layers.3.mlp.experts.experts.linear_fc2.weight`` (E, rows, columns). The output layer of a
+GPT model has no extra state and, where embeddings are tied, no weight. The states of an optimizer
+are stacked, cut and named like their parameters (``core.megatron.optimizer.sharded.write``).
 
 Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden
     (``mcore*_torch_dist``).
@@ -57,8 +61,8 @@ class Stacked:
     """A checkpoint in torch_dist's schema.
 
     Args:
-        source: the source under torch_dist's keys; the target is filled from it.
-        target: the chunks to be written; ``zeros`` lists boxes that no source holds.
+        source: the source's tensors under torch_dist's keys, from which the target is filled.
+        target: the chunks to write; ``zeros`` lists boxes that are not in the source.
     """
 
     source: Catalog
@@ -67,14 +71,14 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class _StackedTensor:
-    """One per-layer tensor of a stacked key.
+    """A per-layer tensor inside a stacked one.
 
     Args:
-        key: global name of the tensor.
-        at: its index on the stacking axes (layers, then experts), as many as there are.
-        shape: the extents of those axes.
+        key: global name of the per-layer tensor.
+        at: its index on the stacking axes: (), (layer,), (expert,) or (layer, expert).
+        shape: extents of the stacking axes.
         stage: the pipeline stage that holds it.
-        ep: the expert parallel rank that holds it, or None where all do.
+        ep: the expert parallel rank that holds it, or None if all do.
     """
 
     key: str
@@ -84,7 +88,7 @@ class _StackedTensor:
     ep: int | None = None
 
     def box(self, box: Box) -> Box:
-        """Return a box of this tensor in the coordinates of the stacked one."""
+        """Return a box of the per-layer tensor in the coordinates of the stacked one."""
         return Box((*self.at, *box.offset), (*(1 for _ in self.at), *box.shape))
 
 
@@ -99,46 +103,55 @@ def stack(
 ) -> Stacked:
     """Return the source and target catalogs of a torch_dist checkpoint.
 
-    The training arguments keep the sizes of the run that saved (``core.megatron.model.args`` says
-    why): torch_dist loads at any sizes.
+    The training arguments keep the sizes of the run that saved (``core.megatron.model.args``
+    explains why): torch_dist loads at any sizes.
 
     Args:
         catalog: the global per-layer form, its objects loaded.
-        topology: which ranks' chunks to write; ranks are numbered as in ``Topology.ranks``.
-        rules: the layout's table.
-        vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
+        topology: the ranks whose chunks to write, numbered as in ``Topology.ranks``.
+        rules: the layout's rules.
+        vocab_size: rows of the vocabulary without padding; None takes the number that ``unshard``
+            found.
         format: ``torch_dist`` or ``zarr``; the optimizer's state gets the form that readers of that
-            one load.
-        is_stacked: True for one key for all layers, False for one for each; None for Megatron's
-            choice for such a model.
+            format load.
+        is_stacked: True for one key for all layers, False for one key per layer; None for
+            Megatron's choice for such a model.
 
     Raises:
         UsageError: layers that differ are to be stacked.
-        UnsupportedError, UnknownTensorError, CorruptError: as for
-            ``core.megatron.reshard.to_ranks.shard``.
+        UnsupportedError: a model of megatron.legacy, sizes that do not divide, or optimizer states
+            of only some tensors in a stack.
+        UnknownTensorError: no rule matches a name.
+        CorruptError: shapes and arguments contradict each other.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
         raise UnsupportedError(
-            "models with the names of megatron.legacy are only in rank files: Megatron-LM saves no torch_dist of them",
+            "models with the names of megatron.legacy exist only as rank files: Megatron-LM cannot "
+            "save them as torch_dist",
             hint="write --to megatron",
         )
     check_target(topology, facts)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
 
     # Decide how every tensor is cut; opaque ones become objects.
-    all_cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
-    opaque = [key for key in all_cuts if rules.rule_of(param_of(key)).kind == "opaque"]
-    cuts = {key: cut for key, cut in all_cuts.items() if key not in opaque}
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
+    opaque = [key for key in cuts if rules.rule_of(param_of(key)).kind == "opaque"]
+    for key in opaque:
+        del cuts[key]
     states = _extra_states(catalog, opaque, facts, rules)
 
-    # Collect the tensors of every key.
+    # Decide whether layers share a key. Megatron does not stack all models whose layers are alike.
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
-    if is_stacked and not can_stack:
+    if is_stacked is None:
+        is_stacked = can_stack and facts.is_stacked
+    elif is_stacked and not can_stack:
         raise UsageError(
-            "--stack-layers: the layers differ, so they have no key in common", hint="leave it out"
+            "--stack-layers: the layers differ, so they cannot share a key",
+            hint="remove the option",
         )
-    is_stacked = can_stack and facts.is_stacked if is_stacked is None else is_stacked
+
+    # Collect the tensors of every key; the optimizer decides how keys of its states are named.
     names = _StackedNames(stages, topology, facts, rules, is_stacked)
     target = None
     if catalog.optimizer is not None:
@@ -153,21 +166,24 @@ def stack(
     optimizer = StackedOptimizer(target, format)
     model = _StackedModel(catalog, topology, cuts, _group_tensors(cuts, names, optimizer))
 
-    # Put the entries together.
-    objects = _sharded_objects(catalog, states.values, names)
+    # Collect the objects, the common state, and the tensors to which they refer.
+    sharded_objects = _sharded_objects(catalog, states.values, names)
+    objects = sharded_objects.by_key
     common = _common_state(catalog, cuts, rules, optimizer, format)
+    hidden = _hidden_tensors(catalog, common, objects)
     notes = [*catalog.notes, *optimizer.notes]
     if topology != facts.topology:
         notes.append(
-            f"chunks are those of {topology}; the arguments keep {facts.topology}: Megatron loads it at any sizes"
+            f"chunks are those of {topology}, the arguments those of {facts.topology}: Megatron "
+            "loads the checkpoint at any sizes"
         )
-    dropped = [*catalog.dropped, *states.dropped]
-    if facts.kind is GPT:
-        dropped += _notes_of_lost_states(states.values, rules)
+
+    # The other facts of a torch_dist source are kept.
+    facets: dict[type, object] = {Topology: topology}
     torch_dist = catalog.facet(TorchDistFacts)
-    if torch_dist is not None and optimizer.needs_common_file:
-        torch_dist = replace(torch_dist, dialect="common_pt")
-    hidden = _hidden_tensors(catalog, common, objects)
+    if torch_dist is not None:
+        dialect = "common_pt" if optimizer.needs_common_file else torch_dist.dialect
+        facets[TorchDistFacts] = replace(torch_dist, dialect=dialect)
 
     source_catalog = replace(
         catalog,
@@ -189,10 +205,12 @@ def stack(
         iteration=catalog.iteration,
         zeros=model.zeros(),
         notes=tuple(notes),
-        dropped=tuple(dropped),
+        dropped=(*catalog.dropped, *states.dropped, *sharded_objects.dropped),
         write=catalog.write,
-        facets={Topology: topology, **({} if torch_dist is None else {TorchDistFacts: torch_dist})},
+        facets=facets,
     )
+
+    # Mamba's and similar parameters are one tensor per part in torch_dist.
     facts = with_sizes(
         facts,
         {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
@@ -206,10 +224,10 @@ def stack(
 
 @dataclass(frozen=True, slots=True)
 class _StackedNames:
-    """Finds the keys of a model's tensors in torch_dist, and the ranks that write them.
+    """A finder of the tensors' keys in torch_dist, and of the ranks that write them.
 
     Args:
-        is_stacked: layers are stacked.
+        is_stacked: layers share a key.
     """
 
     stages: Stages
@@ -219,23 +237,25 @@ class _StackedNames:
     is_stacked: bool
 
     def of(self, key: str) -> tuple[str, _StackedTensor]:
-        """Return (torch_dist's key, the tensor in it)."""
+        """Return (key in torch_dist, the tensor's place in it) for a global name."""
         rules = self.rules
         layer = rules.layer_of(key)
         if layer is None:
             _, stage = self.stages.chunk_at(rules.stage_of(key) or "last")
             return key, _StackedTensor(key, (), (), stage)
 
-        # Names in torch_dist are those of Transformer Engine.
+        # Norms have Transformer Engine's fused names in torch_dist, whichever implementation saved.
         sub = rules.fused(layer.sub) if self.facts.fuses_names else layer.sub
         if self.facts.pattern is None:
             sub = rules.in_torch_dist(sub)
+
+        # Layers of multi-token prediction are never stacked.
         _, stage, _ = self.stages.chunk_of(layer.stack, layer.number)
         is_stacked = self.is_stacked and layer.stack != PREDICTION_STACK
         name = layer.stack + sub if is_stacked else str(replace(layer, sub=sub))
         axes = [(layer.number, self.stages.n_layers(layer.stack))] if is_stacked else []
 
-        # The experts of a layer are always stacked.
+        # The experts of a layer are always stacked, and each is written by one EP rank.
         expert = rules.expert_of(name)
         ep = None
         if expert is not None and expert.number is not None:
@@ -251,31 +271,34 @@ class _StackedNames:
 def _is_homogeneous(
     catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules
 ) -> bool:
-    """Return whether all layers of the main stack have the same tensors, of the same shapes, dtypes
-    and usual kinds.
+    """Return whether all layers of the main stack have the same tensors, of equal dtype and shape.
+
+    Layers with tensors that Megatron never stacks (``Rules.unstacked``) are not homogeneous either.
     """
-    kinds: dict[tuple[str, str], set[tuple[object, ...]]] = {}
-    count: dict[tuple[str, str], int] = {}
-    for key in cuts:  # an optimizer's states are not names of layers
+    metas: dict[tuple[str, str], list[TensorMeta]] = {}
+    for key in cuts:
+        # ``layer_of`` is None for an optimizer's states, too, which follow their parameters.
         layer = rules.layer_of(key)
-        if layer is not None and layer.stack != PREDICTION_STACK:
-            if layer.sub.startswith(rules.unstacked):
-                return False
-            meta, place = catalog.tensors[key], (layer.stack, layer.sub)
-            kinds.setdefault(place, set()).add((meta.dtype, meta.shape))
-            count[place] = count.get(place, 0) + 1
-    is_complete = all(n == stages.n_layers(stack) for (stack, _), n in count.items())
-    return is_complete and all(len(of_place) == 1 for of_place in kinds.values())
+        if layer is None or layer.stack == PREDICTION_STACK:
+            continue
+        if layer.sub.startswith(rules.unstacked):
+            return False
+        metas.setdefault((layer.stack, layer.sub), []).append(catalog.tensors[key])
+    return all(
+        len(group) == stages.n_layers(stack)
+        and len({(meta.dtype, meta.shape) for meta in group}) == 1
+        for (stack, _), group in metas.items()
+    )
 
 
 def _group_tensors(
     cuts: Iterable[str], names: _StackedNames, optimizer: StackedOptimizer
 ) -> dict[str, list[_StackedTensor]]:
-    """Return torch_dist's key → the tensors that it stacks, in the order of their keys.
+    """Group tensors by their key in torch_dist, each group in the order of the global keys.
 
     Raises:
-        UnsupportedError: a stack lacks layers or experts, because the optimizer has states of some
-            only.
+        UnsupportedError: a stack lacks layers or experts, because the optimizer has states only for
+            some of them.
     """
     groups: dict[str, list[_StackedTensor]] = {}
     for key in cuts:
@@ -285,10 +308,10 @@ def _group_tensors(
         n_expected = prod(group[0].shape)
         if len(group) != n_expected:
             raise UnsupportedError(
-                f"only {len(group)} of the {n_expected} tensors that are stacked here are in the checkpoint: it seems "
-                "that the others were not trained",
+                f"only {len(group)} of the {n_expected} tensors to stack are in the checkpoint: "
+                "the others were probably not trained",
                 key=name,
-                hint="leave the optimizer out with --no-optim",
+                hint="drop the optimizer with --no-optim",
             )
     return groups
 
@@ -300,8 +323,8 @@ class _StackedModel:
     Args:
         catalog: the global per-layer form.
         topology: the ranks that write.
-        cuts: global key → how it is cut.
-        groups: torch_dist's key → the tensors that it stacks.
+        cuts: global key → how the tensor is cut.
+        groups: key in torch_dist → the tensors that it stacks.
     """
 
     catalog: Catalog
@@ -310,8 +333,9 @@ class _StackedModel:
     groups: Mapping[str, Sequence[_StackedTensor]]
 
     def metas(self, *, is_target: bool) -> dict[str, TensorMeta]:
-        """Return the metadata of every key: with the shapes of the destination, or those of the
-        source.
+        """Return the metadata of every key, with the shapes of the destination or of the source.
+
+        They differ in the padding of the vocabulary.
         """
         metas: dict[str, TensorMeta] = {}
         for key, group in self.groups.items():
@@ -321,7 +345,7 @@ class _StackedModel:
         return metas
 
     def source_fragments(self, key: str) -> Sequence[Fragment]:
-        """Return the fragments of the source that a key's tensors are made of."""
+        """Return the source's fragments of the tensors that a key stacks."""
         if key not in self.groups:
             return self.catalog.fragments(key)
         return tuple(
@@ -331,15 +355,17 @@ class _StackedModel:
         )
 
     def target_fragments(self, key: str) -> Sequence[TargetFragment]:
-        """Return the chunks of a key, in the order of the ranks that write them: the first that
-        holds each.
+        """Return the chunks of a key, each from the first rank that holds it, in rank order.
+
+        A key outside of the model, such as a hidden tensor, has one chunk.
         """
         if key not in self.groups:
             meta = self.catalog.meta(key)
             array = PlannedArray(key, meta.dtype, meta.shape)
             return (Fragment(key, full_box(meta.shape), array, (0,) * len(meta.shape)),)
 
-        # A rank writes the tensors of its stage, and of its experts.
+        # A rank writes the tensors of its stage, and of its experts; of equal boxes, which are
+        # replicas, only the first.
         by_holder: dict[tuple[int, int | None], list[_StackedTensor]] = {}
         for tensor in self.groups[key]:
             by_holder.setdefault((tensor.stage, tensor.ep), []).append(tensor)
@@ -360,7 +386,7 @@ class _StackedModel:
         return tuple(chunks.values())
 
     def zeros(self) -> dict[str, list[Box]]:
-        """Return the boxes of the destination that no source holds: padding of the vocabulary."""
+        """Return the boxes of each key that are not in the source: padding of the vocabulary."""
         zeros: dict[str, list[Box]] = {}
         for key, group in self.groups.items():
             boxes = [
@@ -374,7 +400,7 @@ class _StackedModel:
 
 
 def _file_coords(number: int) -> Coords:
-    """Return the coordinates of the file that a rank writes."""
+    """Return the coordinates of the file that the rank of this number writes."""
     return (("file", number),)
 
 
@@ -384,7 +410,7 @@ class _ExtraStates:
 
     Args:
         values: global name → value.
-        dropped: states that are left out, each with the reason.
+        dropped: states that are dropped, each with the reason.
     """
 
     values: Mapping[str, object]
@@ -394,20 +420,23 @@ class _ExtraStates:
 def _extra_states(
     catalog: Catalog, tensors: Iterable[str], facts: ModelFacts, rules: Rules
 ) -> _ExtraStates:
-    """Return the extra states by global name, those of grouped experts one for each expert.
+    """Return the extra states by global name, with one state for each grouped expert.
 
-    The state that a rank keeps for all of its experts is packed by Transformer Engine and cannot be
-    told apart here; an empty one is empty for each.
+    Transformer Engine packs the states of all experts of a rank into one, which cannot be separated
+    here. An empty one is empty for each expert; another one is dropped.
 
     Args:
         tensors: keys of states that are tensors.
     """
+    # States are tensors or objects; ShardedObjects have their final form already.
     values: dict[str, object] = {key: TensorLeaf(key) for key in tensors}
     values |= {
         key: item.value
         for key, item in catalog.objects.items()
         if key.endswith(EXTRA_STATE) and item.raw_key is None and sharded_object(key) is None
     }
+
+    # Separate packed states.
     states: dict[str, object] = {}
     dropped: list[str] = []
     for key, value in values.items():
@@ -416,60 +445,66 @@ def _extra_states(
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped.append(f"{key} (packed for the experts of a rank)")
+            dropped.append(f"{key} (packed for all experts of a rank)")
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return _ExtraStates(states, dropped)
 
 
+@dataclass(frozen=True, slots=True)
+class _ShardedObjects:
+    """The ShardedObjects of a checkpoint.
+
+    Args:
+        by_key: key with its shard's offset and shape → object.
+        dropped: objects that are dropped, each with the reason.
+    """
+
+    by_key: dict[str, StoredObject]
+    dropped: Sequence[str]
+
+
 def _sharded_objects(
     catalog: Catalog, states: Mapping[str, object], names: _StackedNames
-) -> dict[str, StoredObject]:
-    """Return the ShardedObjects: extra states per layer and expert, random states and others of the
-    source.
+) -> _ShardedObjects:
+    """Return extra states per layer and expert, random states and others of the source.
 
-    Each lies in the file of the first rank that has it.
+    Each is stored in the file of the first rank that has it.
+
+    Args:
+        states: extra states by global name.
     """
+    # Number the first rank of each (stage, EP rank or None for all), and of each (PP, TP) rank.
     topology = names.topology
-    by_stage: dict[
-        tuple[int, int | None], int
-    ] = {}  # (stage, expert rank or None) → number of the first rank there
+    by_stage: dict[tuple[int, int | None], int] = {}
     by_rng: dict[tuple[int, ...], int] = {}
     for number, rank in enumerate(topology.ranks()):
         for ep_rank in (None, rank.ep):
             by_stage.setdefault((rank.pp, ep_rank), number)
         by_rng.setdefault((rank.pp, rank.tp), number)
 
-    # Random states are for one rank of each (PP, TP); extra states for a layer and expert.
+    # ShardedObjects of the source keep their keys. A random state is that of one (PP, TP) rank.
     objects: dict[str, StoredObject] = {}
     for key, item in catalog.objects.items():
         shard = sharded_object(key)
         if shard is not None:
             is_rng = shard[0] == RNG and shard[2] == (topology.pp, topology.tp)
             objects[key] = replace(item, coords=_file_coords(by_rng[shard[1]] if is_rng else 0))
+
+    # An extra state is that of a layer and expert. Of a GPT model's output layer none is saved.
+    dropped: list[str] = []
     for key, value in states.items():
         if names.facts.kind is GPT and names.rules.layer_of(key) is None:
-            continue  # GPT models leave out the output layer's
+            if value is not None:
+                dropped.append(f"{key} (cannot be stored in torch_dist checkpoints of GPT models)")
+            continue
         name, tensor = names.of(key)
-        offset, shape = (
-            ".".join(map(str, tensor.at)) or "0",
-            ".".join(map(str, tensor.shape)) or "1",
-        )
+        offset = ".".join(map(str, tensor.at)) or "0"
+        shape = ".".join(map(str, tensor.shape)) or "1"
         name = f"{name}/shard_{offset}_{shape}"
         objects[name] = StoredObject(
             name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep])
         )
-    return objects
-
-
-def _notes_of_lost_states(states: Mapping[str, object], rules: Rules) -> list[str]:
-    """Return a note for every extra state that torch_dist has no place for and that holds
-    something.
-    """
-    return [
-        f"{key} (torch_dist checkpoints of GPT models have no place for it)"
-        for key, value in states.items()
-        if value is not None and rules.layer_of(key) is None
-    ]
+    return _ShardedObjects(objects, dropped)
 
 
 def _common_state(
@@ -479,16 +514,16 @@ def _common_state(
     optimizer: StackedOptimizer,
     format: str,
 ) -> dict[object, object]:
-    """Return the common state of a torch_dist checkpoint; its arguments keep the sizes of the run
-    that saved.
+    """Return the common state of a torch_dist checkpoint.
+
+    Its arguments describe the destination's format and vocabulary, but the sizes of the run that
+    saved.
     """
-    padded = next(
-        (cut.shape[0] for key, cut in cuts.items() if rules.rule_of(param_of(key)).kind == "vocab"),
-        None,
-    )
     changes: dict[str, object] = {"ckpt_format": format, "use_dist_ckpt": True}
-    if padded is not None:
-        changes["padded_vocab_size"] = padded
+    for key, cut in cuts.items():
+        if rules.rule_of(param_of(key)).kind == "vocab":
+            changes["padded_vocab_size"] = cut.shape[0]
+            break
     common = {
         name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")
     }
@@ -498,7 +533,7 @@ def _common_state(
 def _hidden_tensors(
     catalog: Catalog, common: Mapping[object, object], objects: Mapping[str, StoredObject]
 ) -> dict[str, TensorMeta]:
-    """Return the tensors that the common state and the objects refer to."""
+    """Return the metadata of the tensors to which the common state and the objects refer."""
     values = (common, *(item.value for item in objects.values()))
     keys = [leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)]
     keys += [item.raw_key for item in objects.values() if item.raw_key is not None]

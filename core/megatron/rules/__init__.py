@@ -1,7 +1,6 @@
-"""How each parameter is cut over ranks, as data: ``megatron.toml``, which explains its fields, and
-its reader.
+"""Layout rules as data: how each parameter is cut over ranks.
 
-Start at ``megatron.toml`` (QKV, gate and up, experts …), then ``rules``, which finds the rule of a
-parameter; ``tables`` reads the file and those of ``--rules``.
+Start at ``megatron.toml`` (QKV, gate and up, experts …), which explains its fields, then ``rules``,
+which finds the rule of a parameter; ``tables`` reads that file and those of ``--rules``.
 Imports: arrays, catalog, errors, files.
 """

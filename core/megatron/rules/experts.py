@@ -1,25 +1,25 @@
-"""The names of experts: every implementation has its own, rules see one.
+"""Names of experts: every implementation has its own form, rules are written for one form.
 
 ::
 
-    sequential   mlp.experts.local_experts.3.linear_fc1.weight   numbered within an expert parallel rank
+    sequential   mlp.experts.local_experts.3.linear_fc1.weight   numbered within an EP rank
     te_grouped   mlp.experts.linear_fc1.weight3                  the same
-    grouped      mlp.experts.weight1                             all experts of a rank in one parameter
-    stacked      mlp.experts.experts.linear_fc1.weight           torch_dist: all experts, on an axis in front
+    grouped      mlp.experts.weight1                             all experts of a rank at once
+    stacked      mlp.experts.experts.linear_fc1.weight           torch_dist: stacked on axis 0
     single       mlp.experts.experts.3.linear_fc1.weight         torch_dist: numbered over the model
-    switch       mlp.local_experts.3.dense_h_to_4h.weight        megatron.legacy: numbered within a rank
+    switch       mlp.local_experts.3.dense_h_to_4h.weight        megatron.legacy: numbered in a rank
 
-The common form is ``sequential``, numbered over the model. The rows are data: ``[[experts]]`` in
-``megatron/rules/*.toml``.
+The common form is ``sequential``, numbered over the complete model. The forms are data:
+``[[experts]]`` in ``megatron/rules/*.toml``.
 
-A parameter of legacy grouped experts is declared as a matrix, but used as another one: ``weight1``
-of shape (h, n * r), for n experts of r rows of fc1, is a C-order (n, h, r) array, and each expert's
-(h, r) is its weight transposed; ``weight2`` of shape (n * c, h) is an (n, c, h) array in the same
-way. So an expert's weight is a strided view, and cutting ``weight1`` by columns would mix the
-experts. To write them, the weights of experts are transposed on both sides (``transposed``), and a
-parameter is joined of dense arrays.
+A parameter of legacy grouped experts (GroupedMLP) is declared as a matrix, but used as another
+array: ``weight1`` of shape (h, n * r), for n experts with r rows of fc1 each, is a C-order (n, h,
+r) array, and each expert's (h, r) matrix is its weight transposed. In the same way, ``weight2`` of
+shape (n * c, h) is an (n, c, h) array. So an expert's weight is a strided view, and cutting
+``weight1`` by columns would mix the experts. To write such a parameter, the weights of experts are
+transposed on both sides (``transposed``), and dense arrays are joined (``packed``).
 
-Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP``, tests/golden
+Source for GroupedMLP: megatron-core 0.12.1 ``transformer/moe/experts.py``, tests/golden
 (``moe_grouped``).
 """
 
@@ -42,13 +42,13 @@ OPTION = "--moe-experts"
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """One way to name the parameters of experts.
+    """A form of the names of experts' parameters.
 
     Args:
-        names: one of those above, such as ``te_grouped``; several rows may share it.
-        pattern: searched in a name; what it finds is the part behind ``experts.``.
-        name: that part, with ``{e}`` and ``{rest}``; None for a form that is read only.
-        rest: the parameter within its expert, where the pattern has no such group.
+        names: name of the form, such as ``te_grouped``; several patterns may share it.
+        pattern: searched in a parameter's name; matches the part after ``experts.``.
+        name: template of that part, with ``{e}`` and ``{rest}``; None for a form that is only read.
+        rest: the parameter's name within its expert, if the pattern has no such group.
     """
 
     names: str
@@ -57,7 +57,7 @@ class ExpertForm:
     rest: str | None = None
 
     def named(self, expert: Expert, number: int) -> str:
-        """Return the name of an expert's parameter in this form, which is not a read-only one."""
+        """Return the name of an expert's parameter in this form, which must not be read-only."""
         assert self.name is not None
         return expert.before + self.name.format(e=number, rest=expert.rest)
 
@@ -67,10 +67,10 @@ class Expert:
     """A parameter of an expert, or of all of them.
 
     Args:
-        before: the name up to and with ``experts.``.
-        number: which expert; None for a tensor that holds several.
+        before: the name up to and including ``experts.``.
+        number: number of the expert; None for a tensor that holds several.
         rest: the parameter's name within its expert, such as ``linear_fc1.weight``.
-        names: the form that it was found in.
+        names: the form of the name (``ExpertForm.names``).
     """
 
     before: str
@@ -84,7 +84,8 @@ class Expert:
 
 
 def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
-    """Return the expert that a parameter (or module) belongs to, or None."""
+    """Return the expert to which a parameter or module belongs, or None."""
+    # Most names are not those of experts: skip the patterns.
     if "experts." not in name:
         return None
     for form in forms:
@@ -104,18 +105,23 @@ def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
 def expert_form(
     forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int
 ) -> ExpertForm:
-    """Return the form that can name an expert's parameter; what holds for one number holds for all.
+    """Return the form that can name an expert's parameter, whatever the expert's number.
+
+    Args:
+        names: name of the form.
+        number: any number.
 
     Raises:
-        UnsupportedError: the form has no name for it.
+        UnsupportedError: the form has no name for the parameter.
     """
+    # A form can name the parameter if reading that name gives the same parameter again.
     for form in forms:
         if form.names == names and form.name is not None:
-            again = expert_of(forms, form.named(expert, number))
-            if again is not None and (again.names, again.rest) == (names, expert.rest):
+            reread = expert_of(forms, form.named(expert, number))
+            if reread is not None and (reread.names, reread.rest) == (names, expert.rest):
                 return form
     raise UnsupportedError(
-        f"experts of the kind {names} have no such parameter", key=expert.numbered(number)
+        f"experts of the form {names} have no such parameter", key=expert.numbered(number)
     )
 
 
@@ -128,8 +134,8 @@ def unpacked(
 
     Args:
         array: ``weight1`` or ``weight2`` of one rank.
-        rest: what it holds, ``linear_fc1.weight`` or ``linear_fc2.weight``.
-        n: experts of the rank.
+        rest: parameter of the experts, ``linear_fc1.weight`` or ``linear_fc2.weight``.
+        n: number of experts on the rank.
         key, rank: for messages.
 
     Raises:
@@ -137,19 +143,19 @@ def unpacked(
     """
     extent = array.extent
     assert not extent.is_late, "rank files know where their arrays are"
-    packed = 1 if rest.startswith("linear_fc1") else 0
-    if len(array.shape) != 2 or array.shape[packed] % n:
+    packed_axis = 1 if rest.startswith("linear_fc1") else 0
+    if len(array.shape) != 2 or array.shape[packed_axis] % n:
         raise CorruptError(
-            f"a parameter of {n} grouped experts has the shape {array.shape}", key=key, rank=rank
+            f"a parameter of {n} grouped experts has shape {array.shape}", key=key, rank=rank
         )
     if extent.strides not in (None, (array.shape[1], 1)):
         raise CorruptError(
-            f"a parameter of grouped experts has the strides {extent.strides}", key=key, rank=rank
+            f"a parameter of grouped experts has strides {extent.strides}", key=key, rank=rank
         )
-    share = array.shape[packed] // n
-    rows, columns = (
-        (array.shape[0], share) if packed else (share, array.shape[1])
-    )  # of one expert, not yet transposed
+
+    # The matrices of the experts follow each other in memory, whichever axis is declared longer.
+    share = array.shape[packed_axis] // n
+    rows, columns = (array.shape[0], share) if packed_axis else (share, array.shape[1])
     for number in range(n):
         offset = extent.offset + number * rows * columns * itemsize(array.dtype)
         view = replace(extent, offset=offset, strides=(1, columns), crc=None)
@@ -157,12 +163,12 @@ def unpacked(
 
 
 def packed(name: str, experts: Sequence[PlannedArray], rest: str) -> JoinedArray:
-    """Return the parameter of legacy grouped experts that their transposed weights make.
+    """Return the parameter of legacy grouped experts that joins their transposed weights.
 
     Args:
         name: name of the parameter's array.
         experts: the weights of a rank's experts in order, transposed.
-        rest: what they are, ``linear_fc1.weight`` or ``linear_fc2.weight``.
+        rest: parameter of the experts, ``linear_fc1.weight`` or ``linear_fc2.weight``.
     """
     n, (rows, columns) = len(experts), experts[0].shape
     shape = (rows, n * columns) if rest.startswith("linear_fc1") else (n * rows, columns)
@@ -173,9 +179,12 @@ def packed(name: str, experts: Sequence[PlannedArray], rest: str) -> JoinedArray
 def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
     """Return a catalog in which some matrices are transposed; no data moves.
 
+    Args:
+        keys: keys of the matrices.
+
     Raises:
-        UnsupportedError: a matrix is stored in a form that has no strides; raised when its
-            fragments are asked for.
+        UnsupportedError: a matrix is stored without strides (raised when its fragments are
+            requested).
     """
     if not keys:
         return catalog
@@ -202,10 +211,10 @@ def _transposed(fragment: Fragment) -> Fragment:
         raise UnsupportedError(
             "compressed experts cannot be written as one parameter (the old GroupedMLP)",
             key=fragment.key,
-            hint=f"write one module for each expert with {OPTION} sequential",
+            hint=f"write one module per expert with {OPTION} sequential",
         )
 
-    # A transposed view has the strides in the other order; its bytes stay where they are.
+    # Swap the strides: the bytes stay where they are, but no longer in the order of a CRC.
     shape, strides = swapped(array.shape), swapped(extent.strides or c_strides(array.shape))
     if extent.is_late:
         extent = replace(extent, is_swapped=not extent.is_swapped)

@@ -1,6 +1,6 @@
-"""Layout rules as data: finding the rule of a parameter. ``core.megatron.rules.tables`` reads them.
+"""Find the layout rule of a parameter; ``core.megatron.rules.tables`` reads the rules.
 
-Rules are ordered; the first whose pattern fits a name decides. There is no catch-all: a name
+Rules are ordered; the first whose pattern matches a name decides. There is no catch-all: a name
 without a rule is an error that proposes one. ``megatron/rules/megatron.toml`` explains the fields.
 """
 
@@ -23,36 +23,32 @@ T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 NEEDS_AXIS = ("split", "vocab")
 """Kinds of rules that cut an axis."""
-
-
 UNKNOWN_SOURCE = "--unknown replicate"
-"""The source of the rule of tensors that no row fits, where the user says that they are
-replicated.
-"""
+"""Source of the rule for all other tensors, which the user has declared replicated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row.
+    """A layout rule: how the parameters with matching names are cut over ranks.
 
     Args:
         pattern: searched in the parameter's name.
         kind: ``replicate``, ``split``, ``vocab`` or ``opaque``.
         axis: the axis that ``split`` and ``vocab`` cut, else None.
-        parts: ``whole``, ``gated`` or ``named``, which ``segments`` are then.
-        segments: lists of the sizes of parts; the first that fits a tensor holds.
-        names: what torch_dist puts behind the name for each part, which it stores as a tensor of
-            its own; () for none.
+        parts: ``whole``, ``gated``, or ``named`` for the parts in ``segments``.
+        segments: alternative lists of the parts' sizes; the first that fits a tensor applies.
+        names: suffixes that torch_dist gives the parts, which it stores as separate tensors; () if
+            it does not.
         group: ``tp`` or ``etp``.
         unit: ``heads`` or None.
         divides: sizes that the number of shards must divide as well.
-        extent: arguments whose sum is the extent of axis 0 (for each head, with ``unit``), or ().
-        tied: name of the tensor that this one copies in models with shared embeddings, or None.
-        later: what the parameter belongs to if it is not handled yet, else None.
-        single: for tensors of one element: what those with more belong to, which are not handled;
-            else None.
+        extent: arguments whose sum is the extent of axis 0 (per head, with ``unit``), or ().
+        tied: name of the tensor that this one copies in models with tied embeddings, or None.
+        later: feature to which the parameter belongs, if it is not supported yet; else None.
+        single: for tensors of one element: the feature to which tensors with more elements belong,
+            which is not supported; else None.
         source: where the rule was established.
-        where: the row: its number and file.
+        where: number and file of the rule, for messages.
     """
 
     pattern: re.Pattern[str]
@@ -77,22 +73,21 @@ class Rule:
         return self.axis if self.kind in NEEDS_AXIS else None
 
     def as_cut(self) -> Rule:
-        """Return the rule of the same parameter where it is cut on axis 0 instead of replicated."""
+        """Return the rule with the parameter cut on axis 0 instead of replicated."""
         return replace(self, kind="split", axis=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """The names that a kind of model gives its parts.
+    """The names of the main tensors of a kind of model.
 
     Args:
-        kind: for people: ``GPT``, ``BERT``, ``T5`` …
-        stacks: beginnings of the names of its layers, that of the main stack first.
+        kind: name for people: ``GPT``, ``BERT``, ``T5`` …
+        stacks: beginnings of the layers' names, that of the main stack first.
         embedding: the tensor of the input embedding.
-        output: the tensor of the output layer, where it is a tensor of its own.
-        head: the copy of the embedding that the last of several pipeline stages has where the two
-            are shared.
-        is_legacy: it has the names of ``megatron.legacy``, which only rank files have.
+        output: the tensor of the output layer, if it is a tensor of its own.
+        head: the copy of a tied embedding in the last of several pipeline stages.
+        is_legacy: the names are those of ``megatron.legacy``, which exist only in rank files.
     """
 
     kind: str
@@ -110,16 +105,16 @@ GPT = ModelKind(
     "output_layer.weight",
     "output_layer.weight",
 )
-"""The usual kind."""
+"""The default kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The facts about a model that the names of its tensors tell.
+    """The facts about a model that the names of its tensors show.
 
     Args:
-        kind: what kind of model it is.
-        n_seen: stack → highest number of a layer, plus one.
+        kind: kind of model.
+        n_seen: stack → highest layer number in the names, plus one.
     """
 
     kind: ModelKind
@@ -128,10 +123,10 @@ class ModelNames:
 
 @value(frozen=True, slots=True)
 class Layer:
-    """A name within one of a model's layers.
+    """A name in one of a model's layers.
 
     Args:
-        stack: beginning of the name before the number, such as ``decoder.layers.``.
+        stack: the part before the number, such as ``decoder.layers.``.
         number: number of the layer, local or global.
         sub: the name within the layer.
     """
@@ -146,23 +141,22 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A layout's table.
+    """The rules of a layout.
 
     Args:
-        rules: rows in order.
+        rules: rules in order of precedence.
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
-        expert_forms: the ways to name experts.
+        expert_forms: the forms of experts' names.
         stacks: beginnings of the names of layers, in the order of a rank file.
         models: the kinds of models, GPT first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
-        buffers: patterns of tensors that are no parameters.
-        sizes: sizes that shapes tell.
+        buffers: patterns of tensors that are not parameters.
+        sizes: sizes that are read from shapes.
         unstacked: beginnings of names within layers that torch_dist never stacks.
-        renamed: beginnings of names within layers that differ between newer rank files and
-            torch_dist.
-        inner: pattern of the beginning of names of a layer that is within another layer, or None.
-        tells_numbers_apart: a rule fits some layers or experts and not others.
+        renamed: a beginning of names within layers, in newer rank files and in torch_dist.
+        inner: pattern of the beginning of names in a layer inside another layer, or None.
+        tells_numbers_apart: a rule matches some layers or experts and not others.
     """
 
     rules: tuple[Rule, ...]
@@ -181,7 +175,7 @@ class Rules:
     _fits: dict[str, Rule | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """What was looked up before, by name; the same for the others."""
+    """Cache of the rules by name; the other caches are of the same kind."""
     _experts: dict[str, Expert | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -203,34 +197,41 @@ class Rules:
         Args:
             name: local or global name, without ``model.``.
             shapes: shape of the parameter on every rank that has it, for the message.
-            hidden_size: channels of the model, for the row that the message proposes.
-            tp: how many shards these are, for the same.
+            hidden_size: hidden size of the model, for the rule that the hint proposes.
+            tp: number of shards of the parameter, for the same.
 
         Raises:
-            UnknownTensorError: no row fits; the hint proposes one.
-            UnsupportedError: the row says that it is not handled yet.
+            UnknownTensorError: no rule matches; the hint proposes one.
+            UnsupportedError: the rule marks the parameter as not supported yet.
         """
-        rule = self._first_fit(name)
+        rule = self._find_rule(name)
+
+        # Propose a rule that the user can complete, with the evidence for it.
         if rule is None:
             extents = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
             raise UnknownTensorError(
-                "no layout rule fits this tensor"
+                "no layout rule matches this tensor"
                 + (f" (shape on each of {len(shapes)} ranks: {extents})" if extents else ""),
                 key=name,
-                hint="write a file with this row, corrected if need be, for --rules (or use --unknown replicate, if "
-                f"all ranks hold the same):\n{proposal(name, shapes, hidden_size=hidden_size, tp=tp)}",
+                hint="put this rule into a file, correct it if necessary, and pass the file with "
+                "--rules (or use --unknown replicate if all ranks hold the same tensor):\n"
+                + proposal(name, shapes, hidden_size=hidden_size, tp=tp),
             )
         if rule.later is not None:
             raise UnsupportedError(
                 f"{rule.later} cannot be resharded yet",
                 key=name,
-                hint="torch_dist checkpoints of such models convert to dcp and torch, with the layout they have",
+                hint="convert a torch_dist checkpoint of the model to dcp or torch, which keep its "
+                "layout",
             )
         return rule
 
-    def _first_fit(self, name: str) -> Rule | None:
+    def _find_rule(self, name: str) -> Rule | None:
+        """Return the first rule whose pattern matches a name, or None."""
         if name in self._fits:
             return self._fits[name]
+
+        # Names that differ only in numbers share a search, unless a rule distinguishes numbers.
         common = name if self.tells_numbers_apart else _NUMBER.sub("0", name)
         rule = self._fits.get(common)
         if rule is None:
@@ -242,9 +243,10 @@ class Rules:
     def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
         """Return the rule of a parameter that torch_dist stores in parts, else None.
 
-        With ``part``, the parameter must have a part of that name.
+        Args:
+            part: name of a part that the parameter must have; None for any.
         """
-        rule = self._first_fit(name)
+        rule = self._find_rule(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
 
     @property
@@ -254,21 +256,16 @@ class Rules:
 
     @property
     def takes_unknown(self) -> bool:
-        """True if the user gave a rule for parameters that no row fits."""
+        """True if the user declared all parameters without a rule replicated."""
         return any(rule.source == UNKNOWN_SOURCE for rule in self.rules)
 
     def is_unknown(self, name: str) -> bool:
-        """Return whether a parameter has a rule only because the user said ``--unknown
-        replicate``.
-        """
-        rule = self._first_fit(name)
+        """Return True if a parameter has a rule only because of ``--unknown replicate``."""
+        rule = self._find_rule(name)
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def stage_of(self, name: str) -> str | None:
-        """Return ``first`` or ``last`` for a parameter or module outside of layers.
-
-        None if no row says.
-        """
+        """Return ``first`` or ``last`` for a name outside of layers; None without such a rule."""
         return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
 
     def is_param(self, name: str) -> bool:
@@ -277,10 +274,12 @@ class Rules:
         Buffers and extra states are not.
 
         Raises:
-            UnknownTensorError, UnsupportedError: as for ``rule_of``.
+            UnknownTensorError: no rule matches.
+            UnsupportedError: the rule marks the tensor as not supported yet.
         """
         is_param = self._params.get(name)
         if is_param is None:
+            # Rules are written for the common form of experts' names.
             expert = self.expert_of(name)
             common = name if expert is None else expert.numbered(expert.number or 0)
             is_buffer = any(pattern.search(common) for pattern in self.buffers)
@@ -289,9 +288,9 @@ class Rules:
         return is_param
 
     def has_main_stack(self, name: str) -> bool:
-        """Return whether a name is in a layer of the main stack of some kind of model.
+        """Return whether a name is in the main stack of some kind of model.
 
-        The layer may be numbered or stacked.
+        Its layer may be numbered or stacked.
         """
         return name.startswith(self.main_stacks)
 
@@ -301,31 +300,33 @@ class Rules:
         return tuple(model.stacks[0] for model in self.models)
 
     def model_of(self, names: Iterable[str]) -> ModelNames:
-        """Return the kind of model that has these tensors; the usual kind if they tell nothing."""
+        """Return the kind of model that has these tensors; GPT if no name is in a layer."""
         n_seen: dict[str, int] = {}
         for name in names:
             layer = self.layer_of(name)
             if layer is not None:
                 n_seen[layer.stack] = max(n_seen.get(layer.stack, 0), layer.number + 1)
-        best = max(self.models, key=lambda model: _fit(model, n_seen))
-        return ModelNames(best, n_seen)
+
+        # The best kind has the most of the stacks in these names, and the fewest others.
+        def fit(model: ModelKind) -> tuple[int, int]:
+            return len({*model.stacks} & {*n_seen}), -len({*model.stacks} - {*n_seen})
+
+        return ModelNames(max(self.models, key=fit), n_seen)
 
     def layer_of(self, name: str) -> Layer | None:
-        """Return the layer that a parameter belongs to, else None."""
+        """Return the layer to which a parameter belongs, else None."""
         for stack in self.stacks:
             if name.startswith(stack):
+                # A key for all layers has no number here.
                 number, dot, sub = name[len(stack) :].partition(".")
-                return (
-                    Layer(stack, int(number), sub)
-                    if dot and number.isascii() and number.isdigit()
-                    else None
-                )
+                is_numbered = dot and number.isascii() and number.isdigit()
+                return Layer(stack, int(number), sub) if is_numbered else None
         return None
 
     def stacked_of(self, name: str) -> tuple[str, str] | None:
-        """Return (stack, name within the layer) of a key that stacks all layers, else None.
+        """Return (stack, name within the layer) of a key for all layers, else None.
 
-        Such a key is ``decoder.layers.mlp.…``.
+        Such a key is ``decoder.layers.mlp.…``, without a number.
         """
         for stack in self.stacks:
             sub = name.removeprefix(stack)
@@ -334,7 +335,7 @@ class Rules:
         return None
 
     def expert_of(self, name: str) -> Expert | None:
-        """Return the expert that a parameter or module belongs to, else None."""
+        """Return the expert to which a parameter or module belongs, else None."""
         if "experts." not in name:
             return None
         if name not in self._experts:
@@ -345,17 +346,23 @@ class Rules:
     def is_packed_state(self, name: str) -> bool:
         """Return whether an extra state is that of all experts of a rank together."""
         expert = self.expert_of(name)
-        if (
-            expert is None or expert.number is not None or expert.names == "stacked"
-        ):  # torch_dist's has one an expert
+        if expert is None or expert.number is not None:
             return False
-        return expert.rest.endswith("_extra_state")
+
+        # torch_dist's stacked form has one state per expert.
+        return expert.names != "stacked" and expert.rest.endswith("_extra_state")
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
         """Return the name of an expert's parameter in another form.
 
-        ``core.megatron.rules.experts`` lists the forms.
+        Args:
+            names: the form (``core.megatron.rules.experts``).
+            number: number of the expert in the name.
+
+        Raises:
+            UnsupportedError: the form has no name for the parameter.
         """
+        # The form does not depend on the expert's number.
         form = self._forms.get((expert.before, expert.rest, names))
         if form is None:
             form = expert_form(self.expert_forms, expert, names=names, number=number)
@@ -364,20 +371,17 @@ class Rules:
         return form.named(expert, number)
 
     def fused(self, sub: str) -> str:
-        """Return a name within a layer as torch_dist has it."""
+        """Return a name within a layer with norms fused, as in torch_dist."""
         inner, rest = self._inner(sub)
         return inner + _exchanged(rest, self.fused_names)
 
     def local(self, sub: str) -> str:
-        """Return a name within a layer as rank files of the local implementation have it."""
+        """Return a name within a layer as in rank files of the local implementation."""
         inner, rest = self._inner(sub)
         return inner + _exchanged(rest, [(fused, local) for local, fused in self.fused_names])
 
     def in_torch_dist(self, sub: str) -> str:
-        """Return a name within a layer with torch_dist's word for an inner layer.
-
-        Newer rank files have another word.
-        """
+        """Return a name within a layer with torch_dist's word for an inner layer."""
         return _exchanged(sub, [self.renamed])
 
     def in_rank_files(self, sub: str) -> str:
@@ -385,44 +389,33 @@ class Rules:
         return _exchanged(sub, [self.renamed[::-1]])
 
     def position(self, sub: str) -> int:
-        """Return the place of a name within a layer in a rank file.
+        """Return the index of a name within a layer in the order of a rank file.
 
-        Names that the table does not know come last.
+        Names that ``layer_order`` does not list come last.
         """
         sub = self._inner(sub)[1]
-        for place, start in enumerate(self.layer_order):
+        for index, start in enumerate(self.layer_order):
             if sub.startswith(start):
-                return place
+                return index
         return len(self.layer_order)
 
     def inner_number(self, sub: str) -> int:
-        """Return the number of the layer within a layer that a name belongs to, else 0."""
+        """Return the number of the inner layer to which a name within a layer belongs, else 0."""
         numbers = re.findall(r"\.(\d+)\.$", self._inner(sub)[0])
         return int(numbers[0]) if numbers else 0
 
     def _inner(self, sub: str) -> tuple[str, str]:
-        """Split a name within a layer of a layer into (beginning up to that layer, rest).
-
-        Other names give ("", name).
-        """
+        """Split a name within a layer into (beginning with the inner layer or "", rest)."""
         match = None if self.inner is None else self.inner.match(sub)
         return ("", sub) if match is None else (match[0], sub[match.end() :])
 
 
-def _fit(model: ModelKind, stacks: Iterable[str]) -> tuple[int, int]:
-    """Return a sort key for how well a kind of model fits the stacks of a checkpoint.
-
-    The best kind has the most of them, and the fewest others.
-    """
-    return len({*model.stacks} & {*stacks}), -len({*model.stacks} - {*stacks})
-
-
-_MAX_KNOWN = 1 << 17
+_MAX_CACHED = 1 << 17
 
 
 def _forget_if_full(cache: dict[K, T]) -> None:
     """Empty a cache that is full, so that it stays bounded whatever names a file has."""
-    if len(cache) >= _MAX_KNOWN:
+    if len(cache) >= _MAX_CACHED:
         cache.clear()
 
 
@@ -432,15 +425,17 @@ def _part_names(rules: tuple[Rule, ...]) -> frozenset[str]:
 
 
 def tells_numbers_apart(rule: Rule) -> bool:
-    """Return whether a rule may fit one layer or expert and not another.
+    """Return whether a rule may match one layer or expert and not another.
 
     Its pattern then has a digit outside of a word.
     """
+    # Remove escapes (``\d``), and digits and classes at the end of a word (``linear_fc[12]``).
     text = re.sub(r"\\.|(?<=[a-z_])(\[[^\]]*\]|[0-9]+)", "", rule.pattern.pattern)
     return re.search("[0-9]", text) is not None
 
 
 def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Replace the beginning of a name, if it is the first of some pair, by the second."""
     for old, new in pairs:
         if sub.startswith(old):
             return new + sub[len(old) :]
@@ -450,34 +445,35 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
 def proposal(
     name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None
 ) -> str:
-    """Return a row that might fit an unknown tensor, in TOML, with the reason for it.
+    """Propose a rule for an unknown tensor, in TOML, with the reason for it in a comment.
 
-    Shards of which one axis is the model's hidden size are cut on the other, as linear layers are;
-    what has the hidden size on all its axes, although there are several shards, is not cut.
+    A matrix with the hidden size on one axis is probably cut on the other, like linear layers. A
+    tensor that has the hidden size on all axes of a shard is not cut.
+
+    Args:
+        shapes: shape of the tensor on every rank that has it.
+        tp: number of shards.
     """
-    # Numbers of layers and experts become patterns.
+    # Turn the numbers of layers and experts into patterns: one rule is for all of them.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
-    row = ["[[rule]]", f"pattern = '^{pattern}$'"]
+    rule = ["[[rule]]", f"pattern = '^{pattern}$'"]
     shape = shapes[0] if shapes else ()
 
-    # The hidden size is the axis that linear layers do not cut.
+    # Linear layers are not cut on the axis of the hidden size.
+    undecided = 'rule = "replicate"   # if every TP rank holds the same; else "split" with an axis'
     other_axes = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
     if len(set(shapes)) > 1:
-        row += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
-    elif not shape:
-        row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
-    elif hidden_size is not None and not other_axes:
-        why = "the hidden size on every axis" + (
-            "" if tp in (None, 1) else f", on each of {tp} TP ranks"
-        )
-        row += [f'rule = "replicate"   # {why}']
-    elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
-        row += ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
+        rule += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
+    elif shape and hidden_size is not None and not other_axes:
+        shards = "" if tp in (None, 1) else f", on each of {tp} TP ranks"
+        rule += [f'rule = "replicate"   # the hidden size on every axis{shards}']
     elif len(shape) < 2:
-        row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
+        rule += [undecided]
+    elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
+        rule += ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
     else:
-        row += [
+        rule += [
             'rule = "split"   # or "replicate", if every TP rank holds the same',
             f"axis = {int(shape[0] > shape[1])}",
         ]
-    return "\n".join(row)
+    return "\n".join(rule)

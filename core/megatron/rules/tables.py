@@ -1,5 +1,6 @@
-"""Reading of the tables of layout rules: ``megatron/rules/*.toml``, which ``megatron.toml``
-explains, and of users.
+"""Read layout rules: those of the project and those of users.
+
+``megatron/rules/megatron.toml`` has the project's rules and explains the fields.
 """
 
 from __future__ import annotations
@@ -28,28 +29,14 @@ from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
-_RULE_FIELDS = {
-    *(
-        "pattern",
-        "rule",
-        "axis",
-        "parts",
-        "names",
-        "group",
-        "unit",
-        "divides",
-        "extent",
-        "tied",
-        "later",
-        "single",
-    ),
-    "source",
-}
+_LISTS = ("extent", "divides", "names")
+_TEXTS = ("tied", "later", "single", "source")
+_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", *_LISTS, *_TEXTS}
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 
 
 def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
-    """Load the table of ``megatron/rules/megatron.toml``, with a user's rows before it.
+    """Load the rules of ``megatron/rules/megatron.toml``, with a user's rules before them.
 
     Args:
         extra: the user's file, or None.
@@ -57,17 +44,18 @@ def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
             complete tensor, and the ranks of the source must hold equal ones.
 
     Raises:
-        UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and
-            the row.
-        MissingShardError, StorageError: the file cannot be read.
+        UsageError: the user's file is not TOML, or a rule in it is invalid.
+        MissingShardError: the file does not exist.
+        StorageError: the file cannot be read.
     """
     return _load_own_rules(unknown) if extra is None else _load_all_rules(extra, unknown)
 
 
 @lru_cache
 def _load_own_rules(unknown: str) -> Rules:
-    """Load the project's rules, which are parsed once: planning one job after the other asks for
-    them repeatedly.
+    """Load the project's rules.
+
+    They are cached, because planning several jobs requests them repeatedly.
     """
     return _load_all_rules(None, unknown)
 
@@ -77,7 +65,7 @@ def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
     label = "megatron.toml"
     table = tomllib.loads(files("core.megatron.rules").joinpath(label).read_text(encoding="utf-8"))
 
-    # Rows of the user come first, so that they win.
+    # Put the user's rules first, so that they win, and the rule for all other tensors last.
     rows = _parse_rows(table, label=label)
     if extra is not None:
         rows = _parse_rows(_read_user_table(extra), label=str(extra)).before(rows)
@@ -114,8 +102,9 @@ def _read_user_table(path: Path) -> Mapping[str, object]:
     """Read a user's file of rules.
 
     Raises:
-        UsageError: the file is not TOML, or has tables that nobody knows.
-        MissingShardError, StorageError: the file cannot be read.
+        UsageError: the file is not TOML, or has unknown tables.
+        MissingShardError: the file does not exist.
+        StorageError: the file cannot be read.
     """
     label = str(path)
     with translate_os_errors(label, doing="read"):
@@ -123,7 +112,9 @@ def _read_user_table(path: Path) -> Mapping[str, object]:
     try:
         table = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
-        raise UsageError(f"the rules are not TOML: {err}", file=label) from err
+        raise UsageError(f"the file is not TOML: {err}", file=label) from err
+
+    # A misspelled table would be ignored silently.
     unknown = sorted(set(table) - {"rule", "stage", "buffer", "size"})
     if unknown:
         hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
@@ -133,7 +124,7 @@ def _read_user_table(path: Path) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a file that users may write as well."""
+    """The tables of a file that users may write as well."""
 
     rules: tuple[Rule, ...]
     stages: tuple[tuple[re.Pattern[str], str], ...]
@@ -141,7 +132,7 @@ class _Rows:
     sizes: tuple[ShapeSize, ...]
 
     def before(self, other: _Rows) -> _Rows:
-        """Return these rows followed by others, over which they win."""
+        """Return these tables followed by others, over which they take precedence."""
         return _Rows(
             self.rules + other.rules,
             self.stages + other.stages,
@@ -151,42 +142,56 @@ class _Rows:
 
 
 def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
-    return _Rows(
-        rules=tuple(
-            _parse_rule(row, where=f"[[rule]] {n}", label=label)
-            for n, row in _numbered(table, "rule", label)
-        ),
-        stages=tuple(_parse_stages(table, label=label)),
-        buffers=tuple(_parse_buffers(table, label=label)),
-        sizes=tuple(_parse_sizes(table, label=label)),
-    )
+    """Parse the tables that users may write.
 
+    Args:
+        label: file of the table, for messages.
 
-def _parse_stages(
-    table: Mapping[str, object], *, label: str
-) -> Iterator[tuple[re.Pattern[str], str]]:
+    Raises:
+        UsageError: a table is invalid.
+    """
+    rules = [
+        _parse_rule(row, where=f"[[rule]] {n}", label=label)
+        for n, row in _numbered(table, "rule", label)
+    ]
+
+    stages: list[tuple[re.Pattern[str], str]] = []
     for n, row in _numbered(table, "stage", label):
         if row.get("stage") not in STAGES or set(row) - {"pattern", "stage"}:
             raise UsageError(
                 f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label
             )
-        yield _compile_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])
+        pattern = _compile_pattern(row, where=f"[[stage]] {n}", label=label)
+        stages.append((pattern, str(row["stage"])))
 
-
-def _parse_buffers(table: Mapping[str, object], *, label: str) -> Iterator[re.Pattern[str]]:
+    buffers: list[re.Pattern[str]] = []
     for n, row in _numbered(table, "buffer", label):
         if set(row) - {"pattern", "source"}:
-            raise UsageError(f"[[buffer]] {n} has only a pattern and a source", file=label)
-        yield _compile_pattern(row, where=f"[[buffer]] {n}", label=label)
+            raise UsageError(f"[[buffer]] {n} may only have a pattern and a source", file=label)
+        buffers.append(_compile_pattern(row, where=f"[[buffer]] {n}", label=label))
+
+    return _Rows(
+        rules=tuple(rules),
+        stages=tuple(stages),
+        buffers=tuple(buffers),
+        sizes=tuple(_parse_sizes(table, label=label)),
+    )
 
 
 def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSize]:
+    """Parse the tables ``[[size]]``.
+
+    Raises:
+        UsageError: a table is invalid.
+    """
     for n, row in _numbered(table, "size", label):
         where, name, axis = f"[[size]] {n}", row.get("name"), row.get("axis", 0)
         if not isinstance(name, str) or not name.isidentifier() or set(row) - _SIZE_FIELDS:
             raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
         if not isinstance(axis, int) or not _is_axis(axis):
             raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
+
+        # Without ``args`` the size is known only from shapes.
         args = parsed_size(row["args"]) if "args" in row else None
         if "args" in row and args is None:
             raise UsageError(f"{where} has args {row['args']!r}, which is not a size", file=label)
@@ -196,7 +201,7 @@ def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSi
 def _numbered(
     table: Mapping[str, object], name: str, label: str
 ) -> list[tuple[int, Mapping[str, object]]]:
-    """Return the rows of a list of tables, numbered from 1 as messages name them."""
+    """Return the tables of a list, numbered from 1 as in messages."""
     rows = table.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} is not a list of tables", file=label, hint=f"write [[{name}]]")
@@ -204,35 +209,39 @@ def _numbered(
 
 
 def _is_axis(value: object) -> bool:
+    """Return True for a number that can be an axis; no parameter has as many as eight."""
     return isinstance(value, int) and 0 <= value < 8
 
 
 class _RowError(ValueError):
-    """A problem with a row of rules, without the row's number and file."""
+    """A problem with a rule, without the rule's number and file."""
 
 
 def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
-    """Parse a row ``[[rule]]``.
+    """Parse a table ``[[rule]]``.
 
     Args:
-        where: the row, for messages.
-        label: file of the row, for messages.
+        where: the rule, for messages.
+        label: file of the rule, for messages.
 
     Raises:
-        UsageError: a field is unknown or makes no sense.
+        UsageError: a field is unknown or invalid.
     """
+    # Problems are raised without the place of the rule, which is added here.
     try:
-        kind = _checked_kind(row)
-        segments = _checked_segments(row, kind)
+        kind = _parse_kind(row)
+        segments = _parse_segments(row, kind)
         _check_choice(row, "group", ("tp", "etp"))
         _check_choice(row, "unit", (None, "heads"))
-        lists = {name: _checked_names(row, name) for name in ("extent", "divides", "names")}
+        lists = {name: _parse_names(row, name) for name in _LISTS}
         names = lists["names"]
         if names and all(len(names) != len(parts) for parts in segments):
-            raise _RowError("has names that are not one for each of its parts")
-        texts = _checked_texts(row)
+            raise _RowError("needs as many names as parts")
+        texts = {name: _parse_text(row, name) for name in _TEXTS}
     except _RowError as err:
         raise UsageError(f"{where} {err}", file=label) from None
+
+    # Rules that cut nothing may have an axis of any type; it is ignored.
     axis = row.get("axis")
     return Rule(
         pattern=_compile_pattern(row, where=where, label=label),
@@ -253,74 +262,75 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     )
 
 
-def _checked_kind(row: Mapping[str, object]) -> str:
-    """Return the kind of a rule, whose fields are known and which has the axis that it needs."""
+def _parse_kind(row: Mapping[str, object]) -> str:
+    """Return the kind of a rule, after checking its fields' names and that it has a needed axis."""
     unknown = sorted(set(row) - _RULE_FIELDS)
     if unknown:
         raise _RowError(f"has unknown fields: {', '.join(unknown)}")
     kind = row.get("rule")
     if kind not in KINDS:
-        raise _RowError(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
+        raise _RowError(f"has rule {kind!r}; it must be one of {', '.join(KINDS)}")
     if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
         raise _RowError("needs an axis, a small number from 0")
     return str(kind)
 
 
-def _checked_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSize, ...], ...]:
-    """Return the lists of sizes in the field ``parts``; () for ``whole`` and ``gated``."""
-    segments = _parse_segments(row.get("parts"))
-    if segments is None:
-        raise _RowError(
-            f"has parts {row['parts']!r}; it is whole, gated, or a list of sizes: numbers, arguments, sums and "
-            'products of them ("heads * channels"), or of such lists'
-        )
-    if segments and kind != "split" and not row.get("extent"):
-        raise _RowError("has parts, but its rule is not split (nor does it have an extent)")
-    return segments
-
-
-def _parse_segments(parts: object) -> tuple[tuple[PartSize, ...], ...] | None:
-    """Parse the field ``parts``; None if it makes no sense."""
+def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSize, ...], ...]:
+    """Parse the field ``parts``, a list of sizes or such lists; () for ``whole`` and ``gated``."""
+    parts = row.get("parts")
     if parts in (None, "whole", "gated"):
         return ()
-    if not isinstance(parts, list) or not parts:
-        return None
-    lists = parts if all(isinstance(item, list) for item in parts) else [parts]
+
+    # One list of sizes is short for a list with one alternative. Other values become an empty list,
+    # which is invalid.
+    lists = parts if isinstance(parts, list) and parts else [[]]
+    if not all(isinstance(items, list) for items in lists):
+        lists = [lists]
     segments: list[tuple[PartSize, ...]] = []
     for items in lists:
         sizes = [size for item in items if (size := parsed_size(item)) is not None]
-        if not items or len(sizes) != len(items):
-            return None
+        if not items or len(sizes) < len(items):
+            raise _RowError(
+                f"has parts {parts!r}; they must be whole, gated, a list of sizes, which are "
+                'numbers, arguments, and sums and products of them ("heads * channels"), or a list '
+                "of such lists"
+            )
         segments.append(tuple(sizes))
+    if kind != "split" and not row.get("extent"):
+        raise _RowError("has parts, but its rule is not split, and it has no extent")
     return tuple(segments)
 
 
 def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | None, ...]) -> None:
+    """Raise unless a field is absent or has one of the allowed values."""
     if name in row and row[name] not in allowed:
         raise _RowError(
-            f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}"
+            f"has {name} {row[name]!r}; it must be one of {', '.join(filter(None, allowed))}"
         )
 
 
-def _checked_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
+def _parse_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
+    """Return a field that is a list of names; () if it is absent."""
     value = row.get(name, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise _RowError(f"has {name} that is not a list of names")
     return tuple(value)
 
 
-def _checked_texts(row: Mapping[str, object]) -> dict[str, str | None]:
-    """Return the fields of a rule that are text or absent."""
-    texts: dict[str, str | None] = {}
-    for name in ("tied", "later", "single", "source"):
-        value = row.get(name)
-        if value is not None and not isinstance(value, str):
-            raise _RowError("has a field of tied, later, single, source that is not text")
-        texts[name] = value
-    return texts
+def _parse_text(row: Mapping[str, object], name: str) -> str | None:
+    """Return a field that is text; None if it is absent."""
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _RowError(f"has {name} that is not text")
+    return value
 
 
 def _compile_pattern(row: Mapping[str, object], *, where: str, label: str) -> re.Pattern[str]:
+    """Compile the field ``pattern``.
+
+    Raises:
+        UsageError: the field is missing or not a regular expression.
+    """
     text = row.get("pattern")
     if not isinstance(text, str) or not text:
         raise UsageError(f"{where} has no pattern", file=label)

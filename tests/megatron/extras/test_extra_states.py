@@ -74,11 +74,11 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
 @pytest.mark.parametrize(
     ("one", "other", "why"),
     [
-        (delayed(1.5), delayed(2.5), "delayed FP8 scaling.*measures it anew"),
+        (delayed(1.5), delayed(2.5), "delayed FP8 scaling.*repeats the measurements"),
         (
             RECIPE,
             pickle.dumps({"recipe": "MXFP8BlockScaling"}),
-            "not the same on all ranks.*makes it anew",
+            "not the same on all ranks.*creates it again",
         ),
         (b"", RECIPE, "not the same on all ranks"),
     ],

@@ -230,7 +230,7 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
         (
             "[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n",
-            "group 'ep'; it is one of tp, etp",
+            "group 'ep'; it must be one of tp, etp",
         ),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "not a list of names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),

@@ -532,7 +532,7 @@ def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path
         for key, meta in trained.tensors.items()
         if ".exp_avg.decoder.layers.2." not in key
     }
-    with pytest.raises(UnsupportedError, match="3 of the 4 tensors that are stacked here"):
+    with pytest.raises(UnsupportedError, match="3 of the 4 tensors to stack"):
         stack(replace(trained, tensors=left), Topology(), rules=RULES)
 
 
@@ -582,7 +582,7 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
     src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
     sizes = TopologyChange(tp=1)
     report = run(Job(src=src, dst=tmp_path / "a", topology=sizes, keeps_layout=True, fsync=False))
-    assert not any("round to their weights" in note for note in report.notes)
+    assert not any("round to the weights" in note for note in report.notes)
     copy = tmp_path / "copy"
     shutil.copytree(src, copy)
     found = open_checkpoint(copy)
@@ -598,5 +598,6 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
         Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False)
     )
     assert any(
-        "masters of decoder.final_layernorm.weight do not round" in note for note in report.notes
+        "master weights of decoder.final_layernorm.weight do not round" in note
+        for note in report.notes
     )
