@@ -6,7 +6,8 @@ import sys
 from importlib import import_module
 
 BENCHES = {
-    "conversions": "inspect, convert and reshard beside cp and the converters of others (the default)",
+    "conversions": "inspect, convert and reshard beside cp and the converters of others (the "
+    "default)",
     "validate": "validate beside reading the files",
     "diff": "diff beside torch.equal over two loaded checkpoints",
     "reading": "core.open beside safetensors' safe_open",
@@ -23,7 +24,8 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or ["conversions"]
     if name in ("-h", "--help"):
         print(
-            "usage: scripts/bench [NAME] [OPTIONS]; scripts/bench NAME --help lists the options of one.\n"
+            "usage: scripts/bench [NAME] [OPTIONS]; scripts/bench NAME --help lists the "
+            "options of one.\n"
         )
         print("\n".join(f"  {bench:12} {what}" for bench, what in BENCHES.items()))
         return 0

@@ -81,7 +81,8 @@ def _table(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
             extra = max(run["extra_bytes"] for run in runs) / MIB
             spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
             lines.append(
-                f"{verb} {name:<19}{statistics.median(seconds):>18.2f}{spread:>28}{f'{extra:.0f} MiB':>16}"
+                f"{verb} "
+                f"{name:<19}{statistics.median(seconds):>18.2f}{spread:>28}{f'{extra:.0f} MiB':>16}"
             )
     extra = max(run["extra_bytes"] for run in found["load"]["ckpt"])
     verdict = "met" if extra <= LOAD_EXTRA_BYTES else "NOT met"
@@ -94,7 +95,8 @@ def _table(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
             if name != "ckpt"
         )
         lines.append(
-            f"{verb}: at least as fast as the others: {'met' if worst >= 1 else 'NOT met'} ({worst:.2f})"
+            f"{verb}: at least as fast as the others: {'met' if worst >= 1 else 'NOT met'} "
+            f"({worst:.2f})"
         )
     return "\n".join(lines)
 
@@ -126,10 +128,12 @@ def _table_async(found: dict[str, dict[str, list[float]]]) -> str:
             f"{name:<22}{texts}{own:>12.3f}{ratio:>9.2f}{statistics.median(one['step'][1:]):>8.2f}"
         )
     lines.append(
-        "blocks: seconds until training goes on, median without the first save, which is listed apart"
+        "blocks: seconds until training goes on, median without the first save, which is "
+        "listed apart"
     )
     lines.append(
-        "written: seconds until the checkpoint is complete; step: time of a training step meanwhile, × without"
+        "written: seconds until the checkpoint is complete; step: time of a training step "
+        "meanwhile, × without"
     )
     return "\n".join(lines)
 

@@ -74,8 +74,14 @@ class Peer:
     aim: float
 
 
-_TO_DCP = "import sys; from torch.distributed.checkpoint import format_utils as f; f.torch_save_to_dcp(*sys.argv[1:])"
-_TO_TORCH = "import sys; from torch.distributed.checkpoint import format_utils as f; f.dcp_to_torch_save(*sys.argv[1:])"
+_TO_DCP = (
+    "import sys; from torch.distributed.checkpoint import format_utils as f; "
+    "f.torch_save_to_dcp(*sys.argv[1:])"
+)
+_TO_TORCH = (
+    "import sys; from torch.distributed.checkpoint import format_utils as f; "
+    "f.dcp_to_torch_save(*sys.argv[1:])"
+)
 _TO_HF = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter

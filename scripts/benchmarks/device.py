@@ -197,7 +197,8 @@ def show(found: dict[str, object], rows: list[dict[str, object]], threads: list[
     """Prints the tables."""
     if not found["has_gpu"]:
         print(
-            "There is no GPU here: torch's CPU stands in for it. This shows that the code runs, not what a GPU does.\n"
+            "There is no GPU here: torch's CPU stands in for it. This shows that the code "
+            "runs, not what a GPU does.\n"
         )
     print(
         f"{found['device']}, torch {found['torch']}, {found['cores']} cores; GB/s of source bytes\n"
@@ -220,7 +221,8 @@ def show(found: dict[str, object], rows: list[dict[str, object]], threads: list[
             f"{row[f'{way}_{n}_threads_gb_s']:.2f}" for n in threads for way in ("cpu", "device")
         ]
         print(
-            f"| {row['work']} | {'yes' if row['is_exact'] else 'NO'} | {'' if kernel is None else f'{kernel:.1f}'} "
+            f"| {row['work']} | {'yes' if row['is_exact'] else 'NO'} | "
+            f"{'' if kernel is None else f'{kernel:.1f}'} "
             f"| {' | '.join(cells)} |"
         )
 

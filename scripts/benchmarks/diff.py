@@ -91,7 +91,8 @@ def main() -> None:
         print(table(cases))
         rss = max(one.rss_bytes or 0 for one in cases)
         print(
-            f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} GiB each)"
+            f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} "
+            "GiB each)"
         )
     failed = [case.name for case in cases if case.is_met is False]
     if failed:
@@ -154,7 +155,8 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
         )
         rss = max(one.rss_bytes for one in others)
         print(
-            f"{case.name} ({case.unit}): CPU {ours_cpu:.2f} s, other {other_cpu:.2f} s and {rss / 1e6:.0f} MB",
+            f"{case.name} ({case.unit}): CPU {ours_cpu:.2f} s, other {other_cpu:.2f} s and "
+            f"{rss / 1e6:.0f} MB",
             flush=True,
         )
     return cases

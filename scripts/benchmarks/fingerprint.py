@@ -86,7 +86,8 @@ def arithmetic(times: int) -> None:
                     times=times,
                 )
                 print(
-                    f"| fingerprint ({engine}), columns of TP {tp} | {rate(box.n_elements * 2, seconds)} |"
+                    f"| fingerprint ({engine}), columns of TP {tp} | "
+                    f"{rate(box.n_elements * 2, seconds)} |"
                 )
 
 
@@ -107,7 +108,8 @@ def conversion(n_bytes: int, folder: Path, runs: int) -> None:
     torch.save(tensors, source)
     del tensors
     print(
-        f"\n| torch → safetensors, {n_bytes / MIB:.0f} MiB in the cache, 2 threads | s | s of processor |\n"
+        f"\n| torch → safetensors, {n_bytes / MIB:.0f} MiB in the cache, 2 threads | s | s of "
+        "processor |\n"
         "| --- | ---: | ---: |"
     )
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}

@@ -14,32 +14,41 @@ import pytest
 USERS: dict[str, dict[str, str]] = {
     "Megatron-LM, Megatron-Bridge": {
         "core": "CheckpointingException CheckpointingConfig maybe_load_config save_config",
-        "mapping": "ShardedObject ShardedStateDict ShardedTensorFactory LocalNonpersistentObject ReplicaId",
-        "serialization": "StateDict get_default_load_sharded_strategy get_default_save_sharded_strategy",
+        "mapping": "ShardedObject ShardedStateDict ShardedTensorFactory "
+        "LocalNonpersistentObject ReplicaId",
+        "serialization": "StateDict get_default_load_sharded_strategy "
+        "get_default_save_sharded_strategy",
         "strategies.async_utils": "AsyncCallsQueue AsyncRequest",
         "strategies.filesystem_async": "FileSystemWriterAsync _results_queue",
-        "strategies.fully_parallel": "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper",
-        "strategies.torch": "TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy MCoreLoadPlanner",
+        "strategies.fully_parallel": "FullyParallelLoadStrategyWrapper "
+        "FullyParallelSaveStrategyWrapper",
+        "strategies.torch": "TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy "
+        "MCoreLoadPlanner",
         "tensor_aware_state_dict": "MCoreTensorAwareStateDict",
-        "utils": "_clean_metadata_for_serialization extract_nonpersistent replace_prefix_for_sharding",
+        "utils": "_clean_metadata_for_serialization extract_nonpersistent "
+        "replace_prefix_for_sharding",
         "validation": "StrictHandling parse_strict_flag verify_checkpoint_and_load_strategy",
     },
     "NeMo": {
         "dict_utils": "extract_matching_values dict_list_map_outplace nested_values",
-        "optimizer": "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor optim_state_to_sharding_state",
+        "optimizer": "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
+        "optim_state_to_sharding_state",
         "strategies.base": "SaveShardedStrategy LoadShardedStrategy AsyncSaveShardedStrategy",
         "strategies.state_dict_saver": "save_state_dict_async_plan save_state_dict_async_finalize",
         "strategies.tensorstore": "TensorStoreLoadShardedStrategy",
-        "strategies.torch": "_replace_state_dict_keys_with_sharded_keys mcore_to_pyt_state_dict MCoreSavePlanner",
+        "strategies.torch": "_replace_state_dict_keys_with_sharded_keys "
+        "mcore_to_pyt_state_dict MCoreSavePlanner",
     },
     "verl, SkyRL, slime": {
-        "exchange_utils": "ShardDistribution determine_main_replica_uniform_distribution exchange_by_distribution",
+        "exchange_utils": "ShardDistribution determine_main_replica_uniform_distribution "
+        "exchange_by_distribution",
         "serialization": "StrictHandling",
         "strategies.base": "async_calls",
         "strategies.checkpointable": "CheckpointableShardedTensor LocalShardsContainer",
         "strategies.fully_parallel": "distribute_main_replicas_with_precomputed_distribution",
         "strategies.torch": (
-            "_replace_sharded_keys_with_state_dict_keys _restore_dict_types _unwrap_pyt_sharded_tensor"
+            "_replace_sharded_keys_with_state_dict_keys _restore_dict_types "
+            "_unwrap_pyt_sharded_tensor"
         ),
         "utils": "_sharded_object_id _sharded_tensor_shard_id _ShardId debug_time",
         "validation": "determine_global_metadata validate_sharding_integrity",

@@ -206,7 +206,10 @@ def test_no_permission_is_an_input_output_error(
 def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(
     golden: Path, tmp_path: Path, repo_dir: Path
 ) -> None:
-    command = f"ulimit -f 16; exec {sys.executable} -m ckpt_cli convert {golden / DCP} {tmp_path / 'out'} --to torch"
+    command = (
+        f"ulimit -f 16; exec {sys.executable} -m ckpt_cli convert {golden / DCP} "
+        f"{tmp_path / 'out'} --to torch"
+    )
     done = subprocess.run(
         ["bash", "-c", command], cwd=repo_dir, capture_output=True, text=True, check=False
     )

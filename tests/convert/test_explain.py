@@ -44,7 +44,8 @@ def test_experts_are_folded_too(golden: Path) -> None:
 def test_a_users_row_is_named(golden: Path, tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
     rules.write_text(
-        '[[rule]]\npattern = \'layers\\.2\\..*linear_proj\'\nrule = "split"\naxis = 1\nsource = "me"\n'
+        "[[rule]]\npattern = 'layers\\.2\\..*linear_proj'\nrule = \"split\"\naxis = 1\nsource "
+        '= "me"\n'
     )
     lines = _lines(golden, "mcore_legacy/dense_gqa/tp2_pp2", rules=rules)
     assert lines["decoder.layers.2.self_attention.linear_proj.weight"][2] == f"{rules} [[rule]] 1"

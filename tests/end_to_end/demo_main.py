@@ -71,7 +71,8 @@ def check_tensor(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> int:
     """Compares dtype, shape and every bit; returns the number of bytes."""
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         fail(
-            f"{where}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
+            f"{where}: {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} "
+            f"{tuple(theirs.shape)}"
         )
     if not torch.equal(
         ours.contiguous().reshape(-1).view(torch.uint8),
@@ -85,7 +86,8 @@ def check_keys(where: str, ours: Any, theirs: Any) -> None:
     """Compares two sets of keys."""
     if set(ours) != set(theirs):
         fail(
-            f"{where}: only ours {sorted(set(ours) - set(theirs))}, only theirs {sorted(set(theirs) - set(ours))}"
+            f"{where}: only ours {sorted(set(ours) - set(theirs))}, only theirs "
+            f"{sorted(set(theirs) - set(ours))}"
         )
 
 
@@ -137,7 +139,10 @@ def ranks(ours_dir: Path, theirs_dir: Path) -> str:
     found = " and ".join(
         f"{len(of)} tensors, {sum(of):,} bytes of the {what}" for what, of in sizes.items() if of
     )
-    return f"{found} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and so do all other entries"
+    return (
+        f"{found} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and "
+        "so do all other entries"
+    )
 
 
 def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
@@ -164,7 +169,10 @@ def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
                 : mine.shape[0]
             ]  # the rows that pad the vocabulary belong to one TP size only
         n_bytes += check_tensor(key, mine, value)
-    return f"{len(weights)} tensors, {n_bytes:,} bytes equal what Megatron-LM saved at TP1, bit for bit"
+    return (
+        f"{len(weights)} tensors, {n_bytes:,} bytes equal what Megatron-LM saved at TP1, "
+        "bit for bit"
+    )
 
 
 def flat(value: Any, path: tuple[object, ...] = ()) -> dict[tuple[object, ...], Any]:
@@ -203,7 +211,8 @@ def torch_file(ours_path: Path, theirs_dir: Path) -> str:
         elif ours[path] != value:
             fail(f"{where}: {ours[path]!r} against {value!r}")
     return (
-        f"{n_tensors} tensors, {n_bytes:,} bytes and {len(theirs) - n_tensors} other values equal what torch's own "
+        f"{n_tensors} tensors, {n_bytes:,} bytes and {len(theirs) - n_tensors} other values "
+        "equal what torch's own "
         "dcp_to_torch_save makes, bit for bit"
     )
 

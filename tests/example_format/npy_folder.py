@@ -91,7 +91,8 @@ def _array(store: ReadStore, key: str, name: str) -> StoredArray:
     array = StoredArray(key, dtype, shape, Extent(name, 10 + n_header, strides))
     if 10 + n_header + array.n_bytes != store.size(name):
         raise CorruptError(
-            f"the file has {store.size(name)} bytes, its header tells {10 + n_header + array.n_bytes}",
+            f"the file has {store.size(name)} bytes, its header tells "
+            f"{10 + n_header + array.n_bytes}",
             file=name,
             key=key,
             hint="copy the checkpoint again",

@@ -344,7 +344,10 @@ class Cases:
         if isinstance(self.target, SavedTarget) and self.target.force:
             wanted.insert(1, "none")
         if ended.code != 0 or states.read_text().split("\n") != wanted:
-            yield f"exit code {ended.code}; seen one after the other: {states.read_text().split(chr(10))}"
+            yield (
+                f"exit code {ended.code}; seen one after the other: "
+                f"{states.read_text().split(chr(10))}"
+            )
 
     def _whole(self, ended: Ended) -> Iterator[str]:
         state = self.target.state()
@@ -377,7 +380,10 @@ class Cases:
         if self.target.state() == "new" and not self.target.force:
             ended = self.target.run(*more)
             if ended.code != 2:
-                yield f"the destination exists, and a second run ends with {ended.code}: {ended.output[-300:]}"
+                yield (
+                    f"the destination exists, and a second run ends with {ended.code}: "
+                    f"{ended.output[-300:]}"
+                )
             if not self.target.is_clean():
                 yield f"the stage of a finished run stays: {ended.output[-300:]}"
             return None

@@ -45,7 +45,10 @@ def unordered(trace: list[Operation], *, dst: str) -> Iterator[str]:
         yield "nothing was written"
     for path, number in changed.items():
         if synced.get(path, -1) < number:
-            yield f"{path} changed at operation {number} and was not synced before it got its name at {at}"
+            yield (
+                f"{path} changed at operation {number} and was not synced before it got its "
+                f"name at {at}"
+            )
     for path in changed:
         parent = str(PurePosixPath(path).parent)
         if parent in changed and parent != path and synced.get(parent, -1) < synced.get(path, -1):

@@ -190,14 +190,20 @@ class WorkerCases:
             if left.code not in (0, WORKER_CODE, *KNOWN_CODES):
                 yield f"the frozen worker ended with {left.code}: {left.output[-600:]}"
             if second[0].code == 0 and not self.target.is_complete():
-                yield f"what the second run made is {self.target.state()}, after the frozen worker has gone on"
+                yield (
+                    f"what the second run made is {self.target.state()}, after the frozen "
+                    "worker has gone on"
+                )
             elif second[0].code not in (0, 2, 6):
                 yield f"the second run ended with {second[0].code}: {second[0].output[-300:]}"
             elif second[0].code == (2 if state == "new" else 6):
                 if second[0].code == 6 and "workers of an earlier run" not in second[0].output:
                     yield f"the second run says: {second[0].output[-300:]}"
             elif second[0].code != 0:
-                yield f"the destination was {state}, and the second run says: {second[0].output[-300:]}"
+                yield (
+                    f"the destination was {state}, and the second run says: "
+                    f"{second[0].output[-300:]}"
+                )
             yield from self._whole()
             if second[0].code == 0 and not self.target.is_clean():
                 yield "the frozen worker has left something"
@@ -308,7 +314,10 @@ class WorkerCases:
         ended = self.target.run("--resume") if n == 1 else self._run(n)[0]
         if is_there:
             if ended.code != 2:
-                yield f"the destination exists, and a second run ends with {ended.code}: {ended.output[-300:]}"
+                yield (
+                    f"the destination exists, and a second run ends with {ended.code}: "
+                    f"{ended.output[-300:]}"
+                )
         elif ended.code != 0:
             yield f"run again by {n}, it ends with {ended.code}: {ended.output[-300:]}"
         elif not self.target.is_complete():

@@ -221,7 +221,8 @@ def _print(rows: list[dict[str, object]]) -> None:
     for row in rows:
         n = len(row["findings"])  # type: ignore[arg-type]
         print(
-            f"| {row['target']} | {row['executions']:,} | {row['seconds']} | {row['coverage']} | {n} |"
+            f"| {row['target']} | {row['executions']:,} | {row['seconds']} | {row['coverage']} "
+            f"| {n} |"
         )
     n_runs = sum(int(row["executions"]) for row in rows)  # type: ignore[call-overload]
     n_all = sum(len(row["findings"]) for row in rows)  # type: ignore[arg-type]

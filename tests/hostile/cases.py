@@ -378,7 +378,8 @@ PICKLES: dict[str, bytes] = {
     + b"0}X\x01\0\0\0w"
     + FOUR
     + b"s.",
-    "a call of a class of transformers": b"\x80\x02ctransformers.training_args\nTrainingArguments\n)R.",
+    "a call of a class of "
+    "transformers": b"\x80\x02ctransformers.training_args\nTrainingArguments\n)R.",
     "a surrogate": b"\x80\x02}" + text("\udc80") + FOUR + b"s.",
     "escape sequences": b"\x80\x02}" + text("\x1b]0;owned\x07\x1b[2J\r\u202e") + FOUR + b"s.",
     "a name with lines": b"\x80\x02}" + text("a\nckpt: fine\n") + FOUR + b"s.",
@@ -439,7 +440,8 @@ JSONS: dict[str, bytes] = {
     "no UTF-8": b'{"weight_map": {"\xff": "a"}}',
     "UTF-16": '{"weight_map": {}}'.encode("utf-16"),
     "other types": b'{"weight_map": [1], "shape": {}, "sharded_backend": [], "zarr_format": "2"}',
-    "escape sequences": b'{"weight_map": {"\\u001b[2J": "a\\u0007.safetensors"}, "zarr_format": "\\u001b[2J"}',
+    "escape sequences": b'{"weight_map": {"\\u001b[2J": "a\\u0007.safetensors"}, '
+    b'"zarr_format": "\\u001b[2J"}',
     "nothing": b"",
     "NaN": b"NaN",
 }

@@ -360,7 +360,8 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
         "from core.pickle.reader import judge, load\n"
         "archive = zipfile.ZipFile(sys.argv[1])\n"
         "trees = [load(archive.read(name), label=name) for name in archive.namelist()]\n"
-        "unknown = {str(use) for tree in trees for use in uses_in_tree(tree) if judge(use) != 'known'}\n"
+        "unknown = {str(use) for tree in trees for use in uses_in_tree(tree) if judge(use) != "
+        "'known'}\n"
         "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'megatron'} & set(sys.modules)\n"
         "print(len(trees), unknown or '', heavy or '')\n"
     )

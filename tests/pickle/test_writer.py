@@ -243,7 +243,8 @@ def test_the_bytes_do_not_depend_on_the_hash_seed(repo_dir: Path) -> None:
         "from core.pickle.inert import *\n"
         "from core.pickle.writer import dumps\n"
         "call = lambda n: Inert('reduce', Global('m', 'E'), (n,))\n"
-        "tree = {'s': set('abcdefgh'), 'f': frozenset(map(str, range(50))), 'm': {1, 'a', None, (2, 'x'), 2.5},\n"
+        "tree = {'s': set('abcdefgh'), 'f': frozenset(map(str, range(50))), 'm': {1, 'a', "
+        "None, (2, 'x'), 2.5},\n"
         "        'e': {call(i) for i in range(20)}, 'o': make_ordered_dict({'z': 1, 'a': 2})}\n"
         "print(hashlib.sha256(dumps(tree)).hexdigest())\n"
     )

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 _IN_ANY_PICKLE = ("pickle", "pickle as object")
 FOUND_BUT_CONVERTED = {
     "torch_dcp/fsdp2_dp2: a link to *": "no conversion opens a file that .metadata does not name",
-    "metadata: chunks that overlap in part and agree": "a conversion compares what they have in common",
-    "torch_dcp/fsdp2_dp2: a pickle beside the weights *": "no conversion opens a file that .metadata does not name",
+    "metadata: chunks that overlap in part and agree": "a conversion compares what they have "
+    "in common",
+    "torch_dcp/fsdp2_dp2: a pickle beside the weights *": "no conversion opens a file that "
+    ".metadata does not name",
     **dict.fromkeys(
         (
             "accelerate/*: short random states",
@@ -23,7 +25,8 @@ FOUND_BUT_CONVERTED = {
         ),
         "a conversion does not need the file, and lists it as not carried",
     ),
-    "1500 directories deep": "no conversion looks into directories that the checkpoint has no files in",
+    "1500 directories deep": "no conversion looks into directories that the checkpoint has no "
+    "files in",
     "a fifo beside": "no conversion opens a file that .metadata does not name",
     "a safetensors file called by no text": "the index does not name the file",
     **dict.fromkeys(
@@ -34,9 +37,12 @@ FOUND_BUT_CONVERTED = {
         "shards numbered 1 to n are a complete series without their index",
     ),
     "hf/*: another small file that is cut": "no conversion to torch carries it",
-    "hf/*: a CRC field behind a record": "neither torch nor a conversion reads that copy of the CRC",
-    "deepspeed_universal/*: no groups": "a note says so: tensors and states are complete, only DeepSpeed needs it",
-    "deepspeed_universal/*: no model file": "a note says so: tensors and states are complete, only DeepSpeed needs it",
+    "hf/*: a CRC field behind a record": "neither torch nor a conversion reads that copy of "
+    "the CRC",
+    "deepspeed_universal/*: no groups": "a note says so: tensors and states are complete, only "
+    "DeepSpeed needs it",
+    "deepspeed_universal/*: no model file": "a note says so: tensors and states are complete, "
+    "only DeepSpeed needs it",
     "* as a manifest": "only validate and --verify compare with a manifest",
     "a manifest that climbs": "only validate and --verify compare with a manifest",
     "an integrity.json that climbs": "only validate compares with Megatron's checksums",

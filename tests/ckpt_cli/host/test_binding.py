@@ -116,7 +116,8 @@ def test_the_node_of_a_gpu_is_found_by_its_bus_address(tmp_path: Path) -> None:
 def test_a_bound_process_runs_on_its_cores_only(repo_dir: Path) -> None:
     code = (
         "import os; from ckpt_cli.host.binding import bind\n"
-        "share = bind('cores', local_rank=0, local_size=len(os.sched_getaffinity(0)), is_below_agent=True)\n"
+        "share = bind('cores', local_rank=0, local_size=len(os.sched_getaffinity(0)), "
+        "is_below_agent=True)\n"
         "assert os.sched_getaffinity(0) == share.cores and len(share.cores) == share.n_threads == 1"
     )
     subprocess.run([sys.executable, "-c", code], cwd=repo_dir, check=True)

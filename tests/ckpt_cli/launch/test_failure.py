@@ -108,7 +108,8 @@ def test_the_error_says_who_why_and_how_to_go_on_and_its_fields_hold_the_workers
     )
     assert failure.exit_code == 8
     assert failure.line == (
-        "rank 3 on node2 failed: no space left (after 2 restarts); the same command goes on from there"
+        "rank 3 on node2 failed: no space left (after 2 restarts); the same command goes on "
+        "from there"
     )
     assert failure.fields["worker"] == {"code": "capacity", "exit_code": 7}
     assert (failure.fields["rank"], failure.fields["host"], failure.fields["log"]) == (

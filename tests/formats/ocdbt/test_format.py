@@ -290,7 +290,8 @@ def test_reading_imports_nothing_heavy_but_zstandard(tmp_path: Path, repo_dir: P
         "from core.formats.ocdbt import format as ocdbt\n"
         "catalog = ocdbt.FORMAT.read(LocalStore(pathlib.Path(sys.argv[1])))\n"
         "assert len(catalog.tensors) == 8\n"
-        "assert not {'torch', 'numpy', 'tensorstore', 'zarr'} & set(sys.modules), sys.modules.keys()\n"
+        "assert not {'torch', 'numpy', 'tensorstore', 'zarr'} & set(sys.modules), "
+        "sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=repo_dir)
 
@@ -396,7 +397,8 @@ def one_leaf(step: object, kind: object = "None") -> str:
         "{}",
         '{"tree_metadata": []}',
         '{"tree_metadata": {"x": {}}}',
-        '{"tree_metadata": {"x": {"key_metadata": [], "value_metadata": {"value_type": "jax.Array"}}}}',
+        '{"tree_metadata": {"x": {"key_metadata": [], "value_metadata": {"value_type": '
+        '"jax.Array"}}}}',
         one_leaf({"key": "a", "key_type": 1}),
         one_leaf({"key": "a", "key_type": 9}),
         one_leaf({"key": 3, "key_type": 2}),

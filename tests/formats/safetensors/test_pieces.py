@@ -290,7 +290,8 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "an index with more tensors": (
         {
             piece_name(1): piece_file({"w": ((0, 0), W)}),
-            "model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors", "x": "a.safetensors"}}',
+            "model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors", "x": '
+            b'"a.safetensors"}}',
         },
         MissingShardError,
         "all its pieces are missing",

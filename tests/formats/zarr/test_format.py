@@ -193,7 +193,8 @@ def test_metadata_is_read_without_heavy_modules(golden: Path) -> None:
         " from core.formats.zarr import format as zarr;"
         "catalog = zarr.FORMAT.read(LocalStore(Path(sys.argv[1])));"
         "fragments = [catalog.fragments(key) for key in catalog.tensors];"
-        "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & "
+        "set(sys.modules);"
         "assert not heavy, heavy"
     )
     folder = str(folder_of(golden, "dense_gqa/tp2_pp2_optim"))

@@ -394,7 +394,8 @@ def test_plain_groups_are_read_without_heavy_modules(tmp_path: Path) -> None:
         " from core.formats.zarr import format3 as zarr3;"
         "catalog = zarr3.FORMAT.read(LocalStore(Path(sys.argv[1])));"
         "fragments = [catalog.fragments(key) for key in catalog.tensors];"
-        "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & "
+        "set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run(
@@ -656,7 +657,10 @@ def test_an_array_of_strings_is_shown_and_can_be_left_out(tmp_path: Path) -> Non
 def test_a_note_says_of_which_types_zarr_python_opens_nothing(dtype: str, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(4, 3).to(getattr(torch, dtype))}, tmp_path / "in.pt")
     report = run(Job(src=tmp_path / "in.pt", dst=tmp_path / "out", to="zarr3", fsync=False))
-    code = "import sys, zarr; print(zarr.open_group(sys.argv[1], mode='r')['w'][...].astype('f4').sum())"
+    code = (
+        "import sys, zarr; print(zarr.open_group(sys.argv[1], "
+        "mode='r')['w'][...].astype('f4').sum())"
+    )
     taught = f"import core.dist_checkpointing.strategies.zarr_types; {code}"
     opened, opened_after = (
         subprocess.run(

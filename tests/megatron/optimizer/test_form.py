@@ -4,7 +4,10 @@ import pytest
 
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 
-BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+BUCKET = (
+    "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, "
+    "torch.float32).bucket_idx_0"
+)
 
 
 @pytest.mark.parametrize(

@@ -527,7 +527,8 @@ def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(
         "[[size]]\nname = 'wide'\npattern = 'linear_fc2.weight$'\naxis = 1\n"
-        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["wide", "rest", "rest"]\n'
+        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["wide", '
+        '"rest", "rest"]\n'
     )
     made = model([ATTENTION | MLP | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2)
     made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
@@ -536,7 +537,8 @@ def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
 def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(
-        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", "two"]\n'
+        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", '
+        '"two"]\n'
     )
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)

@@ -189,7 +189,8 @@ def test_the_first_of_two_rows_that_fit_decides(tmp_path: Path) -> None:
 def test_a_users_row_may_set_every_field(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(
-        "[[rule]]\npattern = 'gadget$'\nrule = 'split'\naxis = 0\nparts = 'gated'\ngroup = 'etp'\nunit = 'heads'\n"
+        "[[rule]]\npattern = 'gadget$'\nrule = 'split'\naxis = 0\nparts = 'gated'\ngroup = "
+        "'etp'\nunit = 'heads'\n"
         "extent = ['kv_lora_rank']\ntied = 'a'\nsingle = 'b'\nsource = 'c'\n"
         "[[rule]]\npattern = 'later$'\nrule = 'opaque'\nlater = 'gadgets'\n"
     )
