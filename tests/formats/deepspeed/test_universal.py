@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
     "a name with a slash": ({"a/b": torch.ones(4)}, {}, "a/b", "key cannot be a directory name"),
     "a name that climbs": ({"..": torch.ones(4)}, {}, "..", "key cannot be a directory name"),
     "a name that is too long": ({"w" * 256: torch.ones(4)}, {}, "w" * 256, "key cannot be"),
-    "a reserved entry": ({"w": torch.ones(4)}, {"module": {"x": 1}}, "module", "for another " "purpose"),
+    "a reserved entry": ({"w": torch.ones(4)}, {"module": {"x": 1}}, "module", "for another purpose"),
     "a setting of nothing": (
         {"w": torch.ones(4)}, {"optimizer.param_groups.v.lr": 1}, "optimizer.param_groups.v.lr", "not belong to"
     ),
