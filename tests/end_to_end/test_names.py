@@ -233,7 +233,7 @@ def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(
     with pytest.raises(UsageError, match="no padding rows"):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", keep_padded_vocab=True, fsync=False))
     with pytest.raises(
-        UsageError, match=r"--vocab-size 10 does not match config\.json, which has \d+ rows"
+        UsageError, match=r"--vocab-size 10 does not match vocab_size \d+ in config\.json"
     ):
         run(Job(src=src, dst=tmp_path / "out", to="megatron", vocab_size=10, fsync=False))
 
@@ -302,14 +302,14 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
             "hf",
             "hf:qwen3",
             UsageError,
-            "already have Hugging Face's names of 'llama'",
+            "already have the Hugging Face names of 'llama'",
         ),
         (
             "hf/llama/safetensors_single",
             "hf",
             "hf:typo",
             UsageError,
-            "already have Hugging Face's names",
+            "already have the Hugging Face names",
         ),
         (
             "hf/llama/safetensors_single/model.safetensors",
