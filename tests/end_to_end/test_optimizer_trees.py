@@ -164,7 +164,7 @@ def test_a_parameter_that_is_tied_loses_its_states(golden: Path, tmp_path: Path)
         )
     )
     assert read_dcp(tmp_path / "b") == read_dcp(golden / FSDP)
-    assert "3 optimizer tensors of tied weights are left out too" in report.notes
+    assert "3 optimizer tensors of tied weights are dropped too" in report.notes
 
 
 def test_an_entry_that_an_untied_parameter_has_already_is_refused(
