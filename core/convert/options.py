@@ -116,7 +116,7 @@ def check_names(
         )
     if names == "hf" and format.partition == "ranks":
         raise UsageError(
-            f"--names {job.names} does not work with --to {format.name}: "
+            f"--names {job.names} and --to {format.name} contradict each other: "
             "rank files have Megatron's names",
             hint="omit --names, or use --to hf",
         )

@@ -362,7 +362,7 @@ def test_what_the_users_options_take_away_is_not_called_missing(
 @pytest.mark.parametrize("source", [f"{GOLD}/tp1_pp1", "hf/llama/safetensors_single"])
 @pytest.mark.parametrize("to", ["megatron", "torch_dist"])
 def test_megatron_is_given_no_scales(source: str, to: str, golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--quantize: Megatron cannot load float8"):
+    with pytest.raises(UsageError, match="Megatron cannot load float8 weights with scales"):
         run(
             Job(
                 src=golden / source,
