@@ -160,8 +160,8 @@ def refuse_quantizing(job: Job, format: Format) -> None:
     """
     if job.quantize and is_cut(format):
         raise UsageError(
-            f"--quantize cannot be used with {format.name}: "
-            "Megatron cannot load float8 weights with scales",
+            "--quantize: Megatron cannot load float8 weights with scales, "
+            f"so {format.name} cannot store them",
             hint="omit it, or use --to hf",
         )
 
