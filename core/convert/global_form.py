@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
@@ -184,18 +185,7 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
 
     # --config describes a model with Hugging Face's names; other sources do not need it.
     if job.config is not None and not request.comes_from_hf:
-        if request.config is None or not isinstance(request.config.get("model_type"), str):
-            raise UsageError(
-                "--config: the file has no model_type, so it does not describe a transformers model",
-                file=str(job.config),
-                hint="give the model's config.json",
-            )
-        if not catalog.is_rank_local and not is_named:
-            _refuse_without_arguments(catalog, rules)
-        raise UsageError(
-            "--config has no effect: a Megatron checkpoint has its own training arguments",
-            hint="omit it",
-        )
+        _refuse_config(request, catalog)
 
     # The names to write must suit the source's names and the destination.
     check_names(
@@ -255,17 +245,7 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
     # Unshard; names that no rule matches can neither be renamed nor cut.
     if not catalog.is_rank_local and not is_megatron(catalog, rules):
         _refuse_without_arguments(catalog, rules)
-        first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
-        goal, formats = (
-            ("renamed to Hugging Face's names", "safetensors")
-            if request.becomes_hf
-            else (f"written as {format.name} with a parallel layout", "torch_dist, dcp or torch")
-        )
-        raise UnsupportedError(
-            f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
-            f"training arguments nor Hugging Face's names and a {CONFIG}",
-            hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
-        )
+        _refuse_names(request, catalog)
     refuse_quantizing(job, format)
     catalog = unshard(
         catalog,
@@ -432,6 +412,50 @@ def _blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
             hint="to write part of a model, keep its names and omit --config: "
             "--to safetensors, dcp or torch",
         ) from err
+
+
+def _refuse_config(request: _FormRequest, catalog: Catalog) -> NoReturn:
+    """Raise because ``--config`` was given for a source that is not a Hugging Face model.
+
+    Raises:
+        UsageError: the file is not a model's configuration, or the source does not need one.
+        UnsupportedError: the source needs training arguments, which a configuration cannot replace.
+    """
+    config, rules = request.config, request.rules
+    if config is None or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            "--config: without model_type, the file does not describe a transformers model",
+            file=str(request.job.config),
+            hint="give the model's config.json",
+        )
+    if not catalog.is_rank_local and not is_megatron(catalog, rules):
+        _refuse_without_arguments(catalog, rules)
+    raise UsageError(
+        "--config has no effect: a Megatron checkpoint has its own training arguments",
+        hint="omit it",
+    )
+
+
+def _refuse_names(request: _FormRequest, catalog: Catalog) -> NoReturn:
+    """Raise because tensors with unknown names can neither be renamed nor cut by a layout.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
+    goal, formats = (
+        ("renamed to Hugging Face's names", "safetensors")
+        if request.becomes_hf
+        else (
+            f"written as {request.format.name} with a parallel layout",
+            "torch_dist, dcp or torch",
+        )
+    )
+    raise UnsupportedError(
+        f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
+        f"training arguments nor Hugging Face's names and a {CONFIG}",
+        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
+    )
 
 
 def _refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:

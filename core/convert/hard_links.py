@@ -93,8 +93,8 @@ def _link_dcp(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpo
     Raises:
         UsageError: the changes would also change a file that is linked.
     """
-    kept = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
-    result = apply_changes(kept, job)
+    remaining = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
+    result = apply_changes(remaining, job)
     if meta_keys(result.catalog) != meta_keys(catalog):
         raise UsageError(
             f"--metadata-only links {META} unchanged, but the options drop or rename entries in it",

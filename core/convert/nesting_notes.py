@@ -68,25 +68,7 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
         catalog: the global form of the source.
         has_common: entries that are not tensors keep their nesting, in a separate dict.
     """
-    notes = []
-
-    # Paths of tensors: keys that become strings, and one example of a dotted name.
-    paths = [
-        entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)
-    ]
-    converted = [
-        _path_text(path)
-        for path in paths
-        if not all(isinstance(part, (str, ListIndex)) for part in path)
-    ]
-    if converted:
-        notes.append(f"{_STRING_KEYS}: {listed_keys(converted)}")
-    nested = [path for path in paths if len(path) > 1 or (path and isinstance(path[0], ListIndex))]
-    if nested:
-        example = _path_text(nested[0])
-        notes.append(f"nested tensors are stored under dotted names, such as {example}")
-
-    # The root.
+    notes = _path_notes(catalog)
     root = catalog.skeleton
     if isinstance(root, Inert) and as_mapping(root) is not None:
         notes.append(f"{_becomes_dict(root)}: the root")
@@ -176,6 +158,26 @@ def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
     """Write a note on those attributes of mappings that hold no tensor."""
     plain = [attribute for attribute in attributes if not attribute.holds_tensor]
     return [attributes_note(plain)] if plain else []
+
+
+def _path_notes(catalog: Catalog) -> list[str]:
+    """Describe tensors whose paths become dotted names: non-string keys, and one example."""
+    notes = []
+    paths = [
+        entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)
+    ]
+    converted = [
+        _path_text(path)
+        for path in paths
+        if not all(isinstance(part, (str, ListIndex)) for part in path)
+    ]
+    if converted:
+        notes.append(f"{_STRING_KEYS}: {listed_keys(converted)}")
+    nested = [path for path in paths if len(path) > 1 or (path and isinstance(path[0], ListIndex))]
+    if nested:
+        example = _path_text(nested[0])
+        notes.append(f"nested tensors are stored under dotted names, such as {example}")
+    return notes
 
 
 def _tensor_notes(catalog: Catalog) -> list[str]:

@@ -6,6 +6,7 @@ No option is ignored: one without an effect is a ``UsageError``, whose hint is w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, state_of
@@ -38,12 +39,7 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     """
     # Without --to, tensors with other names get a better message later: no rule knows them.
     if changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
-        sizes = {} if job.topology is None else job.topology.sizes
-        options = ", ".join(f"--{name}-new" for name in sizes) or "pipeline options"
-        raise UsageError(
-            f"{options} cannot be used: {format.name} checkpoints have no parallel layout",
-            hint="omit the sizes, or use --to megatron or --to torch_dist",
-        )
+        _refuse_layout_change(job, format)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
@@ -65,6 +61,16 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     _check_rank_options(job, format)
 
 
+def _refuse_layout_change(job: Job, format: Format) -> NoReturn:
+    """Raise because checkpoints of a format have no layout that the job's options could change."""
+    sizes = {} if job.topology is None else job.topology.sizes
+    options = ", ".join(f"--{name}-new" for name in sizes) or "pipeline options"
+    raise UsageError(
+        f"{options} cannot be used: {format.name} checkpoints have no parallel layout",
+        hint="omit the sizes, or use --to megatron or --to torch_dist",
+    )
+
+
 def _check_rank_options(job: Job, format: Format) -> None:
     """Raise if options apply only to rank files and the destination has none, or the reverse."""
     if format.partition == "ranks":
@@ -82,7 +88,7 @@ def _check_rank_options(job: Job, format: Format) -> None:
         )
     if job.moe_experts is not None:
         raise UsageError(
-            f"{EXPERTS} is for rank files; {format.name} has the same keys for all kinds of experts",
+            f"{EXPERTS} is for rank files; {format.name} has one naming for all kinds of experts",
             hint=f"omit {EXPERTS}",
         )
     if job.unstack_layers and format.is_mcore:

@@ -448,8 +448,8 @@ _SUFFIXES = {"torch": ".pt"}
 def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     """Return the job's destination, or propose one named after the source, in its directory.
 
-    The proposed name is ``SRC-tp4-pp1`` (followed by ``-ep2`` and the like where given) for another layout,
-    else ``SRC.FORMAT``.
+    The proposed name is ``SRC-tp4-pp1`` (followed by ``-ep2`` and the like where given) for another
+    layout, else ``SRC.FORMAT``.
     """
     if job.dst is not None:
         return job.dst

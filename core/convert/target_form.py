@@ -188,8 +188,8 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
                 break
     if not nameless:
         return
-    (path, classes), *others = nameless.items()
-    more = f"; also {listed_keys(name for name, _ in others)}" if others else ""
+    (path, classes), *further = nameless.items()
+    more = f"; also {listed_keys(name for name, _ in further)}" if further else ""
     raise UnsupportedError(
         f"the dict {path or 'at the root'} has objects as keys ({listed_keys(classes)}), "
         f"which cannot become names of its entries{more}",

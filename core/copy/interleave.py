@@ -57,7 +57,7 @@ class BandTarget(Protocol):
     def check(
         self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
     ) -> None:
-        """Add source bytes, read from a byte address, to the CRC of an array with a recorded CRC."""
+        """Add source bytes, read from a byte address, to the CRC of their array."""
 
 
 @dataclass(slots=True)

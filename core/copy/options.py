@@ -44,8 +44,8 @@ class CopyOptions:
     """Options of ``core.copy.run.execute``.
 
     Args:
-        buffer_bytes: maximum bytes of buffers per thread; None takes the plan's. A third of it bounds
-            a band.
+        buffer_bytes: maximum bytes of buffers per thread; None takes the plan's. A third of it
+            bounds a band.
         item_bytes: approximate number of bytes that a thread copies per item.
         crc: compute CRC-32s, and check those that the source records. With a journal they are
             computed in any case.

@@ -123,7 +123,7 @@ class Output:
     def check(
         self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
     ) -> None:
-        """Add source bytes, read from a byte address, to the CRC of an array with a recorded CRC."""
+        """Add source bytes, read from a byte address, to the CRC of their array."""
         if not self._options.crc:
             return
         # Extend the last run if the bytes follow it, else begin a new one.

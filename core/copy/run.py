@@ -1,7 +1,7 @@
 """Run a plan in several threads, through small reused buffers.
 
-Checksums are computed in the same pass, from the bytes as they are written. Files are created with their
-space allocated before the first byte moves, so a full disk is found out early. The first error
+Checksums are computed in the same pass, from the bytes as they are written. Files are created with
+their space allocated before the first byte moves, so a full disk is detected early. The first error
 stops all threads and is raised.
 """
 

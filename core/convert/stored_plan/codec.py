@@ -1,8 +1,8 @@
 """Encode catalog entries as JSON values, for the plan that several workers read.
 
 Only values of known classes are encoded and decoded: those of the table ``CLASSES``, and functions
-of ``BINDERS``. So a plan file, whoever wrote it, creates nothing but catalog entries. Most fragments
-are all of their tensor and all of their array; these are encoded as the number of the array.
+of ``BINDERS``. So a plan file, whoever wrote it, creates nothing but catalog entries. Most
+fragments are all of their tensor and all of their array; they are encoded as the array's number.
 """
 
 from __future__ import annotations

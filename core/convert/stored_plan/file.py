@@ -1,4 +1,4 @@
-"""Store the proven plan as a file in the staging directory: the lead writes it, all workers read it.
+"""The proven plan as a file in the staging directory: written by the lead, read by all workers.
 
 ::
 
@@ -137,9 +137,9 @@ def write_plan(
 
     # List the source's files: those with arrays by number, then all others that were opened.
     opened = encoder.encoding_files | set(getattr(source_store, "opened", ()))
-    others = opened - encoder.files.keys()
+    without_arrays = opened - encoder.files.keys()
     stamp_of = getattr(source_store, "stamp", lambda name: [source_store.size(name)])
-    stamps = [[name, list(stamp_of(name))] for name in (*encoder.files, *sorted(others))]
+    stamps = [[name, list(stamp_of(name))] for name in (*encoder.files, *sorted(without_arrays))]
 
     # Write the columns. The hash covers the trailer as it is before the division.
     sink.hash.update(_encode([options, item_bytes]).encode())
