@@ -1,8 +1,8 @@
-"""Converting and resharding: the only place where format, layout, plan, copy and stage meet.
+"""Conversion and resharding: format, layout, plan, copy and staging directory meet here only.
 
-Start at ``job`` (what is asked), ``prepare`` (decides and proves, moves nothing) and ``run`` (moves
-the bytes). ``global_form`` and ``target_form`` are the two halves of prepare; ``contract`` is what
-a third party's format is tested by.
+Start at ``job`` (the options), ``prepare`` (decides and proves, copies nothing) and ``run`` (copies
+the bytes). ``global_form`` and ``target_form`` are the two halves of prepare; ``contract`` checks
+a third party's format.
 Imports: arrays, calibration, catalog, changes, convert.stored_plan, copy, core, device, errors,
 files, fingerprint, formats, formats.dcp, formats.huggingface, formats.torch, hf, manifest,
 megatron.extras, megatron.model, megatron.optimizer, megatron.optimizer.sharded, megatron.placement,

@@ -1,4 +1,4 @@
-"""Check that a format does what every format must do; plug-in authors can run the checks too.
+"""Check that a format keeps the contract of all formats; plug-in authors can run the checks too.
 
 ::
 
@@ -9,8 +9,8 @@
         check(FORMAT, tmp_path)
 
 A check writes a small checkpoint through the engine, reads it back, damages it, and raises
-``AssertionError`` with a sentence about what is wrong. For formats that hold less than usual, a
-``Sample`` defines what the checkpoint is made of. For formats that are only read, ``check_reading``
+``AssertionError`` with a sentence about the problem. For formats that cannot store everything, a
+``Sample`` defines the content of the checkpoint. For formats that are only read, ``check_reading``
 takes a checkpoint that other software wrote.
 """
 
@@ -68,7 +68,7 @@ class Sample:
     """The content of the checkpoints that the checks write.
 
     Args:
-        tensors: key → (dtype, shape). A dtype that the format refuses by name is left out.
+        tensors: key → (dtype, shape). Tensors of a dtype that the format refuses are skipped.
         objects: key → plain value.
     """
 
@@ -113,12 +113,16 @@ def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     if format.lay_out is None:
         return
     source, target, _ = _source_and_target(format, sample)
+
+    # Two calls give the same files.
     images, again = list(format.lay_out(target)), list(format.lay_out(target))
     assert [(i.path, i.size, i.is_metadata) for i in images] == [
         (i.path, i.size, i.is_metadata) for i in again
     ]
     assert images, "lay_out returned no files"
     assert len({image.path for image in images}) == len(images), "two files have the same name"
+
+    # In each file the arrays are in order, and neither arrays nor literals overlap.
     for image, repeated in zip(images, again, strict=True):
         check_name(image.path)
         literals = sorted(image.literals(lambda name: 5))
@@ -132,25 +136,22 @@ def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
             f"{image.path}: arrays are not in order of offset"
         )
         ranges += [(offset, len(data), "a literal") for offset, data in literals]
-        _check_disjoint(image, ranges)
+        end, last = 0, "the start"
+        for offset, n_bytes, name in sorted(ranges, key=lambda item: item[0]):
+            if n_bytes == 0:
+                continue
+            assert offset >= end, (
+                f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
+            )
+            end, last = offset + n_bytes, name
+        assert end <= image.size, (
+            f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
+        )
     make_plan(source, target, images)
 
 
-def _check_disjoint(image: FileImage, ranges: Sequence[tuple[int, int, str]]) -> None:
-    """Check that the (offset, bytes, name) ranges of a file do not overlap and end within it."""
-    end, last = 0, "the start"
-    for offset, n_bytes, name in sorted(
-        (item for item in ranges if item[1]), key=lambda item: item[0]
-    ):
-        assert offset >= end, (
-            f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
-        )
-        end, last = offset + n_bytes, name
-    assert end <= image.size, f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
-
-
 def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
-    """Check that what is written is read back equal, and is the same when written twice."""
+    """Check that a sample is read back equal, and that two runs write the same bytes."""
     if format.lay_out is None:
         return
     source, store, specs = _write_sample(format, folder / "one", sample)
@@ -218,13 +219,14 @@ def check_damage(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
 
 
 def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 40) -> None:
-    """Check that a checkpoint in this format reads well, and that damaged copies of it never crash.
+    """Check that a checkpoint in this format can be read, and damaged copies raise typed errors.
 
     Args:
+        format: the format.
         path: a small, complete checkpoint directory or file.
         scratch: a directory that does not exist yet, for a copy that is damaged in one place after
-        the other.
-        n_flips: how many times a byte is changed.
+            the other.
+        n_flips: number of times that a byte is changed.
     """
     entry = None if path.is_dir() else path.name
     if entry is None:
@@ -251,6 +253,8 @@ def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 4
     for _ in range(n_flips):
         name = chance.choice(list(intact))
         damaged.append((name, _flip_byte(intact[name], at=chance.random())))
+
+    # Reading each damaged copy works or raises one of the project's errors; then it is mended.
     for name, content in damaged:
         (scratch / name).unlink()
         if content is not None:
@@ -410,7 +414,7 @@ def _contents(
 
 
 def _check_fragments(catalog: Catalog) -> None:
-    """Check that the fragments of every tensor tile it and lie in their arrays."""
+    """Check that the fragments of every tensor tile it and are within their arrays."""
     arrays = {
         key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()
     }
@@ -446,7 +450,7 @@ def _nest_keys(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return mappings and lists as Python's own, and mappings whose keys count from 0 as lists."""
+    """Convert mappings and lists to dicts and lists, and dicts with the keys 0, 1, … to lists."""
     if isinstance(value, Mapping):
         items = {str(key): _plain(item) for key, item in value.items()}
         if items and list(items) == [str(number) for number in range(len(items))]:

@@ -1,7 +1,7 @@
-"""Explain which rule each tensor of a conversion follows, and how the rule cuts it.
+"""Explain which layout rule each tensor of a conversion follows, and how the rule cuts it.
 
-Tensors that differ only in the numbers of layers and experts, and follow one rule with one result,
-share a line.
+Tensors share a line if they differ only in the numbers of layers and experts, follow one rule, and
+are cut in the same way.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from core.megatron.rules.rules import Rule
 
 @dataclass(frozen=True, slots=True)
 class LayoutLine:
-    """A line of the explanation: tensors that follow one rule with one result.
+    """A line of the explanation: tensors that one rule cuts in the same way.
 
     Args:
         names: the global name, with ``[0-3]`` for the numbers of layers and experts.
-        n_tensors: how many tensors the line stands for.
+        n_tensors: number of tensors that the line stands for, optimizer states included.
         shape: global shape in the destination, in elements.
         rule: the rule's kind: ``replicate``, ``split``, ``vocab`` or ``opaque``.
-        cut: how the rule cuts the tensor, in words.
+        cut: description of the cut, in words.
         shard: shape of one shard, in elements.
         states: names of the optimizer states that follow the tensor.
-        pattern, where, source: the rule's pattern, its row, and where it was established.
+        pattern, where, source: the rule's pattern, its position in the table, and where it was
+            established.
     """
 
     names: str
@@ -48,7 +49,7 @@ class LayoutLine:
     source: str
 
     def as_dict(self) -> dict[str, object]:
-        """Return the line as a JSON object."""
+        """Build the JSON object of the line."""
         return {
             "names": self.names,
             "n_tensors": self.n_tensors,
@@ -66,58 +67,59 @@ class LayoutLine:
 def explain_layout(
     catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size: int | None
 ) -> list[LayoutLine]:
-    """Return the lines of all tensors of the global per-layer form, in its order.
+    """Explain the layout of all tensors of the global per-layer form, in its order.
 
     Args:
         catalog: the result of ``core.megatron.reshard.reshard.unshard``.
         topology: parallel sizes of the destination.
+        rules: the layout rules.
         vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.
 
     Raises:
-        UnknownTensorError, UnsupportedError, CorruptError: as
-        ``core.megatron.reshard.reshard.shard`` does.
+        UnknownTensorError: no rule matches a tensor.
+        UnsupportedError, CorruptError: a tensor cannot be cut, as in
+            ``core.megatron.reshard.reshard.shard``.
     """
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
+
+    # Assign each optimizer state to its parameter: states are cut like it and have no own line.
     states: dict[str, list[str]] = {}
     for key in cuts:
         state = state_of(key)
         if state is not None:
             name, parameter = state
             states.setdefault(parameter, []).append(name)
-    groups: dict[tuple[object, ...], list[str]] = {}
+
+    # Group the parameters that differ only in the numbers within their names.
+    groups: dict[tuple[str, Rule, Cut, tuple[str, ...]], list[str]] = {}
     for key, cut in cuts.items():
         if state_of(key) is None:
-            template = _NUMBER.sub("#", key)
-            groups.setdefault(
-                (template, rules.rule_of(key), cut, tuple(states.get(key, ()))), []
-            ).append(key)
+            kind = (_NUMBER.sub("#", key), rules.rule_of(key), cut, tuple(states.get(key, ())))
+            groups.setdefault(kind, []).append(key)
     return [
-        _line(keys, rules.rule_of(keys[0]), cuts[keys[0]], states.get(keys[0], []))
-        for keys in groups.values()
+        LayoutLine(
+            names=_fold_names(keys),
+            n_tensors=len(keys) * (1 + len(state_names)),
+            shape=cut.shape,
+            rule=rule.kind,
+            cut=_describe_cut(cut),
+            shard=cut.shard_shape,
+            states=state_names,
+            pattern=rule.pattern.pattern,
+            where=rule.where,
+            source=rule.source,
+        )
+        for (_, rule, cut, state_names), keys in groups.items()
     ]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer or an expert within a name."""
 
 
-def _line(keys: list[str], rule: Rule, cut: Cut, states: list[str]) -> LayoutLine:
-    return LayoutLine(
-        names=_folded_name(keys),
-        n_tensors=len(keys) * (1 + len(states)),
-        shape=cut.shape,
-        rule=rule.kind,
-        cut=_cut_text(cut),
-        shard=cut.shard_shape,
-        states=tuple(states),
-        pattern=rule.pattern.pattern,
-        where=rule.where,
-        source=rule.source,
-    )
-
-
-def _folded_name(keys: list[str]) -> str:
-    """Return one name for all keys, which differ only in numbers."""
+def _fold_names(keys: list[str]) -> str:
+    """Fold names that differ only in numbers into one, such as ``layers.[0-3].weight``."""
     columns = [set(map(int, column)) for column in zip(*map(_NUMBER.findall, keys), strict=True)]
     texts = iter(
         [str(*numbers) if len(numbers) == 1 else f"[{ranges(numbers)}]" for numbers in columns]
@@ -125,8 +127,8 @@ def _folded_name(keys: list[str]) -> str:
     return _NUMBER.sub(lambda _: next(texts), keys[0])
 
 
-def _cut_text(cut: Cut) -> str:
-    """Return how a rule cuts a tensor, in words."""
+def _describe_cut(cut: Cut) -> str:
+    """Describe in words how a tensor is cut, such as ``axis 0 over TP 4``."""
     if cut.axis is None:
         return "every rank holds all of it"
     group = cut.group.upper()

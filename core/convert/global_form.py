@@ -1,4 +1,4 @@
-"""Bring the source of a job into global tensors under their final names, whatever it was before.
+"""Convert the source of a job into global tensors under their final names.
 
 ::
 
@@ -8,8 +8,7 @@
                                     └────────────────────▶ Hugging Face names
     anything else ── changes ──▶ the names it had
 
-The job and the kind of source decide which way is taken. Options that would have no effect are
-refused.
+The job and the kind of source determine the path. Options that would have no effect are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from core.catalog.catalog import Catalog
@@ -58,13 +56,13 @@ from core.opening.source_files import config_of_source, documents_above, listed_
 
 @dataclass(frozen=True, slots=True)
 class GlobalForm:
-    """The source of a job, ready to be cut and laid out.
+    """Source of a job, ready to be cut and laid out.
 
     Args:
         catalog: global tensors under their final names, all objects loaded.
         renamed: (old key, new key) of each entry that the user's options renamed.
-        notes: what the user should know.
-        dropped: entries that were left out, with the reason.
+        notes: notes for the user.
+        dropped: entries that are not carried over, with the reason.
     """
 
     catalog: Catalog
@@ -74,24 +72,24 @@ class GlobalForm:
 
 
 def is_model_form(catalog: Catalog) -> bool:
-    """Return whether a table of rules made the catalog: Megatron's form or Hugging Face's."""
+    """Return True if a table of rules built the catalog: Megatron's form or Hugging Face's."""
     return catalog.facet(MegatronModel) is not None or catalog.facet(HuggingFaceModel) is not None
 
 
 def is_mcore(catalog: Catalog) -> bool:
-    """Return whether a catalog has the common state of Megatron's distributed checkpoints."""
+    """Return True if a catalog has the common state of Megatron's distributed checkpoints."""
     return catalog.common is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FormRequest:
-    """What a job asks of its source, with what has been found out about the source.
+    """A job and the facts about its source that decide how the global form is built.
 
     Args:
-        job: the conversion, as asked for.
+        job: the conversion.
         format: the format of the destination.
         rules: the layout rules.
-        names: whose tensor names to write, ``hf`` or ``megatron``; None keeps them.
+        names: family of the tensor names to write, ``hf`` or ``megatron``; None keeps the names.
         model_type: the Hugging Face model type that ``--names`` gives, or None.
         config: the parsed ``config.json`` of the source, or None.
         comes_from_hf: the source's tensors have Hugging Face's names.
@@ -109,19 +107,19 @@ class _FormRequest:
 
     @property
     def becomes_hf(self) -> bool:
-        """Return whether Megatron's names become Hugging Face's."""
+        """True if Megatron's names become Hugging Face's."""
         return self.names == "hf" and not self.comes_from_hf
 
     @property
     def becomes_megatron(self) -> bool:
-        """Return whether Hugging Face's names become Megatron's."""
-        is_wanted = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
-        return self.comes_from_hf and is_wanted
+        """True if Hugging Face's names become Megatron's."""
+        needs_megatron = self.names == "megatron" or (is_cut(self.format) and self.names != "hf")
+        return self.comes_from_hf and needs_megatron
 
 
 @dataclass(frozen=True, slots=True)
 class _GlobalStep:
-    """A catalog on its way to the global form, with what a step reports about it."""
+    """A catalog on its way to the global form, with the notes and dropped entries of a step."""
 
     catalog: Catalog
     notes: tuple[str, ...] = ()
@@ -129,10 +127,10 @@ class _GlobalStep:
 
 
 def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
-    """Bring a source into global tensors under their final names, with the user's changes applied.
+    """Convert a source into global tensors under their final names, and apply the user's changes.
 
     Args:
-        job: the conversion, as asked for.
+        job: the conversion.
         source: the opened source.
         format: the format of the destination.
 
@@ -147,10 +145,10 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         loaded(source.catalog, source.store, load_object), documents_above(source)
     )
     rules = load_rules(job.rules, unknown=job.unknown)
-    names, model_type = _wanted_names(job)
+    names, model_type = _parse_names(job)
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
-    catalog, config = _with_config(job, catalog, source)
+    catalog, config = _read_config(job, catalog, source)
     request = _FormRequest(
         job=job,
         format=format,
@@ -165,16 +163,13 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if request.is_restacked:  # to_torch_dist does it, after the user's other changes
         request = replace(request, job=replace(job, stack_layers=False, unstack_layers=None))
 
-    # Take one of the three ways of the picture above.
+    # Take one of the paths of the picture above.
     if request.becomes_megatron:
         form = _form_as_megatron(request, catalog)
     else:
         step = _unshard_if_needed(request, catalog, source)
-        form = (
-            _form_as_hf(request, step)
-            if request.becomes_hf
-            else _form_with_own_names(request, step)
-        )
+        build = _form_as_hf if request.becomes_hf else _form_with_own_names
+        form = build(request, step)
     return replace(form, dropped=(listed_files(unread), *form.dropped)) if unread else form
 
 
@@ -186,8 +181,13 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
         UnsupportedError: the source has Megatron's names, but no training arguments.
     """
     job, format, rules = request.job, request.format, request.rules
+    is_named = request.comes_from_hf or is_megatron(catalog, rules)
+
+    # --config describes a model with Hugging Face's names; other sources do not need it.
     if job.config is not None and not request.comes_from_hf:
-        _refuse_config(job.config, request.config, catalog, rules)
+        _refuse_config(request, catalog)
+
+    # The names to write must suit the source's names and the destination.
     check_names(
         job,
         request.names,
@@ -195,43 +195,57 @@ def _check_request(request: _FormRequest, catalog: Catalog) -> None:
         format,
         request.config if request.comes_from_hf else None,
     )
-    is_named = request.comes_from_hf or is_megatron(catalog, rules)
     check_target(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         _refuse_without_arguments(catalog, rules)
         raise UsageError(
-            "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
-            hint="point at the model's config.json with --config FILE",
+            "--names megatron: the tensors have neither Megatron's names "
+            f"nor Hugging Face's names with a {CONFIG}",
+            hint=f"give the model's {CONFIG} with --config FILE",
         )
+
+    # Some options apply to one family of names only.
     if request.comes_from_hf and job.rng is not None:
         raise UsageError(
-            "--rng has no effect: Hugging Face checkpoints have no random states",
-            hint="leave it out",
+            "--rng has no effect: Hugging Face checkpoints have no random states", hint="omit it"
         )
     if job.vocab_divisor is not None and not request.becomes_megatron:
         raise UsageError(
-            "--make-vocab-size-divisible-by has no effect: it is for converting Hugging Face weights to Megatron",
-            hint="leave it out; a Megatron checkpoint keeps its own",
+            "--make-vocab-size-divisible-by applies only to converting Hugging Face weights "
+            "to Megatron",
+            hint="omit it; a Megatron checkpoint keeps its own",
         )
 
 
 def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> _GlobalStep:
-    """Bring a Megatron source into its global form if the job changes its layout or names.
+    """Convert a Megatron source into its global form if the job changes its layout or names.
 
-    Any other source keeps its form; only its optimizer is left out if the job asks for that.
+    Any other source keeps its form; only its optimizer is dropped if the job requests it.
 
     Raises:
         UsageError: an option has no effect on this source or destination.
-        UnsupportedError: the tensors have names that no rule knows.
+        UnsupportedError: no rule matches the tensors' names.
     """
     job, format, rules = request.job, request.format, request.rules
-    if not (request.becomes_hf or request.is_restacked or _is_laid_out(request, catalog)):
+
+    # Without a change of layout or names the tensors stay as they are.
+    if not (request.becomes_hf or request.is_restacked or _needs_global_form(request, catalog)):
         refuse_layout_options(job)
-        step = _without_optimizer(job, catalog)
-        return replace(step, notes=_unchanged_optimizer_notes(step.catalog, format))
+        step = _drop_optimizer(job, catalog)
+        form, other_form = sharding_of(step.catalog), wanted_sharding(format.name)
+        if not format.is_mcore or form in (None, other_form):
+            return step
+        note = (
+            f"the optimizer state stays {form}, which Megatron loads only at the same sizes, if at "
+            "all; use --tp-new or --pp-new (even with the same sizes) to rewrite it as "
+            f"{other_form}"
+        )
+        return replace(step, notes=(note,))
+
+    # Unshard; names that no rule matches can neither be renamed nor cut.
     if not catalog.is_rank_local and not is_megatron(catalog, rules):
         _refuse_without_arguments(catalog, rules)
-        _refuse_names(catalog, format, becomes_hf=request.becomes_hf)
+        _refuse_names(request, catalog)
     refuse_quantizing(job, format)
     catalog = unshard(
         catalog,
@@ -242,7 +256,9 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
         store=source.store,
     )
-    step = _with_run_facts(request, catalog, source)
+    step = _record_run_facts(request, catalog, source)
+
+    # Handle the random states, and rename the parameters to those of another implementation.
     catalog = with_rng(
         step.catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks"
     )
@@ -250,7 +266,7 @@ def _unshard_if_needed(request: _FormRequest, catalog: Catalog, source: Checkpoi
         if not is_cut(format):
             raise UsageError(
                 f"--transformer-impl has no effect on {format.name}",
-                hint="it is for --to megatron and --to torch_dist",
+                hint="use it with --to megatron or --to torch_dist",
             )
         catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     return replace(step, catalog=catalog)
@@ -268,6 +284,8 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
     job, format, before = request.job, request.format, step.catalog
     result = _apply_checked(before, job, request.config)
     notes = [*step.notes, *result.notes]
+
+    # A Hugging Face model that is written as such must fit its configuration.
     if request.comes_from_hf and (request.names == "hf" or job.config is not None):
         assert request.config is not None
         config = _config_after(result.catalog, request.config)
@@ -277,6 +295,8 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
             )
     if format.carries_files:
         notes += result.config_notes
+
+    # A Megatron model must be complete, and its optimizer must fit its parameters.
     if is_cut(format):
         is_global = before.facet(MegatronModel) is not None
         if (is_global or is_mcore(before)) and not result.renamed:
@@ -287,10 +307,9 @@ def _form_with_own_names(request: _FormRequest, step: _GlobalStep) -> GlobalForm
 
 
 def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
-    """Bring tensors with Hugging Face's names into Megatron's global form.
+    """Convert tensors with Hugging Face's names into Megatron's global form.
 
-    The user's changes go by Hugging Face's names; only stacking and quantizing come after the new
-    names.
+    The user's changes match Hugging Face's names; stacking and quantizing come after the renaming.
 
     Raises:
         UsageError: the changes leave an incomplete model, or an option has no effect on such
@@ -302,15 +321,13 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     assert request.config is not None
     check_vocabulary(job, request.config)
     refuse_quantizing(job, request.format)
-    step = _without_optimizer(job, catalog)
+    step = _drop_optimizer(job, catalog)
+
+    # Apply the changes that match Hugging Face's names.
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-    late = Job(
-        src=job.src,
-        stack_layers=job.stack_layers,
-        unstack_layers=job.unstack_layers,
-        quantize=job.quantize,
-    )
     first = _apply_checked(step.catalog, early, request.config)
+
+    # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
     config = _config_after(first.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _blaming_options(first, "Hugging Face"):
@@ -325,16 +342,24 @@ def _form_as_megatron(request: _FormRequest, catalog: Catalog) -> GlobalForm:
     padding = (
         f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)"
     )
+
+    # Apply the changes that are about Megatron's tensors.
+    late = Job(
+        src=job.src,
+        stack_layers=job.stack_layers,
+        unstack_layers=job.unstack_layers,
+        quantize=job.quantize,
+    )
     second = _apply_checked(catalog, late)
     notes = (*first.notes, padding, *second.notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, notes, step.dropped)
 
 
 def _form_as_hf(request: _FormRequest, step: _GlobalStep) -> GlobalForm:
-    """Bring Megatron's global form under Hugging Face's names.
+    """Convert Megatron's global form into tensors with Hugging Face's names.
 
-    The user's changes go by Megatron's names; only the scales of quantized weights follow the new
-    names.
+    The user's changes match Megatron's names; only quantizing comes after the renaming, because
+    scales are named after the new names.
 
     Raises:
         UsageError: the changes leave an incomplete model.
@@ -358,13 +383,13 @@ def _config_after(catalog: Catalog, config: Mapping[str, object]) -> Mapping[str
     return config if document is None else parse_json_object(document, file=CONFIG)
 
 
-def _without_optimizer(job: Job, catalog: Catalog) -> _GlobalStep:
-    """Return the catalog without its optimizer if the job asks for that."""
+def _drop_optimizer(job: Job, catalog: Catalog) -> _GlobalStep:
+    """Drop the optimizer of a source that keeps its layout, if the job requests it."""
     if job.optim != "drop":
         return _GlobalStep(catalog)
-    rest = without_optimizer(catalog)
-    dropped = (f"optimizer ({len(rest.left_out)} entries)",) if rest.left_out else ()
-    return _GlobalStep(rest.catalog, dropped=dropped)
+    weights = without_optimizer(catalog)
+    dropped = (f"optimizer ({len(weights.left_out)} entries)",) if weights.left_out else ()
+    return _GlobalStep(weights.catalog, dropped=dropped)
 
 
 @contextmanager
@@ -373,7 +398,7 @@ def _blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
 
     Args:
         result: the catalog after the user's changes.
-        family: whose model is incomplete, ``Megatron`` or ``Hugging Face``.
+        family: family of the model, ``Megatron`` or ``Hugging Face``.
     """
     try:
         yield
@@ -381,32 +406,55 @@ def _blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
         if not (result.left_out or result.renamed):
             raise
         raise UsageError(
-            f"--include, --exclude or the new names leave an incomplete {family} model: {err.message}",
+            "--include, --exclude or the new names leave "
+            f"an incomplete {family} model: {err.message}",
             key=err.key,
-            hint="to write part of a model keep its names and leave --config out: --to safetensors, dcp or torch",
+            hint="to write part of a model, keep its names and omit --config: "
+            "--to safetensors, dcp or torch",
         ) from err
 
 
-def _refuse_config(
-    path: Path, config: Mapping[str, object] | None, catalog: Catalog, rules: Rules
-) -> NoReturn:
+def _refuse_config(request: _FormRequest, catalog: Catalog) -> NoReturn:
     """Raise because ``--config`` was given for a source that is not a Hugging Face model.
 
     Raises:
         UsageError: the file is not a model's configuration, or the source does not need one.
         UnsupportedError: the source needs training arguments, which a configuration cannot replace.
     """
+    config, rules = request.config, request.rules
     if config is None or not isinstance(config.get("model_type"), str):
         raise UsageError(
-            "--config: the file has no model_type, so it is not the configuration of a transformers model",
-            file=str(path),
+            "--config: without model_type, the file does not describe a transformers model",
+            file=str(request.job.config),
             hint="give the model's config.json",
         )
     if not catalog.is_rank_local and not is_megatron(catalog, rules):
         _refuse_without_arguments(catalog, rules)
     raise UsageError(
-        "--config has no effect: this is a Megatron checkpoint with its own training arguments",
-        hint="leave it out",
+        "--config has no effect: a Megatron checkpoint has its own training arguments",
+        hint="omit it",
+    )
+
+
+def _refuse_names(request: _FormRequest, catalog: Catalog) -> NoReturn:
+    """Raise because tensors with unknown names can neither be renamed nor cut by a layout.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
+    goal, formats = (
+        ("renamed to Hugging Face's names", "safetensors")
+        if request.becomes_hf
+        else (
+            f"written as {request.format.name} with a parallel layout",
+            "torch_dist, dcp or torch",
+        )
+    )
+    raise UnsupportedError(
+        f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
+        f"training arguments nor Hugging Face's names and a {CONFIG}",
+        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
     )
 
 
@@ -418,38 +466,22 @@ def _refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
     """
     if has_megatron_names(catalog, rules):
         raise UnsupportedError(
-            "the tensors have Megatron's names, but the checkpoint has no training arguments (args), which describe "
-            f"the model and its layout; a {CONFIG} cannot replace them",
-            hint="use a checkpoint of the run that has them, or keep the names: --to safetensors, dcp or torch",
+            "the tensors have Megatron's names, but the checkpoint has no training arguments "
+            f"(args), which describe the model and its layout; a {CONFIG} cannot replace them",
+            hint="use a checkpoint of the run that has them, or keep the names: "
+            "--to safetensors, dcp or torch",
         )
 
 
-def _refuse_names(catalog: Catalog, format: Format, *, becomes_hf: bool) -> NoReturn:
-    """Raise because tensors with unknown names can neither be renamed nor cut by a layout.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
-    goal = (
-        "renamed to Hugging Face's names"
-        if becomes_hf
-        else f"written as {format.name} with a parallel layout"
-    )
-    formats = "safetensors" if becomes_hf else "torch_dist, dcp or torch"
-    raise UnsupportedError(
-        f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and training arguments nor "
-        f"Hugging Face's names and a {CONFIG}",
-        hint=f"give the model's {CONFIG} with --config FILE, or keep the names: --to {formats}",
-    )
-
-
-def _with_config(
+def _read_config(
     job: Job, catalog: Catalog, source: Checkpoint
 ) -> tuple[Catalog, Mapping[str, object] | None]:
-    """Return the catalog, and the parsed ``config.json`` of the model or None.
+    """Find and parse the model's ``config.json``, and add one of ``--config`` to the catalog.
 
-    The file comes from ``--config``, or lies with the weights or in a directory above them.
+    Without ``--config`` the file is stored with the weights or in a directory above them.
+
+    Returns:
+        The catalog, and the parsed configuration or None.
 
     Raises:
         UsageError: both ``--config`` and the source have one.
@@ -459,16 +491,16 @@ def _with_config(
         return catalog, config_of_source(source)
     if CONFIG in carried_of(catalog):
         raise UsageError(
-            "--config: SRC already has a config.json",
+            f"--config: SRC already has a {CONFIG}",
             file=str(job.config),
-            hint="leave --config out, or edit the one in SRC",
+            hint="omit --config, or edit the one in SRC",
         )
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
     return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
 
 
-def _wanted_names(job: Job) -> tuple[str | None, str | None]:
+def _parse_names(job: Job) -> tuple[str | None, str | None]:
     """Parse ``--names``, and ``--to hf``, which implies it.
 
     Returns:
@@ -482,7 +514,7 @@ def _wanted_names(job: Job) -> tuple[str | None, str | None]:
     family, _, model_type = job.names.partition(":")
     if family not in ("hf", "megatron") or (model_type and family != "hf"):
         raise UsageError(
-            f"--names {job.names!r} is not known",
+            f"unknown value {job.names!r} for --names",
             hint="use hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron",
         )
     return family, model_type or None
@@ -501,8 +533,8 @@ def _apply_checked(
     return result
 
 
-def _is_laid_out(request: _FormRequest, catalog: Catalog) -> bool:
-    """Return whether the source must be brought into Megatron's global form."""
+def _needs_global_form(request: _FormRequest, catalog: Catalog) -> bool:
+    """Return True if the destination needs the source in Megatron's global form."""
     job, format = request.job, request.format
     if catalog.is_rank_local or format.partition == "ranks" or changes_layout(job):
         return True
@@ -510,40 +542,35 @@ def _is_laid_out(request: _FormRequest, catalog: Catalog) -> bool:
         return False
     if request.names == "megatron" or job.transformer_impl is not None:
         return True
-    # A distributed optimizer has a form of its own in each of Megatron's formats.
-    has_other_optimizer = format.name != catalog.format and sharding_of(catalog) is not None
-    return format.is_mcore and (
-        not is_mcore(catalog) or (job.optim == "carry" and has_other_optimizer)
+    if not format.is_mcore:
+        return False
+    if not is_mcore(catalog):
+        return True
+    # Each of Megatron's formats has its own form of distributed optimizers.
+    return (
+        job.optim == "carry" and format.name != catalog.format and sharding_of(catalog) is not None
     )
 
 
-def _unchanged_optimizer_notes(catalog: Catalog, format: Format) -> tuple[str, ...]:
-    """Return a note if a distributed optimizer stays in a form that is bound to its sizes."""
-    sharding, wanted = sharding_of(catalog), wanted_sharding(format.name)
-    if not format.is_mcore or sharding in (None, wanted):
-        return ()
-    note = (
-        f"the optimizer state stays {sharding}, which Megatron loads only at the same sizes, if at all; use --tp-new "
-        f"or --pp-new (also with the same sizes) to rewrite it as {wanted}"
-    )
-    return (note,)
-
-
-def _with_run_facts(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> _GlobalStep:
+def _record_run_facts(request: _FormRequest, catalog: Catalog, source: Checkpoint) -> _GlobalStep:
     """Add the directory's iteration and the options' vocabulary size to the global form."""
     job = request.job
     notes = []
+    # Some files have their iteration only in the name of their directory (iter_0000010).
     if catalog.iteration is None and source.iteration is not None:
         notes.append(
-            f"the files do not record their iteration; using {source.iteration} from the directory name"
+            "the files do not record their iteration; "
+            f"using {source.iteration} from the directory name"
         )
         catalog = replace(catalog, iteration=source.iteration)
+    # Record the true number of vocabulary rows, so that later conversions need no option for it.
     model = catalog.facet(MegatronModel)
     n_rows = None if model is None else model.vocab_size
     if (job.vocab_size is not None or job.keep_padded_vocab) and n_rows is not None:
         args = with_vocab_size(catalog.args, n_rows)
         catalog = replace(catalog, args=args, common={**(catalog.common or {}), "args": args})
         notes.append(f"args.vocab_size is now {n_rows}")
+    # A cast changes the tensors only: Megatron decides by its own arguments what it trains in.
     if any(glob is None for glob, _ in job.dtype) and not request.becomes_hf:
         notes.append("params_dtype, bf16 and fp16 in the training arguments are unchanged")
     return _GlobalStep(catalog, tuple(notes))
@@ -553,7 +580,7 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
     """Raise if the user's changes leave a Megatron model that could not be loaded.
 
     Raises:
-        UsageError: the model is incomplete; the error names what is missing.
+        UsageError: the model is incomplete; the message names the missing tensors.
     """
     try:
         facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))

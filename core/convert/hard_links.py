@@ -1,4 +1,4 @@
-"""Make a checkpoint directory whose data files are hard links to the source's.
+"""Lay out a checkpoint directory whose data files are hard links to the source's.
 
 Megatron's torch_dist and DCP store global tensors, which any layout loads. Where no data has to
 change, another layout (or another choice or naming of DCP's entries) needs new metadata at most.
@@ -8,7 +8,7 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from core.catalog.catalog import Catalog
@@ -29,7 +29,7 @@ _OPTIONS = {
     "max_file_bytes": "--max-shard-size",
     "vocab_divisor": "--make-vocab-size-divisible-by",
 }
-"""Option names of the job's fields, where they differ."""
+"""Descriptions of the job's fields whose options have other names."""
 _OF_KEYS = ("include", "exclude", "strip_prefix", "add_prefix", "rename")
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
@@ -45,10 +45,10 @@ class LinkedCheckpoint:
     """A checkpoint directory whose data files are hard links.
 
     Args:
-        catalog: what the directory holds.
-        files: names of the source's files that it has as links.
-        images: the files that are written anew.
-        notes: what the user should know.
+        catalog: the entries of the directory.
+        files: names of the source's files to link.
+        images: the new metadata files to write.
+        notes: notes for the user.
     """
 
     catalog: Catalog
@@ -58,95 +58,103 @@ class LinkedCheckpoint:
 
 
 def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
-    """Choose the source's files that become hard links, and make the destination's new metadata.
+    """Choose the source's files that become hard links, and lay out the new metadata.
 
     Raises:
-        UsageError: an option asks for something that changes data, or has no effect.
+        UsageError: an option would change data, or has no effect.
         UnsupportedError: the format's data cannot be shared, or its optimizer state loads only at
-        the old sizes.
+            the old sizes.
     """
+    # Only these two formats store global tensors separately from the metadata that locates them.
     format = source.format.name
     if format not in ("dcp", "torch_dist") or job.to not in (None, format):
         raise UnsupportedError(
             f"--metadata-only needs dcp or torch_dist on both sides; this is {format}"
             + (f" to {job.to}" if job.to else ""),
-            hint="leave --metadata-only out: the data has to be written",
+            hint="omit --metadata-only: the data has to be written",
         )
     catalog = source.catalog
     if format == "dcp" and metadata_files(source.store) != [METADATA]:
         raise UnsupportedError(
-            "--metadata-only: model and optimizer are in separate directories, each with its own .metadata",
-            hint="point at one of the directories, or leave --metadata-only out",
+            "--metadata-only: model and optimizer are in separate directories, "
+            "each with its own .metadata",
+            hint="give one of the directories, or omit --metadata-only",
         )
     _check_options(job, format)
-    if format == "torch_dist":
-        _check_optimizer(job, catalog)
-        note = (
-            "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
-        )
-        return LinkedCheckpoint(catalog, tuple(_files(source)), (), (note,))
-    dropped = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
-    result = apply_changes(dropped, job)
+    # The source's manifest is not linked: the destination gets its own.
+    files = [name for name in source.store.files() if not name.endswith("ckpt-manifest.json")]
+    link = _link_torch_dist if format == "torch_dist" else _link_dcp
+    return link(job, catalog, files)
+
+
+def _link_dcp(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpoint:
+    """Link the data files that the changed catalog still refers to, with new metadata.
+
+    Raises:
+        UsageError: the changes would also change a file that is linked.
+    """
+    remaining = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
+    result = apply_changes(remaining, job)
     if meta_keys(result.catalog) != meta_keys(catalog):
         raise UsageError(
             f"--metadata-only links {META} unchanged, but the options drop or rename entries in it",
-            hint="leave --metadata-only out, or choose other entries",
+            hint="omit --metadata-only, or select other entries",
         )
     used = {
-        piece.array.extent.file
-        for piece in result.catalog.all_fragments()
-        if piece.array is not None
+        fragment.array.extent.file
+        for fragment in result.catalog.all_fragments()
+        if fragment.array is not None
     }
-    names = [
-        name for name in _files(source) if name in used or not name.endswith((METADATA, ".distcp"))
-    ]
+    names = [name for name in files if name in used or not name.endswith((METADATA, ".distcp"))]
     return LinkedCheckpoint(
         result.catalog, tuple(names), (linked_metadata(result.catalog),), result.notes
     )
 
 
-def _files(source: Checkpoint) -> Iterator[str]:
-    """Yield the checkpoint's own files, without the manifest that this project wrote."""
-    return (name for name in source.store.files() if not name.endswith("ckpt-manifest.json"))
+def _link_torch_dist(job: Job, catalog: Catalog, files: Sequence[str]) -> LinkedCheckpoint:
+    """Link all files of a torch_dist checkpoint, whose metadata holds for any parallel sizes.
+
+    Raises:
+        UnsupportedError: the optimizer state loads only at the sizes that it was saved with, and
+            the job requests others.
+    """
+    form = optim_format_of(catalog.tensors, catalog.objects)
+    if form in _BOUND_OPTIMIZERS and job.topology is not None and job.topology.sizes:
+        raise UnsupportedError(
+            f"this optimizer state ({TITLES.get(form, form)}) loads only at the sizes "
+            "it was saved with, so it has to be rewritten",
+            hint="omit --metadata-only",
+        )
+    note = "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
+    return LinkedCheckpoint(catalog, tuple(files), (), (note,))
 
 
 def _check_options(job: Job, format: str) -> None:
     """Raise if the job has options that would change data.
 
     Raises:
-        UsageError: it has such options.
+        UsageError: the job has such options.
     """
-    allowed = _ANY | frozenset(_OF_KEYS if format == "dcp" else ("topology",))
-    if format == "torch_dist" and job.topology is not None and job.topology.is_change:
-        allowed |= {"rules", "unknown"}  # the layout is planned
-    if job.rng == "keep" and format == "torch_dist":
-        allowed |= {"rng"}
-    plain = Job(src=job.src)
-    asked = [
+    # DCP can drop and rename entries by new metadata; torch_dist loads at any sizes as it is.
+    if format == "dcp":
+        allowed = _ANY | set(_OF_KEYS)
+    else:
+        allowed = (_ANY | {"topology"}) - {"optim"}
+        if job.topology is not None and job.topology.is_change:
+            allowed |= {"rules", "unknown"}  # the layout is planned
+        if job.rng == "keep":
+            allowed |= {"rng"}
+
+    # Name every other option that differs from its default.
+    defaults = Job(src=job.src)
+    refused = [
         field.name
         for field in fields(Job)
-        if field.name not in allowed and getattr(job, field.name) != getattr(plain, field.name)
+        if field.name not in allowed and getattr(job, field.name) != getattr(defaults, field.name)
     ]
-    if format == "torch_dist" and job.optim != plain.optim:
-        asked.append("optim")
-    if asked:
-        names = ", ".join(_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in asked)
+    if refused:
+        names = ", ".join(_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)
         raise UsageError(
             f"--metadata-only writes no data, so it cannot be combined with {names} for {format}",
-            hint="leave one of them out",
-        )
-
-
-def _check_optimizer(job: Job, catalog: Catalog) -> None:
-    """Raise if the job asks for a new layout of optimizer state that loads only at the old sizes.
-
-    Raises:
-        UnsupportedError: the optimizer state has such a form.
-    """
-    form = optim_format_of(catalog.tensors, catalog.objects)
-    if form in _BOUND_OPTIMIZERS and job.topology is not None and job.topology.sizes:
-        raise UnsupportedError(
-            f"this optimizer state ({TITLES.get(form, form)}) loads only at the sizes it was saved with, so it has to "
-            "be rewritten",
-            hint="leave --metadata-only out",
+            hint="omit one of them",
         )

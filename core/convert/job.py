@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what it reports, as plain values."""
+"""Options and report of a conversion, as plain values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyChange:
-    """Parallel sizes to change, and those that the user believes the source has.
+    """Parallel sizes of the destination, and the sizes that the user asserts the source has.
 
     Args:
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
-        pipeline: how the destination distributes layers over its pipeline stages; None keeps the
-            source's way where that still means something, and distributes evenly otherwise
+        pipeline: distribution of the destination's layers over its pipeline stages; None keeps
+            the source's where it still applies, and distributes evenly otherwise
             (``core.megatron.model.facts.Facts.pipeline_at``).
         source: asserted sizes of the source by name; a mismatch is an error.
     """
@@ -44,76 +44,86 @@ class TopologyChange:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes to change, by name."""
+        """Sizes to change, by name."""
         return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
 
     @property
     def is_change(self) -> bool:
-        """Return whether a size or the pipeline of the destination is given."""
+        """True if a size or the pipeline of the destination is given."""
         return bool(self.sizes) or self.pipeline is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One conversion, as asked for.
+    """Options of one conversion.
 
     Args:
-        src: what to read (``core.opening.open`` has the kinds of paths).
-        dst: what to write; None proposes a name in the directory of ``src``.
+        src: path of the source (``core.opening.open`` has the kinds of paths).
+        dst: path of the destination; None proposes a name in the directory of ``src``.
         to: target format; None keeps the source's.
-        iteration: which iteration of a training root.
+        iteration: iteration of a training root; None for the one that its tracker names.
         topology: parallel sizes to change and to check; None for none.
-        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become
-            1.
+        keeps_layout: sizes that ``topology`` does not give stay the source's; otherwise they
+            become 1.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own.
         vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
             multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
-        optim: ``carry`` or ``drop``.
-        rng: random states: ``keep`` or ``drop``; None keeps them where they can be
+        optim: ``carry`` or ``drop`` the optimizer.
+        rng: ``keep`` or ``drop`` the random states; None keeps them where possible
             (``core.megatron.extras.random_states``).
-        names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps
-            them, unless the target format says otherwise.
-        transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters
-            get; None keeps them (``core.megatron.placement.implementation``).
-        megatron_version: the megatron-core that is to load the rank files; None writes the
+        names: family of the tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``;
+            None keeps the names, unless the target format implies a family.
+        transformer_impl: ``local`` or ``transformer_engine``: rename Megatron's parameters to
+            those of this implementation; None keeps them
+            (``core.megatron.placement.implementation``).
+        megatron_version: the megatron-core that will load the rank files; None writes the
             optimizer's groups as the source has them.
         moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None
-        keeps their kind. dequantize, include, exclude, strip_prefix, add_prefix, rename, untie,
-        tie, stack_layers, unstack_layers, dtype,
-            quantize: changes that ``core.convert.apply_changes`` applies in this order. Each goes
-            by the names that the changes before it made; the first go by those that the source has
-            once it is global, as ``ckpt inspect`` shows them. ``dequantize`` is a dtype or None;
-            ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the usual names,
-            None for no unstacking.
+            keeps their kind.
+        dequantize: dtype that quantized tensors are dequantized to; None keeps them. This and the
+            options up to ``quantize`` are applied by ``core.convert.apply_changes``, in its order.
+            Each matches the names that the changes before it produced, the first those that
+            ``ckpt inspect`` shows.
+        include, exclude: globs of the entries to keep and to drop.
+        strip_prefix: prefixes to remove from keys.
+        add_prefix: prefix to add to all keys; None for none.
+        rename: (pattern, replacement) pairs.
+        untie, tie: (key, original) pairs: write the key as a copy, or drop it after checking that
+            it is identical.
+        stack_layers: stack layers along an axis.
+        unstack_layers: globs of stacked tensors to split into layers; () for the usual names, None
+            for no unstacking.
+        dtype, quantize: (glob, dtype) pairs, of which later ones win; the glob None stands for the
+            model's weights.
         max_file_bytes: maximum size of an output file with tensors, where the format can split;
             None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's
             (``core.convert.hard_links``).
-        weights_only: set aside what ``torch.load(weights_only=True)`` refuses, even where it could
-            stay as it was.
-        drop_unknown: leave out objects of unknown classes where the target cannot hold them.
-        missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them
+        weights_only: set aside every object that ``torch.load(weights_only=True)`` refuses, even
+            where it could stay as it was.
+        drop_unknown: drop objects of unknown classes where the target cannot hold them.
+        missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
-        replicas: what happens where ranks hold different copies of one tensor: ``error``, or the
-            ``first`` is taken and the others are not read.
+        replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
+            different ones; ``first`` takes the first and does not read the others.
         memory_bytes: memory limit of the process, imports included.
-        beside_bytes: how much of it is taken by what the engine does not count, such as the runtime
-            of a team.
-        threads: copying threads.
-        resume: keep an unfinished stage on failure, and continue one.
-        force: replace an existing destination, once the new one is complete.
+        beside_bytes: part of ``memory_bytes`` that is used by what the engine does not count, such
+            as the runtime of a team.
+        threads: number of copying threads.
+        resume: keep an unfinished staging directory on failure, and continue one.
+        force: replace an existing destination as soon as the new one is complete.
         crc, digest: compute CRC-32 and content digests in the same pass.
         fsync: wait until the bytes are on the disk.
-        fingerprint: make fingerprints of the canonical tensors in the same pass
+        fingerprint: compute fingerprints of the canonical tensors in the same pass
             (``core.manifest.fingerprint_copy``).
         verify: read the result back before it becomes visible, and compare every byte with the
             source.
         rules: a TOML file with additional layout rules.
-        unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all
-            ranks hold the same.
+        unknown: ``refuse`` tensors without a layout rule, or ``replicate`` those that are the same
+            on all ranks.
         device: the device for per-byte work; None for the CPU. The bytes are the same.
     """
 
@@ -167,13 +177,13 @@ class Job:
 
     @property
     def stacking(self) -> bool | None:
-        """Return True to stack layers, False to unstack them, None to leave them alone."""
+        """True to stack layers, False to unstack them, None to keep them as they are."""
         return True if self.stack_layers else None if self.unstack_layers is None else False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a finished job did.
+    """Result of a finished job.
 
     Args:
         src, dst: paths of the source and the destination.
@@ -181,10 +191,9 @@ class Report:
         n_tensors: tensors written.
         bytes_read: bytes of tensors read.
         bytes_written: bytes of all output files.
-        bytes_resumed: those of ``bytes_written`` that an earlier, interrupted run had written.
-        bytes_verified: bytes of tensors that were read back and compared; 0 if that was not asked
-            for.
-        n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
+        bytes_resumed: part of ``bytes_written`` that an earlier, interrupted run had written.
+        bytes_verified: bytes of tensors that were read back and compared; 0 without ``verify``.
+        n_copies: copies of (parts of) tensors on several ranks that were compared and are equal.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).
         n_fingerprints: fingerprints in the manifest.
@@ -192,7 +201,7 @@ class Report:
         manifest: path of the manifest.
         notes: what the user should know.
         dropped: entries of the source that the destination does not hold, with the reason.
-        workers: what each of several workers did; () for a process that worked alone.
+        workers: figures of each of several workers; () for a single process.
     """
 
     src: str
@@ -215,7 +224,7 @@ class Report:
     workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report as a JSON object without the workers."""
+        """Build the JSON object of the report, without the workers."""
         report = asdict(self)
         del report["workers"]
         return report

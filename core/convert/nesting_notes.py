@@ -1,4 +1,4 @@
-"""Describe what a destination cannot keep of nesting, types and shared memory, as notes.
+"""Notes on nesting, types and shared memory that a destination cannot keep.
 
 Every note names the entries that it is about, so that the user can look them up in the result::
 
@@ -31,59 +31,47 @@ if TYPE_CHECKING:
 
 _STRING_KEYS = "non-string keys are converted to strings"
 _SEPARATE = "shared objects become separate copies"
+_DISTINCT = re.compile(r"\\\.|~\d+$")
+"""An escaped dot or a number, by which a key differs from an equal one."""
 
 
 def nesting_notes(catalog: Catalog) -> list[str]:
-    """Return what is lost in a format of dicts with string keys, lists and plain tensors only."""
-    rows: dict[str, list[str]] = {}
+    """Describe what a format of dicts with string keys, lists and plain tensors cannot keep."""
+    names_of_note: dict[str, list[str]] = {}
+
+    # Containers that change their type, and keys that become strings.
     for path, node in containers(catalog.skeleton):
         name = _path_text(path)
-        mapping = as_mapping(node)
         if isinstance(node, Inert):
-            rows.setdefault(f"{_class(node)} becomes dict", []).append(name)
+            names_of_note.setdefault(_becomes_dict(node), []).append(name)
         elif isinstance(node, tuple):
-            rows.setdefault("tuples become lists", []).append(name)
-        for key in mapping or ():
+            names_of_note.setdefault("tuples become lists", []).append(name)
+        for key in as_mapping(node) or ():
             if not isinstance(key, str):
-                rows.setdefault(_STRING_KEYS, []).append(_path_text((*path, key)))
-    first: dict[int, str] = {}
+                names_of_note.setdefault(_STRING_KEYS, []).append(_path_text((*path, key)))
+
+    # Mutable objects that several entries share.
+    first_keys: dict[int, str] = {}
     for entry in entries(catalog.skeleton):
         if isinstance(entry.leaf, (list, set, bytearray, Inert)):
-            earlier = first.setdefault(id(entry.leaf), entry.key)
-            if earlier != entry.key:
-                rows.setdefault(_SEPARATE, []).append(f"{entry.key} ({earlier})")
-    notes = [f"{text}: {listed_keys(names)}" for text, names in rows.items()]
-    notes += _attribute_notes(attributes_of(catalog.skeleton))
-    return notes + _tensor_notes(catalog)
+            first = first_keys.setdefault(id(entry.leaf), entry.key)
+            if first != entry.key:
+                names_of_note.setdefault(_SEPARATE, []).append(f"{entry.key} ({first})")
+    notes = [f"{text}: {listed_keys(names)}" for text, names in names_of_note.items()]
+    return [*notes, *_attribute_notes(attributes_of(catalog.skeleton)), *_tensor_notes(catalog)]
 
 
 def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
-    """Return what is lost in a format where paths are tensor names, without containers.
+    """Describe what a format cannot keep that names tensors by their paths, without containers.
 
     Args:
-        has_common: entries that are not tensors keep their nesting, in a dict of their own.
+        catalog: the global form of the source.
+        has_common: entries that are not tensors keep their nesting, in a separate dict.
     """
-    paths = [
-        entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)
-    ]
-    nested = [
-        path for path in paths if len(path) > 1 or any(isinstance(part, ListIndex) for part in path)
-    ]
-    odd = [
-        _path_text(path)
-        for path in paths
-        if any(not isinstance(part, (str, ListIndex)) for part in path)
-    ]
-    notes = []
-    if odd:
-        notes.append(f"{_STRING_KEYS}: {listed_keys(odd)}")
-    if nested:
-        notes.append(
-            f"nested tensors are stored under dotted names, such as {_path_text(nested[0])}"
-        )
+    notes = _path_notes(catalog)
     root = catalog.skeleton
     if isinstance(root, Inert) and as_mapping(root) is not None:
-        notes.append(f"{_class(root)} becomes dict: the root")
+        notes.append(f"{_becomes_dict(root)}: the root")
     elif has_common:
         notes += root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
@@ -93,12 +81,13 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
 
 
 def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
-    """Return a note on attributes of mappings that are left out."""
-    return f"attributes of mappings are left out: {listed_keys(attribute.key for attribute in attributes)}"
+    """Write a note on attributes of mappings that are dropped."""
+    names = listed_keys(attribute.key for attribute in attributes)
+    return f"attributes of mappings are dropped: {names}"
 
 
 def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
-    """Return a line for each attribute of a mapping that is left out with a tensor."""
+    """Describe each attribute of a mapping that is dropped although it holds a tensor."""
     names = [
         attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor
     ]
@@ -109,38 +98,37 @@ def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
 
 
 def n_leaves(skeleton: object) -> int:
-    """Return the number of tensors in mappings, lists, tuples and values of objects."""
+    """Count the tensors in mappings, lists, tuples and values of objects."""
     return sum(isinstance(entry.leaf, TensorLeaf) for entry in entries(skeleton))
 
 
 def root_notes(catalog: Catalog) -> list[str]:
-    """Return a note if the root is not a mapping, which the format needs."""
-    is_mapping = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
-    return (
-        []
-        if is_mapping
-        else ["the root is not a dict; it is stored in one, under the name 'value'"]
-    )
+    """Write a note if the root is not a mapping, which the format needs."""
+    if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
+        return []
+    return ["the root is not a dict; it is stored in one, under the name 'value'"]
 
 
 def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
-    """Return notes on entries that share memory in the source and no longer in the destination.
+    """Describe entries that share memory in the source, but not in the destination.
 
     Args:
+        catalog: the global form of the source.
         keeps_ties: tensors with the same bytes still share them in the destination, or are recorded
-        as equal.
+            as equal.
     """
     notes = []
-    ties = _pairs(catalog.aliases, set(catalog.tensors))
+    ties = _format_pairs(catalog.aliases, set(catalog.tensors))
     if ties and not keeps_ties:
         notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
-    views = [f"{view} ({base})" for view, base in _views(catalog)]
+    views = [f"{view} ({base})" for view, base in _find_views(catalog)]
     if views:
         notes.append(
             f"views of other tensors' memory become separate tensors: {listed_keys(views)}"
         )
+    # Lists, dicts and other objects that a torch file stores once for several entries.
     torch_file = catalog.facet(TorchFileFacts)
-    shared = _pairs(
+    shared = _format_pairs(
         {} if torch_file is None else torch_file.shared,
         {_path_text(path) for path, _ in containers(catalog.skeleton)} | catalog.objects.keys(),
     )
@@ -150,7 +138,7 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
 
 
 def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
-    """Return a note on tensors that the destination records by name only.
+    """Write a note on tied tensors of which the destination stores one and records the others.
 
     Args:
         recorded: tensor → the tensor that holds its bytes.
@@ -158,7 +146,8 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     if not recorded:
         return []
     key, first = next(iter(recorded.items()))
-    untie = f"--untie {key}={first}{' …' if len(recorded) > 1 else ''}"
+    more = " …" if len(recorded) > 1 else ""
+    untie = f"--untie {key}={first}{more}"
     names = listed_keys(f"{key} ({first})" for key, first in recorded.items())
     return [
         f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
@@ -166,13 +155,33 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
 
 
 def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
-    """Return a note on those attributes of mappings that hold no tensor."""
+    """Write a note on those attributes of mappings that hold no tensor."""
     plain = [attribute for attribute in attributes if not attribute.holds_tensor]
     return [attributes_note(plain)] if plain else []
 
 
+def _path_notes(catalog: Catalog) -> list[str]:
+    """Describe tensors whose paths become dotted names: non-string keys, and one example."""
+    notes = []
+    paths = [
+        entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)
+    ]
+    converted = [
+        _path_text(path)
+        for path in paths
+        if not all(isinstance(part, (str, ListIndex)) for part in path)
+    ]
+    if converted:
+        notes.append(f"{_STRING_KEYS}: {listed_keys(converted)}")
+    nested = [path for path in paths if len(path) > 1 or (path and isinstance(path[0], ListIndex))]
+    if nested:
+        example = _path_text(nested[0])
+        notes.append(f"nested tensors are stored under dotted names, such as {example}")
+    return notes
+
+
 def _tensor_notes(catalog: Catalog) -> list[str]:
-    """Return notes on tensors that lose their wrapper, or whose keys are not their paths."""
+    """Describe tensors that lose their wrapper, or whose keys are not their paths."""
     leaves = [
         (entry, entry.leaf)
         for entry in entries(catalog.skeleton)
@@ -190,8 +199,7 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
     collisions = [
         entry.key
         for entry, _ in leaves
-        if ("\\." in entry.key or re.search(r"~\d+$", entry.key))
-        and entry.key != _path_text(entry.path)
+        if _DISTINCT.search(entry.key) and entry.key != _path_text(entry.path)
     ]
     if collisions:
         notes.append(
@@ -200,47 +208,45 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
     return notes
 
 
-def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
+def _find_views(catalog: Catalog) -> Iterator[tuple[str, str]]:
     """Yield (tensor, earlier tensor) for different tensors of torch files that share bytes."""
     if catalog.format not in ("torch", "torch_bin"):
         return
-    # Group the arrays by file; tied tensors are reported elsewhere.
+
+    # Collect (first byte, end, array) by file; tied tensors are reported elsewhere.
+    spans_of_file: dict[str, list[tuple[int, int, StoredArray]]] = {}
     aliases = catalog.aliases
-    arrays: dict[str, list[StoredArray]] = {}
     for key in catalog.tensors:
-        array = catalog.fragments(key)[0].array
-        if (
-            key not in aliases
-            and array is not None
-            and array.n_bytes
-            and array.extent.encoding is None
-        ):
-            arrays.setdefault(array.extent.file, []).append(replace(array, name=key))
-    # In order of their first byte, an array overlaps an earlier one if it begins before that one's end.
-    for file_arrays in arrays.values():
-        base: StoredArray | None = None
-        for array in sorted(file_arrays, key=lambda array: (_span(array)[0], -_span(array)[1])):
-            if base is not None and _span(array)[0] < _span(base)[1]:
-                if (array.extent, array.shape) != (base.extent, base.shape):
-                    yield array.name, base.name
-            if base is None or _span(array)[1] > _span(base)[1]:
-                base = array
+        array = None if key in aliases else catalog.fragments(key)[0].array
+        if array is None or not array.n_bytes or array.extent.encoding is not None:
+            continue
+        extent = array.extent
+        strides = extent.strides or c_strides(array.shape)
+        last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
+        end = extent.offset + (last + 1) * itemsize(array.dtype)
+        spans = spans_of_file.setdefault(extent.file, [])
+        spans.append((extent.offset, end, replace(array, name=key)))
+
+    # In order of their first byte, an array overlaps an earlier one if it begins before that
+    # one's end; so only the earlier one that ends last has to be remembered.
+    for spans in spans_of_file.values():
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        base_end, base = spans[0][1:]
+        for start, end, array in spans[1:]:
+            is_same = (array.extent, array.shape) == (base.extent, base.shape)
+            if start < base_end and not is_same:
+                yield array.name, base.name
+            if end > base_end:
+                base_end, base = end, array
 
 
-def _span(array: StoredArray) -> tuple[int, int]:
-    """Return the file range from the first to the last byte of a dense or strided array."""
-    strides = array.extent.strides or c_strides(array.shape)
-    last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
-    return array.extent.offset, array.extent.offset + (last + 1) * itemsize(array.dtype)
-
-
-def _pairs(first_of: Mapping[str, str], keys: Set[str]) -> list[str]:
-    """Return ``key (first)`` for each key of a table whose key and first both remain."""
+def _format_pairs(first_of: Mapping[str, str], keys: Set[str]) -> list[str]:
+    """Format ``key (first)`` for each key of a table whose key and first both remain."""
     return [f"{key} ({first})" for key, first in first_of.items() if key in keys and first in keys]
 
 
-def _class(node: Inert) -> str:
-    return node.class_name.rpartition(".")[2]
+def _becomes_dict(node: Inert) -> str:
+    return f"{node.class_name.rpartition('.')[2]} becomes dict"
 
 
 def _path_text(path: Path) -> str:

@@ -1,11 +1,12 @@
 """Refuse options of a job that contradict one another, the source or the destination.
 
-Nothing is ignored: an option without an effect is a ``UsageError`` with a hint what to do instead.
+No option is ignored: one without an effect is a ``UsageError``, whose hint is what to do instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, state_of
@@ -21,7 +22,7 @@ HF_ALIASES = ("hf", "huggingface")
 
 
 def is_cut(format: Format) -> bool:
-    """Return whether a parallel layout cuts the checkpoints of a format."""
+    """Return True if checkpoints of this format are cut by a parallel layout."""
     return format.partition == "ranks" or format.is_mcore
 
 
@@ -29,16 +30,16 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     """Raise if the destination's format cannot honour an option.
 
     Args:
+        job: the conversion.
+        format: the format of the destination.
         is_named: the tensors' names are Megatron's or Hugging Face's.
 
     Raises:
-        UsageError: an option has no effect on this format.
+        UsageError: an option has no effect on this format, or would unstack some layers only.
     """
+    # Without --to, tensors with other names get a better message later: no rule knows them.
     if changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
-        raise UsageError(
-            f"{format.name} checkpoints have no parallel layout that {_layout_options(job)} could change",
-            hint="leave the sizes out, or write --to megatron or --to torch_dist",
-        )
+        _refuse_layout_change(job, format)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
@@ -46,47 +47,53 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
         reason = (
             "DST is one file"
             if is_one_file
-            else f"{format.name} decides itself how to divide tensors into files"
+            else f"{format.name} has its own way to divide tensors into files"
         )
         raise UsageError(
             f"--max-shard-size has no effect: {reason}",
-            hint="leave it out, or write a directory: --to safetensors",
+            hint="omit it, or write a directory: --to safetensors",
         )
     if job.weights_only and not format.nests:
         raise UsageError(
-            f"--weights-only has no effect: it applies to torch.save files, and the destination is {format.name}",
-            hint="leave it out, or write --to torch",
+            f"--weights-only has no effect on {format.name}: it applies to torch.save files",
+            hint="omit it, or use --to torch",
         )
+    _check_rank_options(job, format)
+
+
+def _refuse_layout_change(job: Job, format: Format) -> NoReturn:
+    """Raise because checkpoints of a format have no layout that the job's options could change."""
+    sizes = {} if job.topology is None else job.topology.sizes
+    options = ", ".join(f"--{name}-new" for name in sizes) or "pipeline options"
+    raise UsageError(
+        f"{options} cannot be used: {format.name} checkpoints have no parallel layout",
+        hint="omit the sizes, or use --to megatron or --to torch_dist",
+    )
+
+
+def _check_rank_options(job: Job, format: Format) -> None:
+    """Raise if options apply only to rank files and the destination has none, or the reverse."""
     if format.partition == "ranks":
-        _check_rank_files(job, format)
-    else:
-        _check_without_rank_files(job, format)
-
-
-def _check_rank_files(job: Job, format: Format) -> None:
-    """Raise if an option has no effect on rank files."""
-    if job.stacking is not None:
-        raise UsageError(
-            f"--stack-layers and --unstack-layers have no effect: {format.name} has its own names for layers",
-            hint="leave them out",
-        )
-
-
-def _check_without_rank_files(job: Job, format: Format) -> None:
-    """Raise if an option applies to rank files only, or would unstack some layers only."""
+        if job.stacking is not None:
+            raise UsageError(
+                "--stack-layers and --unstack-layers have no effect on "
+                f"{format.name}, which has its own names for layers",
+                hint="omit them",
+            )
+        return
     if job.megatron_version is not None:
         raise UsageError(
             f"{OPTION} is for rank files; {format.name} does not depend on the version",
-            hint=f"leave {OPTION} out",
+            hint=f"omit {OPTION}",
         )
     if job.moe_experts is not None:
         raise UsageError(
-            f"{EXPERTS} is for rank files; {format.name} has the same keys for every kind of experts",
-            hint=f"leave {EXPERTS} out",
+            f"{EXPERTS} is for rank files; {format.name} has one naming for all kinds of experts",
+            hint=f"omit {EXPERTS}",
         )
     if job.unstack_layers and format.is_mcore:
         raise UsageError(
-            f"--unstack-layers: {format.name} has either one key for all layers or one for each",
+            f"--unstack-layers: {format.name} has either one key for all layers or one per layer",
             hint="use --unstack-layers auto",
         )
 
@@ -111,35 +118,43 @@ def check_names(
     if names == "megatron" and job.to is not None and job.to.lower() in HF_ALIASES:
         raise UsageError(
             f"--to {job.to} and --names megatron contradict each other",
-            hint="use --to safetensors for Megatron's names, or leave --names out",
+            hint="use --to safetensors for Megatron's names, or omit --names",
         )
     if names == "hf" and format.partition == "ranks":
         raise UsageError(
-            f"--names {job.names} and --to {format.name} contradict each other: rank files have Megatron's names",
-            hint="leave --names out, or use --to hf",
+            f"--names {job.names} and --to {format.name} contradict each other: "
+            "rank files have Megatron's names",
+            hint="omit --names, or use --to hf",
         )
     if config is None or model_type is None or model_type == config["model_type"]:
         return
+    actual = str(config["model_type"])[:80]
     raise UsageError(
-        f"--names {job.names}: the tensors already have Hugging Face's names of {str(config['model_type'])[:80]!r}",
-        hint="leave --names out; names of one model type cannot be converted to those of another",
+        f"--names {job.names}: the tensors already have the Hugging Face names of {actual!r}",
+        hint="omit --names; names of one model type cannot be converted to those of another",
     )
 
 
 def check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
-    """Raise for options about vocabulary padding, which Hugging Face's weights do not have.
+    """Raise if options about vocabulary padding do not suit weights with Hugging Face's names.
+
+    Args:
+        job: the conversion.
+        config: the parsed ``config.json`` of the model.
 
     Raises:
-        UsageError: such an option is given.
+        UsageError: padding rows are to be kept, which such weights do not have; or the vocabulary
+            size differs from that of the configuration.
     """
     if job.keep_padded_vocab:
         raise UsageError(
-            "--keep-padded-vocab: Hugging Face weights have no padding rows", hint="leave it out"
+            "--keep-padded-vocab: Hugging Face weights have no padding rows", hint="omit it"
         )
-    if job.vocab_size is not None and job.vocab_size != config.get("vocab_size"):
+    n_rows = config.get("vocab_size")
+    if job.vocab_size is not None and job.vocab_size != n_rows:
         raise UsageError(
-            f"--vocab-size {job.vocab_size} does not match {CONFIG}, which has {config.get('vocab_size')} rows",
-            hint="leave it out; use --make-vocab-size-divisible-by to set Megatron's padding",
+            f"--vocab-size {job.vocab_size} does not match vocab_size {n_rows} in {CONFIG}",
+            hint="omit it; use --make-vocab-size-divisible-by to set Megatron's padding",
         )
 
 
@@ -151,21 +166,15 @@ def refuse_quantizing(job: Job, format: Format) -> None:
     """
     if job.quantize and is_cut(format):
         raise UsageError(
-            f"--quantize: Megatron cannot load float8 weights with scales, so {format.name} cannot store them",
-            hint="leave it out, or write --to hf",
+            "--quantize: Megatron cannot load float8 weights with scales, "
+            f"so {format.name} cannot store them",
+            hint="omit it, or use --to hf",
         )
 
 
 def changes_layout(job: Job) -> bool:
-    """Return whether the job gives parallel sizes or a pipeline for the destination."""
+    """Return True if the job gives parallel sizes or a pipeline for the destination."""
     return job.topology is not None and job.topology.is_change
-
-
-def _layout_options(job: Job) -> str:
-    """Return the options of a job that change the layout, as the user gave them."""
-    if job.topology is None or not job.topology.sizes:
-        return "pipeline options"
-    return ", ".join(f"--{name}-new" for name in job.topology.sizes)
 
 
 def refuse_layout_options(job: Job) -> None:
@@ -188,7 +197,7 @@ def refuse_layout_options(job: Job) -> None:
         if is_given:
             raise UsageError(
                 f"{name} has no effect: this conversion does not change the parallel layout",
-                hint="leave it out",
+                hint="omit it",
             )
 
 
@@ -199,33 +208,31 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
         before, after: the global per-layer form without and with the user's changes.
 
     Raises:
-        UsageError: a state of a parameter that stays was left out, or a weight with a master copy
+        UsageError: a state of a parameter that stays was dropped, or a weight with a master copy
             was cast.
     """
     if after.tensors is before.tensors:
         return
-    has_states = any(state_of(key) is not None for key in after.tensors)
-    for key, meta in before.tensors.items() if has_states else ():
+    # An optimizer that is dropped completely leaves a checkpoint for a fresh one.
+    if all(state_of(key) is None for key in after.tensors):
+        return
+    for key, meta in before.tensors.items():
         state = state_of(key)
         if state is None or state[1] not in after.tensors:
             continue
         name, parameter = state
         if key not in after.tensors:
             raise UsageError(
-                "--include and --exclude drop this optimizer state of a parameter that stays",
+                "--include and --exclude drop this optimizer state, but keep its parameter",
                 key=key,
-                hint="drop the whole optimizer with --no-optim, or drop the parameter as well",
+                hint="drop the complete optimizer with --no-optim, or drop the parameter as well",
             )
-        # A master copy must round to its weight, so casting the weight alone breaks the pair.
+        # A master weight must round to its weight, so casting the weight alone breaks the pair.
         dtype = after.tensors[parameter].dtype
-        if (
-            name == MASTER
-            and key in after.tensors
-            and dtype not in (before.tensors[parameter].dtype, meta.dtype)
-        ):
+        if name == MASTER and dtype not in (before.tensors[parameter].dtype, meta.dtype):
             raise UsageError(
-                f"--dtype: the weight would become {dtype}, but the optimizer's {meta.dtype} master copy belongs to "
-                "the weight before the cast",
+                f"--dtype: the weight would become {dtype}, but the optimizer's {meta.dtype} "
+                "master weight belongs to the weight before the cast",
                 key=parameter,
-                hint="leave out the cast, or drop the optimizer with --no-optim",
+                hint="omit the cast, or drop the optimizer with --no-optim",
             )

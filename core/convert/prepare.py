@@ -1,4 +1,4 @@
-"""Prepare a conversion: decide what is written, and prove it, before a byte moves."""
+"""Prepare a conversion: decide what is written, and prove it, before any byte is copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.files_beside import carried_of
@@ -54,21 +54,22 @@ from core.plan.plan import Plan, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A job ready to run: everything is decided and proven, and no data has moved.
+    """A job ready to run: everything is decided and proven, and no data has been copied.
 
     Args:
-        job: the conversion, as asked for.
+        job: the conversion.
         source: the opened source.
         target_format: the format of the destination.
-        dst: where the result goes.
-        images: the output files.
+        dst: path of the destination.
+        images: the files to write.
         plan: the proven work.
         renamed: (old key, new key) of each entry that ``rename`` changed.
-        notes: what the user should know.
-        dropped: entries of the source that the destination will not hold, with the reason.
+        notes: notes for the user.
+        dropped: entries of the source that the destination will not contain, with the reason.
         form: the source's global tensors under their final names, before they are cut for the
-        destination.
-        n_tensors: tensors of the destination, without those that it records by name only.
+            destination.
+        n_tensors: number of tensors of the destination, without those that it records by name
+            only.
         links: (path, file of the source, bytes) of each hard link, with ``metadata_only``.
     """
 
@@ -87,19 +88,19 @@ class Prepared:
 
     @property
     def is_file(self) -> bool:
-        """Return whether the destination is one file."""
+        """True if the destination is one file."""
         return is_file_of(self.target_format, self.dst)
 
     @property
     def files(self) -> list[tuple[str, int]]:
-        """Return the output files and their sizes in bytes."""
+        """Output files and their sizes in bytes, hard links first."""
         return [
             *((path, size) for path, _, size in self.links),
             *((image.path, image.size) for image in self.images),
         ]
 
     def files_for_rank(self, rank: int) -> list[str]:
-        """Return the source files that one rank of the destination needs.
+        """Find the source files that one rank of the destination needs.
 
         Args:
             rank: index of the rank among the destination's rank directories in their order; in a
@@ -109,7 +110,7 @@ class Prepared:
             UsageError: the destination has no such rank.
         """
         is_ranks = self.target_format.partition == "ranks"
-        # Collect the arrays that each rank's files hold.
+        # Collect the arrays of each rank's files.
         arrays: dict[str, set[str]] = {}
         for image in self.images:
             if image.arrays:
@@ -124,18 +125,19 @@ class Prepared:
                 hint=f"ranks are numbered from 0 to {len(arrays) - 1}",
             )
         # Follow the plan from those arrays back to the source's files.
-        wanted = list(arrays.values())[rank]
+        names = list(arrays.values())[rank]
         files: set[str] = set()
         for key in iter(self.plan.keys()):
             work = self.plan.match(key)
-            for n_piece, n_target, _ in work.pairs:
-                target, piece = work.targets[n_target].array, work.pieces[n_piece][1].array
-                if target is not None and target.name in wanted and piece is not None:
-                    files.add(piece.extent.file)
+            for source_number, target_number, _ in work.pairs:
+                target = work.targets[target_number].array
+                array = work.pieces[source_number][1].array
+                if target is not None and target.name in names and array is not None:
+                    files.add(array.extent.file)
         return sorted(files)
 
     def explain_layout(self) -> list[LayoutLine]:
-        """Return which layout rule each tensor follows.
+        """Explain the layout rule of each tensor.
 
         Raises:
             UsageError: the destination is not cut by a parallel layout.
@@ -143,7 +145,8 @@ class Prepared:
         if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
             raise UsageError(
                 f"--explain: this conversion to {self.target_format.name} uses no layout rules",
-                hint="use it when writing megatron or torch_dist, for example ckpt reshard SRC --tp-new 4 --explain",
+                hint="use it when writing megatron or torch_dist, for example "
+                "ckpt reshard SRC --tp-new 4 --explain",
             )
         topology = target_topology(self.job, self.form, self.target_format)
         return explain_layout(
@@ -154,7 +157,7 @@ class Prepared:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Return the plan as a JSON object."""
+        """Build the JSON object of the plan."""
         return {
             "src": str(self.source.path),
             "source_format": self.source.format.name,
@@ -175,7 +178,7 @@ class Prepared:
 
 @contextmanager
 def prepare(job: Job) -> Iterator[Prepared]:
-    """Open the source, decide and prove everything, and close the source after the block.
+    """Open the source, prepare the job, and close the source after the block.
 
     Raises:
         CheckpointingException: the job cannot be done; nothing has been written.
@@ -186,59 +189,53 @@ def prepare(job: Job) -> Iterator[Prepared]:
     source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
     try:
         with gc_paused():
-            with _naming_file(source):
+            try:
                 prepared = _prepare(job, source)
-            gc.freeze()  # or the collector traverses all of it as soon as the copy makes objects
+            except UnsupportedError as err:
+                # Name the file in errors about an entry of a source that is one file.
+                if err.key is not None and source.store.entry is not None:
+                    err.file = err.file or source.store.label
+                raise
+            # Millions of metadata objects now stay until the end: keep the collector off them.
+            gc.freeze()
         yield prepared
     finally:
         gc.unfreeze()
         source.store.close()
 
 
-@contextmanager
-def _naming_file(source: Checkpoint) -> Iterator[None]:
-    """Add the file's name to errors about an entry of a source that is one file."""
-    try:
-        yield
-    except UnsupportedError as err:
-        if err.key is not None and source.store.entry is not None:
-            err.file = err.file or source.store.label
-        raise
-
-
 def _prepare(job: Job, source: Checkpoint) -> Prepared:
-    """Decide what is written, lay out the files, and make the plan that proves it.
+    """Decide what is written, lay out the files, and build the plan that proves it.
 
     Raises:
         CheckpointingException: the job cannot be done.
     """
+    format = _choose_format(job, source)
     opened = source
-    format = _writable_format(job, source)
-    assert format.lay_out is not None
     source = with_objects_loaded(source, exclude=job.exclude)
     if job.metadata_only:
         return _prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
         raise UsageError(
-            "--tie needs all copies compared, and --on-replica-mismatch first does not compare them",
+            "--tie compares all copies, which --on-replica-mismatch first skips",
             hint="use only one of them",
         )
 
-    # Bring the source under its final names, and cut it for the destination.
+    # Give the source its final names, and cut it for the destination.
     form = safe_form(job, source, format)
-    dst = job.dst or _proposed_dst(job, source, format)
+    dst = _choose_dst(job, source, format)
     is_file = is_file_of(format, dst)
-    catalog, target = cut_form(
-        job, _with_recordable_ties(form.catalog, source, format, is_file=is_file), format
-    )
-    lost = _nesting_lost(form.catalog, format, is_file=is_file)
-    notes = [*source.notes, *form.notes, *lost]
+    recordable = _keep_recordable_ties(form.catalog, source, format, is_file=is_file)
+    catalog, target = cut_form(job, recordable, format)
+
+    # Collect what the user should know; steps may repeat a note of an earlier one.
+    notes = [*source.notes, *form.notes, *_nesting_notes(form.catalog, format, is_file=is_file)]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    dropped = [*form.dropped, *_dropped_entries(form.catalog, format, is_file=is_file)]
+    dropped = [*form.dropped, *_describe_dropped(form.catalog, format, is_file=is_file)]
     dropped += [text for text in target.dropped if text not in dropped]
 
-    # Lay out the output files.
+    # Lay out the files.
     if is_file and not format.nests:
         target = tensors_only(target)
     write = replace(
@@ -248,11 +245,7 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
         is_release=source.is_release,
     )
     target = replace(target, write=write)
-    images = tuple(format.lay_out(target))
-    if format.is_mcore:
-        images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
-    if is_file:
-        images = (replace(images[0], path=dst.name),)
+    images = _lay_out_files(target, source, format, dst)
     ties = find_recorded_ties(target, images) if format.records_ties else {}
     notes += recorded_notes(ties)
 
@@ -268,7 +261,8 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     )
     if plan.n_ignored:
         notes.append(
-            f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first copy is used"
+            f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: "
+            "the first copy is used"
         )
     if job.verify:
         check_memory(plan, job.memory_bytes)
@@ -287,11 +281,11 @@ def _prepare(job: Job, source: Checkpoint) -> Prepared:
     )
 
 
-def _writable_format(job: Job, source: Checkpoint) -> Format:
+def _choose_format(job: Job, source: Checkpoint) -> Format:
     """Return the format of the destination.
 
     Raises:
-        UnsupportedError: it cannot be written.
+        UnsupportedError: the format is read-only.
     """
     format = source.format if job.to is None else format_called(job.to)
     if format.lay_out is None:
@@ -302,25 +296,49 @@ def _writable_format(job: Job, source: Checkpoint) -> Format:
     return format
 
 
-def _with_recordable_ties(
+def _keep_recordable_ties(
     catalog: Catalog, source: Checkpoint, format: Format, *, is_file: bool
 ) -> Catalog:
-    """Return the catalog with only those ties that the destination's format records."""
+    """Forget the ties that the destination's format does not record."""
     if not format.records_ties or not catalog.aliases:
         return catalog
+    # The configuration decides whether readers tie the output layer, if it is written at all.
     config = config_of(source.store) if CONFIG in carried_of(catalog) else None
     has_config = format.carries_files and not is_file
     return keep_recordable_ties(catalog, config_beside(catalog, config) if has_config else None)
 
 
+def _lay_out_files(
+    target: TargetCatalog, source: Checkpoint, format: Format, dst: Path
+) -> tuple[FileImage, ...]:
+    """Lay out the files of the destination under their final paths."""
+    assert format.lay_out is not None, "the format is writable"
+    images = tuple(format.lay_out(target))
+    if format.is_mcore:
+        images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
+    return (replace(images[0], path=dst.name),) if target.write.is_file else images
+
+
 def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
-    """Prepare a destination whose data files are hard links to the source's."""
+    """Prepare a destination whose data files are hard links to the source's.
+
+    Raises:
+        CheckpointingException: data would have to change, the model cannot be cut to the requested
+            sizes, or an object is unsafe.
+    """
     linked = link_data_files(job, source)
+
+    # The model must load at the requested sizes: plan the layout, without writing it.
     if job.topology is not None:
-        _check_loads_at(job, source, format)
+        check_source_sizes(job, source.catalog)
+        if job.topology.is_change:
+            planned = replace(job, metadata_only=False)
+            cut_form(planned, global_form(planned, source, format).catalog, format)
     check_safety(
         loaded(linked.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False
     )
+
+    # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
     paths = {name: name for name in linked.files}
     if format.is_mcore:
@@ -328,6 +346,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         images = _in_training_root(images, iteration)
         paths = {name: _iteration_path(name, iteration) for name in linked.files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
+
     # The plan has no tensors: it only writes the new metadata.
     empty = replace(linked.catalog, tensors={}, hidden={}, objects={})
     unread = unread_files(source, linked=linked.files)
@@ -335,7 +354,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         job=job,
         source=source,
         target_format=format,
-        dst=job.dst or _proposed_dst(job, source, format),
+        dst=_choose_dst(job, source, format),
         images=images,
         plan=make_plan(
             empty,
@@ -357,68 +376,58 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     )
 
 
-def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
-    """Raise unless the model can be cut to the sizes that are asked for.
-
-    The layout is planned, but not written.
-
-    Raises:
-        CheckpointingException: the layout cannot be planned, for the reasons that writing it would
-        give.
-    """
-    check_source_sizes(job, source.catalog)
-    if job.topology is not None and job.topology.is_change:
-        planned = replace(job, metadata_only=False)
-        cut_form(planned, global_form(planned, source, format).catalog, format)
-
-
 def is_file_of(format: Format, dst: Path) -> bool:
-    """Return whether the destination is one file rather than a directory."""
+    """Return True if the destination is one file rather than a directory."""
     if not format.is_single_file:
         return False
     return dst.suffix in format.suffixes if format.suffixes else dst.suffix != ""
 
 
-def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """Return notes on containers around tensors that the destination does not keep."""
+def _nesting_notes(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+    """Describe the containers around tensors that the destination does not keep."""
     if is_model_form(catalog):
         return []
     sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
-    if format.nests or (not is_file and keeps_nesting(catalog, format)):
+    if _keeps_containers(catalog, format, is_file=is_file):
         return sharing
     if format.is_mcore or format.has_objects_beside:
         return [*flattening_notes(catalog, has_common=format.is_mcore), *sharing]
     return [*root_notes(catalog), *nesting_notes(state_dict(catalog)), *sharing]
 
 
-def _dropped_entries(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """Return a line for each entry that the destination cannot store.
+def _keeps_containers(catalog: Catalog, format: Format, *, is_file: bool) -> bool:
+    """Return True if the destination keeps the containers around tensors."""
+    return format.nests or (not is_file and keeps_nesting(catalog, format))
 
-    Entries with the same first part of their names share a line.
-    """
+
+def _describe_dropped(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+    """Describe each entry that the destination cannot store, with the reason."""
+    # Attributes with tensors, and files next to the weights.
     lines = []
-    has_own_nesting = format.nests or (not is_file and keeps_nesting(catalog, format))
-    if not is_model_form(catalog) and not has_own_nesting:
+    if not (is_model_form(catalog) or _keeps_containers(catalog, format, is_file=is_file)):
         lines += attribute_tensors_left_out(catalog)
     files = [*carried_of(catalog), *catalog.documents]
     if files and (is_file or not format.carries_files):
         lines.append(f"files beside the weights: {', '.join(files)}")
     if format.keeps_objects and (format.nests or not is_file):
         return lines
-    groups: dict[str, list[str]] = {}
+
+    # Objects; those with the same first part of their names share a line.
     optimizer = [OPTIMIZER] if catalog.optimizer is not None else []
+    groups: dict[str, list[str]] = {}
     for key in dict.fromkeys((*catalog.objects, *map(str, catalog.common or {}), *optimizer)):
         groups.setdefault(key.partition(".")[0], []).append(key)
-    for name, keys in groups.items():
-        label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
-        lines.append(f"{label}: not a tensor, so {format.title} cannot store it")
-    return lines
+    labels = [
+        keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
+        for name, keys in groups.items()
+    ]
+    return lines + [f"{label}: not a tensor, so {format.title} cannot store it" for label in labels]
 
 
 def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
-    """Return the images in a training root with its tracker file, as Megatron loads it.
+    """Move files to the iteration's directory of a training root, and add its tracker file.
 
-    Without an iteration the images are returned unchanged.
+    Megatron finds the iteration by the tracker file. Without an iteration nothing changes.
     """
     if type(iteration) is not int and iteration != RELEASE:
         return images
@@ -427,7 +436,7 @@ def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple
 
 
 def _iteration_path(path: str, iteration: object) -> str:
-    """Return the path of a file in a training root; unchanged without an iteration."""
+    """Return the path of a file in a training root, the same path without an iteration."""
     if iteration == RELEASE:
         return f"{RELEASE}/{path}"
     return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
@@ -436,12 +445,14 @@ def _iteration_path(path: str, iteration: object) -> str:
 _SUFFIXES = {"torch": ".pt"}
 
 
-def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
-    """Return a destination named after the source, in the source's directory.
+def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
+    """Return the job's destination, or propose one named after the source, in its directory.
 
-    The name is ``SRC-tp4-pp1`` (with ``-ep2`` and the like where given) for another layout, else
-    ``SRC.FORMAT``.
+    The proposed name is ``SRC-tp4-pp1`` (followed by ``-ep2`` and the like where given) for another
+    layout, else ``SRC.FORMAT``.
     """
+    if job.dst is not None:
+        return job.dst
     src = Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:

@@ -1,11 +1,11 @@
-"""Convert or reshard in one process: where format, layout, plan, copy and commit meet.
+"""Convert or reshard a checkpoint in one process, from opening the source to publishing the result.
 
 ::
 
     open → global form → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
 
-``prepare`` does everything that moves no data, and ``run`` the rest. With several workers
-``core.convert.workers.run`` does it.
+``prepare`` does everything that moves no data, and ``run`` the rest. ``core.convert.workers.run``
+does the same with several workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.convert.job import Job as Job
 from core.convert.job import Progress as Progress
 from core.convert.job import Report as Report
 from core.convert.job import TopologyChange as TopologyChange
-from core.convert.prepare import Prepared, prepare
+from core.convert.prepare import prepare
 from core.convert.stage import (
     WrittenFingerprints,
     finish_data,
@@ -38,7 +38,6 @@ from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.megatron.reshard.reshard import load_rules
 from core.stage.existing import check_replaceable
-from core.stage.stage import Stage
 
 if TYPE_CHECKING:
     from core.manifest.fingerprint_copy import CopyFingerprints
@@ -50,12 +49,13 @@ def run(
     progress: Progress | None = None,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Run the job in this process: all or nothing, unless ``resume`` keeps an unfinished stage.
+    """Run the job in this process, all or nothing.
 
-    A team of several workers calls ``core.convert.workers.run.run_shared`` instead.
+    With ``resume`` a failed run keeps its unfinished staging directory, and the next one continues
+    it. A team of several workers calls ``core.convert.workers.run.run_shared`` instead.
 
     Args:
-        job: what to do.
+        job: the conversion to run.
         progress: called with (bytes done, bytes in total) from the copying threads.
         publishing: called right before the destination gets its name, with the report and the
             inode that will have that name.
@@ -66,13 +66,27 @@ def run(
     job = within_memory(job)
     begun = time.monotonic()
     with prepare(job) as prepared:
-        # Open the stage, or continue the one that an interrupted run of the same job left.
         plan, source = prepared.plan, prepared.source
         if job.force:
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
+
+        # Choose the staging directory: a new one, or that of an interrupted run of the same job.
         identity = identity_of(plan, source.store, options=identity_text(job)) if job.resume else ""
         stage = stage_of(prepared, identity=identity)
-        with stage, _watch(prepared) as watch:
+
+        # Compute fingerprints of the copied bytes on the way, which saves reading them back.
+        watching: AbstractContextManager[CopyFingerprints | None] = nullcontext()
+        if job.fingerprint:
+            from core.manifest.fingerprint_copy import observe_copy
+
+            watching = observe_copy(
+                plan,
+                entry=prepared.dst.name if prepared.is_file else None,
+                rules=load_rules(job.rules, unknown=job.unknown),
+                device=job.device,
+            )
+
+        with stage, watching as watch:
             # Copy the tensors, then write everything else; the manifest comes last.
             options = CopyOptions(
                 crc=job.crc,
@@ -93,7 +107,19 @@ def run(
             finish_manifest(prepared, stage, result, files, fingerprints)
 
             # Check the result before it becomes visible.
-            n_verified = _verify_stage(prepared, stage, progress) if job.verify else 0
+            n_verified = 0
+            if job.verify:
+                if job.fsync:  # then the bytes come from the disk, not from the page cache
+                    stage.store.sync_all()
+                n_verified = verify(
+                    plan,
+                    source.store,
+                    written_path(prepared, stage),
+                    rules=load_rules(job.rules, unknown=job.unknown),
+                    memory_bytes=job.memory_bytes,
+                    progress=_counted(progress, plan.write_bytes),
+                    device=job.device,
+                )
             source.store.verify_unchanged()
 
             def report() -> Report:
@@ -102,6 +128,8 @@ def run(
                     prepared, stage, result, fingerprints, n_verified=n_verified, seconds=seconds
                 )
 
+            # Publish. The caller gets report and inode first: a launch that is restarted from here
+            # on recognises by the inode that its destination is already published.
             if publishing is not None:
                 publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
             stage.commit()
@@ -109,10 +137,10 @@ def run(
 
 
 def within_memory(job: Job) -> Job:
-    """Return the job with the memory that its device leaves, without a device that does not fit.
+    """Reserve memory for the job's device, or drop a device that does not fit.
 
     Raises:
-        CapacityError: the device was asked for by name, and does not fit into the memory limit.
+        CapacityError: the device was requested by name, and does not fit into the memory limit.
     """
     if job.device is None:
         return job
@@ -124,45 +152,22 @@ def within_memory(job: Job) -> Job:
     return replace(job, device=device, memory_bytes=memory_bytes)
 
 
-def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None]:
-    """Return a context that makes fingerprints of what is written, if the job asks for them."""
-    job = prepared.job
-    if not job.fingerprint:
-        return nullcontext()
-    from core.manifest.fingerprint_copy import observe_copy
-
-    entry = prepared.dst.name if prepared.is_file else None
-    rules = load_rules(job.rules, unknown=job.unknown)
-    return observe_copy(prepared.plan, entry=entry, rules=rules, device=job.device)
-
-
-def _verify_stage(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
-    """Read the stage back, compare it with the source, and return the number of bytes compared."""
-    job, plan = prepared.job, prepared.plan
-    if job.fsync:
-        stage.store.sync_all()  # so that the bytes are read from the disk, not from the system's cache
-    return verify(
-        plan,
-        prepared.source.store,
-        written_path(prepared, stage),
-        rules=load_rules(job.rules, unknown=job.unknown),
-        memory_bytes=job.memory_bytes,
-        progress=_counted(progress, plan.write_bytes),
-        device=job.device,
-    )
-
-
 def _counted(progress: Progress | None, n_bytes: int) -> Callable[[int], None] | None:
-    """Return a thread-safe callback that turns steps in bytes into totals for ``progress``."""
+    """Build a thread-safe callback that adds up steps in bytes and passes totals to ``progress``.
+
+    Args:
+        progress: gets (bytes done, bytes in total); None for no callback.
+        n_bytes: bytes in total.
+    """
     if progress is None:
         return None
     lock = threading.Lock()
     done = 0
 
-    def step(n: int) -> None:
+    def step(n_step_bytes: int) -> None:
         nonlocal done
         with lock:
-            done += n
+            done += n_step_bytes
             progress(done, n_bytes)
 
     return step

@@ -1,11 +1,11 @@
-"""Find the parallel sizes of a job's source and of its destination."""
+"""Determine the parallel sizes of a job's source and of its destination."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
-from core.convert.job import Job
+from core.convert.job import Job, TopologyChange
 from core.errors import UsageError
 from core.formats.format import Format
 from core.megatron.model.args import topology_of
@@ -36,44 +36,56 @@ def check_source_sizes(job: Job, catalog: Catalog) -> None:
     if topology is None:
         raise UsageError(
             "the checkpoint does not record the parallel sizes it was saved with",
-            hint=f"leave out {', '.join('--' + name for name in asserted)}",
+            hint=f"omit {', '.join('--' + name for name in asserted)}",
         )
     for name, size in asserted.items():
+        # A checkpoint without an ETP of its own shards its experts by TP.
         actual = topology.expert_tp if name == "etp" else getattr(topology, name)
         if actual != size:
             raise UsageError(
-                f"--{name} {size} does not match the checkpoint, which has {name.upper()} {actual} ({topology})",
-                hint=f"use --{name} {actual}, or leave it out",
+                f"--{name} {size} does not match the checkpoint, which has "
+                f"{name.upper()} {actual} ({topology})",
+                hint=f"use --{name} {actual}, or omit it",
             )
 
 
 def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
-    """Return the parallel sizes of the destination.
+    """Determine the parallel sizes of the destination.
 
-    Sizes that are not given stay the source's where they only cut global tensors into pieces, or
-    where the job keeps the layout; rank files get 1. A pipeline layout determines the number of
-    model chunks.
+    Args:
+        job: the conversion.
+        catalog: the source, or its global form.
+        format: the format of the destination.
+
+    Returns:
+        The sizes of the job. Others stay the source's where they only cut global tensors into
+        shards, or where the job keeps the layout; rank files get 1.
 
     Raises:
-        UsageError: the pipeline layout has another number of model chunks than was asked for, or
-        its parts do not divide evenly over the pipeline stages.
+        UsageError: the parts of the pipeline layout do not divide evenly over the pipeline stages,
+            or give another number of model chunks than the job requests.
     """
-    keeps = job.keeps_layout or format.partition != "ranks"
-    base = (_source_topology(catalog) if keeps else None) or Topology()
-    sizes = {} if job.topology is None else job.topology.sizes
-    pipeline = None if job.topology is None else job.topology.pipeline
-    if format.partition != "ranks" and sizes.get("pp", base.pp) != base.pp:
-        base = replace(
-            base, vpp=1
-        )  # global tensors know no model chunks, only which stage's rank writes what
+    is_ranks = format.partition == "ranks"
+    base = Topology()
+    if job.keeps_layout or not is_ranks:
+        base = _source_topology(catalog) or base
+    change = job.topology or TopologyChange()
+    sizes, pipeline = change.sizes, change.pipeline
+    # Global tensors have no model chunks; the source's VPP would not fit another PP.
+    if not is_ranks and sizes.get("pp", base.pp) != base.pp:
+        base = replace(base, vpp=1)
     topology = replace(base, **sizes, pipeline=pipeline)
     if pipeline is None or pipeline.layout is None:
         return topology
-    vpp, rest = divmod(len(pipeline.layout), topology.pp)
-    if rest or sizes.get("vpp", vpp) != vpp:
+
+    # An explicit pipeline layout determines VPP: one part for each model chunk.
+    n_parts = len(pipeline.layout)
+    vpp, remainder = divmod(n_parts, topology.pp)
+    if remainder or sizes.get("vpp", vpp) != vpp:
+        vpp_text = f" and VPP {sizes['vpp']}" if "vpp" in sizes else ""
         raise UsageError(
-            f"--pipeline-model-parallel-layout has {len(pipeline.layout)} parts, which does not match PP {topology.pp}"
-            + (f" and VPP {sizes['vpp']}" if "vpp" in sizes else ""),
-            hint="it needs one part for every model chunk, PP × VPP in all; set --pp-new",
+            f"--pipeline-model-parallel-layout has {n_parts} parts, which does not match "
+            f"PP {topology.pp}{vpp_text}",
+            hint="give one part for every model chunk, PP × VPP in total, or set --pp-new",
         )
     return replace(topology, vpp=vpp)

@@ -1,4 +1,4 @@
-"""Open the stage of a prepared job, write what comes beside its tensors, and report on it."""
+"""Staging directory of a prepared job: open it, write all files besides the tensors, report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:
-    """Return the stage of a job.
+    """Build the staging directory of a job, which is created when it is entered.
 
     Args:
-        identity: the identity of the plan; needed with ``resume``.
-        is_shared: several workers fill the stage.
+        prepared: the prepared job.
+        identity: identity of the plan (``core.convert.stored_plan.file.identity_of``); needed with
+            ``resume``, so that only a run of the same job continues.
+        is_shared: several workers write into the directory.
     """
     job = prepared.job
     return Stage(
@@ -42,17 +44,17 @@ def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> S
 
 
 def written_path(prepared: Prepared, stage: Stage) -> Path:
-    """Return where the destination is until it is published."""
+    """Return the path of the destination in the staging directory, before it is published."""
     return stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFingerprints:
-    """Fingerprints of what has been written.
+    """Fingerprints of the written tensors.
 
     Args:
-        fingerprints: fingerprints by key; None if they were not asked for.
-        n_read_back: fingerprints for which the result was read back.
+        fingerprints: fingerprints by key; None if the job does not request them.
+        n_read_back: number of fingerprints for which the result was read back.
     """
 
     fingerprints: dict[str, Fingerprint] | None = None
@@ -60,22 +62,25 @@ class WrittenFingerprints:
 
 
 def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[FileSum]:
-    """Write everything beside the tensors except the manifest, and make the hard links.
+    """Write everything except tensors and manifest, and create the hard links.
 
     Args:
+        prepared: the prepared job.
+        stage: its staging directory.
         result: the result of the copy; all tensors are written.
 
     Returns:
         The checksums of all files.
 
     Raises:
-        CapacityError, StorageError: the file system refuses a write.
+        CapacityError: the disk is full.
+        StorageError: another write fails.
         UnsupportedError: the file system has no hard links to the source's files.
     """
     files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc)
     for path, name, size in prepared.links:
         stage.store.link(path, prepared.source.store.path(name))
-        files.append(FileSum(path, size, None))
+        files.append(FileSum(path, size, None))  # no checksum: the data was not read
     return files
 
 
@@ -89,15 +94,19 @@ def finish_manifest(
     """Write the manifest, the last of all files.
 
     Args:
-        files: from ``finish_data``.
+        prepared: the prepared job.
+        stage: its staging directory.
+        result: the result of the copy.
+        files: the checksums from ``finish_data``.
         fingerprints: the fingerprints to record.
 
     Raises:
-        CapacityError, StorageError: the file system refuses a write.
+        CapacityError: the disk is full.
+        StorageError: another write fails.
     """
     write_manifest(
         stage.store,
-        _manifest_of(prepared),
+        manifest_name(prepared.dst.name if prepared.is_file else None),
         prepared.plan,
         result,
         files,
@@ -105,10 +114,6 @@ def finish_manifest(
         crc=prepared.job.crc,
         fingerprints=fingerprints.fingerprints,
     )
-
-
-def _manifest_of(prepared: Prepared) -> str:
-    return manifest_name(prepared.dst.name if prepared.is_file else None)
 
 
 def report_of(
@@ -121,14 +126,20 @@ def report_of(
     seconds: float,
     workers: Sequence[Figures] = (),
 ) -> Report:
-    """Return the report on a finished job.
+    """Build the report on a finished job.
 
     Args:
+        prepared: the prepared job.
+        stage: its staging directory.
+        result: the result of the copy.
+        fingerprints: the recorded fingerprints.
         n_verified: bytes that were compared with the source.
         seconds: wall time.
-        workers: what each of several workers did.
+        workers: figures of each of several workers.
     """
-    dst, manifest = prepared.dst, _manifest_of(prepared)
+    dst = prepared.dst
+    # The manifest of a single file is next to it, that of a directory inside.
+    manifest = dst.parent / manifest_name(dst.name) if prepared.is_file else dst / manifest_name()
     return Report(
         src=str(prepared.source.path),
         dst=str(dst),
@@ -144,7 +155,7 @@ def report_of(
         n_read_back=fingerprints.n_read_back,
         seconds=seconds,
         files=tuple(path for path, _ in prepared.files),
-        manifest=str(dst.parent / manifest if prepared.is_file else dst / manifest),
+        manifest=str(manifest),
         notes=(*prepared.notes, *stage.notes),
         dropped=prepared.dropped,
         workers=tuple(workers),
@@ -152,8 +163,9 @@ def report_of(
 
 
 def identity_text(job: Job) -> str:
-    """Return the tool's version and the options that decide the written bytes, as JSON."""
+    """Encode the tool's version and the options that determine the written bytes as JSON."""
     options = asdict(job)
+    # Drop the options that may differ between an interrupted run and the one that continues it.
     for name in (
         "src",
         "dst",

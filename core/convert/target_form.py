@@ -1,7 +1,7 @@
-"""Build what a job writes: the source's global form, checked, and cut for the destination's format.
+"""Check the source's global form and cut it for the destination's format.
 
-``core.convert.run`` makes a plan of it; ``core.inspect.capabilities`` asks only whether there is
-one.
+``core.convert.prepare`` plans the copy from the result; ``core.inspect.capabilities`` only needs to
+know whether the steps succeed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from core.pickle.reader import noting_uses
 
 
 def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
-    """Return the checkpoint with the value of every object that is stored in a stream of its own.
+    """Load the value of every object that is stored in a stream of its own.
 
     Args:
-        exclude: patterns of entries that are left out later.
+        source: the opened source.
+        exclude: globs of entries that are dropped later.
 
     Raises:
         CheckpointingException: a stream is damaged.
-        UnsafeError: a pickle refers to something dangerous that none of the objects shows.
+        UnsafeError: a pickle refers to something dangerous that none of the objects contains.
     """
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
@@ -47,10 +48,10 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
 
 
 def safe_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
-    """Return the source's global form without the objects that must not be carried over.
+    """Build the source's global form without the objects that must not be carried over.
 
     Args:
-        job: the conversion, as asked for.
+        job: the conversion.
         source: from ``with_objects_loaded``.
         format: the format of the destination.
 
@@ -69,11 +70,22 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
 
     Raises:
         UnsupportedError: a name cannot be written as text.
-        CheckpointingException: an object can neither be stored nor left out silently.
+        CheckpointingException: an object can neither be stored nor dropped silently.
     """
-    _check_text(form.catalog)
+    # Every name must be UTF-8, and a key on the way to an entry must give a part of its name.
+    for key in (*form.catalog.tensors, *form.catalog.objects, *form.catalog.hidden):
+        try:
+            key.encode()
+        except UnicodeEncodeError as err:  # half a surrogate pair, as a pickle may contain
+            raise UnsupportedError(
+                f"the name is not valid text: {err.reason}",
+                key=key,
+                hint="drop the entry with --exclude, or rename it with --rename",
+            ) from err
     if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
+
+    # Drop objects of dangerous and, where the format cannot hold them, of unknown classes.
     checked = check_safety(
         form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown
     )
@@ -85,7 +97,10 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
 
 
 def keeps_unknown_classes(format: Format) -> bool:
-    """Return whether a format holds objects of unknown classes, as inert pickles or set aside."""
+    """Return True if a format can store objects of unknown classes, as inert pickles or set aside.
+
+    The other formats store plain values only.
+    """
     return format.partition == "ranks" or format.nests or format.is_mcore
 
 
@@ -93,35 +108,36 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
     """Cut the global form for the destination's format.
 
     Args:
+        job: the conversion.
         catalog: the catalog of ``safe_form``.
+        format: the format of the destination.
 
     Returns:
         The source under the target's keys, and the target catalog whose arrays are to be placed.
 
     Raises:
-        CheckpointingException: the layout cannot cut it, or the format cannot store it.
+        CheckpointingException: the layout rules cannot cut a tensor, or the format cannot store it.
     """
-    is_global = catalog.facet(MegatronModel) is not None
+    # Rank files: every tensor is cut for each rank.
     if format.partition == "ranks":
-        topology = target_topology(job, catalog, format)
-        rules = load_rules(job.rules, unknown=job.unknown)
         target = shard(
             catalog,
-            topology,
-            rules=rules,
+            target_topology(job, catalog, format),
+            rules=load_rules(job.rules, unknown=job.unknown),
             vocab_size=job.vocab_size,
             rng=job.rng,
             version=job.megatron_version,
             experts=job.moe_experts,
         )
         ranks = target.facet(RankFacts)
-        assert ranks is not None, "shard makes rank files"
+        assert ranks is not None, "shard builds rank files"
         return transposed(catalog, ranks.transposed), target
-    if is_global and format.is_mcore:
-        topology = target_topology(job, catalog, format)
+
+    # Megatron's distributed checkpoints: global tensors, with layers stacked as Megatron does.
+    if catalog.facet(MegatronModel) is not None and format.is_mcore:
         stacked = stack(
             catalog,
-            topology,
+            target_topology(job, catalog, format),
             rules=load_rules(job.rules, unknown=job.unknown),
             vocab_size=job.vocab_size,
             format=format.name,
@@ -134,12 +150,12 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
 
 def _has_live_objects(source: Checkpoint) -> bool:
-    """Return whether objects may stay instances of their classes in a torch file.
+    """Return True if objects may stay instances of their classes in a torch file.
 
-    They may if torch's own loader of the source makes such instances. DCP's does, unless they name
-    classes of other packages than torch and numpy, which this project sets aside in every DCP that
-    it writes. Objects of other formats, and those that a torch file had set aside, stay loadable by
-    default.
+    They may if torch's own loader of the source creates such instances. DCP's loader does, except
+    for classes of packages other than torch and numpy, which this project sets aside in every DCP
+    that it writes. Objects of other formats, and those that a torch file had set aside, are
+    written so that ``torch.load(weights_only=True)`` accepts them.
     """
     torch_file = source.catalog.facet(TorchFileFacts)
     if torch_file is not None and torch_file.is_set_aside:
@@ -152,13 +168,16 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
     """Raise unless every dict key on the way to an entry has a text for the entry's name.
 
     Args:
+        catalog: the global form.
         only_tensors: check tensors only; other entries stay in their dicts.
+        file: label of the source, for the error.
 
     Raises:
         UnsupportedError: a key is an object without such a text.
     """
     if catalog.skeleton is None:
         return
+    # Path of a dict → classes of those keys that have no text; a dict serves as an ordered set.
     nameless: dict[str, dict[str, None]] = {}
     for entry in entries(catalog.skeleton):
         if only_tensors and not isinstance(entry.leaf, TensorLeaf):
@@ -167,31 +186,15 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
             if faithful_text(part) is None:
                 nameless.setdefault(join_path(entry.path[:depth]), {})[class_of_key(part)] = None
                 break
-    if nameless:
-        path, classes = next(iter(nameless.items()))
-        more = f"; the same goes for {listed_keys(list(nameless)[1:])}" if len(nameless) > 1 else ""
-        raise UnsupportedError(
-            f"the dict {path or 'at the root'} has keys that are objects ({listed_keys(classes)}), from which no names "
-            f"can be made for its entries{more}",
-            key=path or None,
-            file=file,
-            hint=f"write a torch file, which keeps them (--to torch), leave the entries out (--exclude '{path or '<*'}'"
-            "), or save the dict under other keys",
-        )
-
-
-def _check_text(catalog: Catalog) -> None:
-    """Raise unless every name can be written as UTF-8 text.
-
-    Raises:
-        UnsupportedError: a name holds half a surrogate pair.
-    """
-    for key in (*catalog.tensors, *catalog.objects, *catalog.hidden):
-        try:
-            key.encode()
-        except UnicodeEncodeError as err:
-            raise UnsupportedError(
-                f"the name is not valid text: {err.reason}",
-                key=key,
-                hint="leave it out with --exclude, or rename it with --rename",
-            ) from err
+    if not nameless:
+        return
+    (path, classes), *further = nameless.items()
+    more = f"; also {listed_keys(name for name, _ in further)}" if further else ""
+    raise UnsupportedError(
+        f"the dict {path or 'at the root'} has objects as keys ({listed_keys(classes)}), "
+        f"which cannot become names of its entries{more}",
+        key=path or None,
+        file=file,
+        hint="write a torch file, which keeps such keys (--to torch), drop the entries "
+        f"(--exclude '{path or '<*'}'), or save the dict under other keys",
+    )

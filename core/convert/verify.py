@@ -1,8 +1,8 @@
 """Read a finished destination back, and compare every byte with the source.
 
 The destination is opened like any checkpoint, so that readers will see exactly what was compared:
-its own metadata locate the bytes of each tensor. A second plan moves the source to those positions,
-and every byte is compared with the one that is there instead of being written.
+its own metadata locates the bytes of each tensor. A second plan copies the source to those
+positions, and every byte is compared with the one in the file instead of being written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from core.files.store import LocalStore
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import Rules, unshard
 from core.megatron.rules.experts import transposed
-from core.opening.open import Checkpoint, open_checkpoint
+from core.opening.open import open_checkpoint
 from core.plan.plan import MIB, MIN_BUFFER_BYTES, Plan, make_plan
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def check_memory(plan: Plan, memory_bytes: int) -> None:
     least = plan.memory_bytes - spare + plan.metadata_bytes
     if least > memory_bytes:
         raise CapacityError(
-            f"--verify needs {-(-least // MIB):,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
+            f"--verify needs {-(-least // MIB):,} MiB of memory, "
+            f"but the limit is {memory_bytes // MIB:,} MiB",
             hint=f"set the memory limit to at least {-(-least // MIB)} MiB",
         )
 
@@ -59,12 +60,12 @@ def verify(
     progress: Progress | None = None,
     device: Device | None = None,
 ) -> int:
-    """Compare a destination with the source it was made from.
+    """Compare a destination with the source that it was written from.
 
     Args:
-        plan: the plan that made the destination.
+        plan: the plan that the destination was written by.
         source_store: the source's files.
-        written: where the destination is now.
+        written: current path of the destination.
         rules: the layout rules, for rank files.
         memory_bytes: memory limit of the process.
         progress: called with the number of bytes of each comparison.
@@ -99,30 +100,53 @@ def plan_comparison(
         CheckpointingException: as for ``verify``.
     """
     checkpoint = open_checkpoint(written)
+    store = checkpoint.store
     try:
-        for name in checkpoint.store.files():
-            forget_cached(checkpoint.store.path(name))
-        catalog = _with_keys_of_plan(checkpoint, plan, rules)
-        bound = _bind_arrays(catalog, plan.target, checkpoint.store)
-        target = _as_target(bound)
+        for name in store.files():
+            forget_cached(store.path(name))
+
+        # Bring the destination under the plan's keys; rank files hold shards under other names.
+        catalog = checkpoint.catalog
+        if catalog.is_rank_local:
+            topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
+            assert topology is not None and ranks is not None, "a target of rank files has both"
+            catalog = transposed(
+                unshard(catalog, rules=rules, target_tp=topology.tp, store=store),
+                ranks.transposed,
+            )
+        bound = _bind_arrays(catalog, plan.target, store)
+
+        # Use its arrays as the target, in its files as they are.
+        def fragments_of(key: str) -> Sequence[TargetFragment]:
+            return tuple(
+                Fragment(
+                    key,
+                    fragment.box,
+                    None if fragment.array is None else _plan_array(fragment.array),
+                    fragment.at,
+                )
+                for fragment in bound.fragments(key)
+            )
+
+        target = bound.as_target(bound.format, fragments_of)
         yield (
             make_plan(
                 plan.source,
                 target,
-                _images(bound, checkpoint.store),
+                _describe_files(bound, store),
                 zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
                 threads=plan.threads,
                 memory_bytes=memory_bytes - plan.metadata_bytes,
                 compares=plan.compares,
             ),
-            checkpoint.store,
+            store,
         )
     finally:
-        checkpoint.store.close()
+        store.close()
 
 
 def forget_cached(path: Path) -> None:
-    """Ask the system to read a file from the disk again; what is not written yet stays cached."""
+    """Drop a file from the page cache, except for bytes that are not on the disk yet."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -130,38 +154,29 @@ def forget_cached(path: Path) -> None:
         os.close(fd)
 
 
-def _with_keys_of_plan(checkpoint: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
-    """Return the destination's tensors under the keys of the plan."""
-    catalog = checkpoint.catalog
-    if not catalog.is_rank_local:
-        return catalog
-    topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
-    assert topology is not None and ranks is not None, "a target of rank files has both"
-    return transposed(
-        unshard(catalog, rules=rules, target_tp=topology.tp, store=checkpoint.store),
-        ranks.transposed,
-    )
-
-
-def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog:
-    """Return the destination's tensors with the positions of all their arrays.
+def _bind_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) -> Catalog:
+    """Check the destination's tensors, and determine the file positions of all their arrays.
 
     Args:
-        wanted: the target catalog that the destination was written by.
+        catalog: the destination's tensors under the keys of the plan.
+        expected: the target catalog that the destination was written by.
+        store: the destination's files.
 
     Raises:
         CorruptError: a tensor is missing, or has another dtype or shape than was written.
         UnsupportedError: an array is compressed or strided.
     """
-    aliases = catalog.aliases
-    for key, meta in wanted.tensors.items():
+    for key, meta in expected.tensors.items():
         actual = catalog.tensors.get(key)
         if actual is None or (actual.dtype, actual.shape) != (meta.dtype, meta.shape):
             state = "is missing" if actual is None else f"is {actual.dtype} of shape {actual.shape}"
             raise CorruptError(
-                f"the tensor was written as {meta.dtype} of shape {meta.shape}, but {state} when read back",
+                f"the tensor was written as {meta.dtype} of shape {meta.shape}, "
+                f"but {state} when read back",
                 key=key,
             )
+
+    # Bind each array once; several fragments may refer to it.
     arrays: dict[str, StoredArray] = {}
 
     def bind(array: StoredArray) -> StoredArray:
@@ -177,13 +192,14 @@ def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> C
         return bound
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        pieces = catalog.fragments(key)
         return tuple(
-            piece if piece.array is None else replace(piece, array=bind(piece.array))
-            for piece in pieces
+            fragment if fragment.array is None else replace(fragment, array=bind(fragment.array))
+            for fragment in catalog.fragments(key)
         )
 
-    tensors = {key: wanted.tensors[key] for key in wanted.tensors if key not in aliases}
+    # An alias has the bytes of another tensor, so comparing that one is enough.
+    aliases = catalog.aliases
+    tensors = {key: meta for key, meta in expected.tensors.items() if key not in aliases}
     return replace(
         catalog,
         tensors=tensors,
@@ -195,14 +211,14 @@ def _bind_arrays(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> C
     )
 
 
-def _images(catalog: Catalog, store: ReadStore) -> list[FileImage]:
-    """Return the destination's files as they are: which array lies at which offset."""
+def _describe_files(catalog: Catalog, store: ReadStore) -> list[FileImage]:
+    """Describe the destination's files: their sizes, and the arrays at their offsets."""
     placed: dict[str, dict[str, PlacedArray]] = {}
     for fragment in catalog.all_fragments():
         array = fragment.array
         if array is not None:
             placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(
-                array.extent.offset, _planned(array)
+                array.extent.offset, _plan_array(array)
             )
     return [
         FileImage(
@@ -215,7 +231,7 @@ def _images(catalog: Catalog, store: ReadStore) -> list[FileImage]:
 
 
 class ComparingStage:
-    """A stage that compares bytes with those in its files instead of writing them."""
+    """A target store that compares bytes with those in its files instead of writing them."""
 
     def __init__(self, store: ReadStore) -> None:
         self._store = store
@@ -234,11 +250,11 @@ class ComparingStage:
         if stored != view:
             first = next(at for at, (a, b) in enumerate(zip(stored, view, strict=True)) if a != b)
             raise CorruptError(
-                f"byte {offset + first} of the written file is {stored[first]:#04x}, but {view[first]:#04x} in the "
-                "source",
+                f"byte {offset + first} of the written file is {stored[first]:#04x}, "
+                f"but {view[first]:#04x} in the source",
                 file=name,
                 span=(offset, offset + len(view)),
-                hint="nothing was made visible; the disk or the memory may be faulty: run it again",
+                hint="nothing was published; the disk or the memory may be faulty: run it again",
             )
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -249,19 +265,5 @@ class ComparingStage:
         """Do nothing: no bytes were written."""
 
 
-def _as_target(catalog: Catalog) -> TargetCatalog:
-    """Return a catalog of what a destination holds as the target catalog that it was written by."""
-
-    def fragments_of(key: str) -> Sequence[TargetFragment]:
-        return tuple(
-            Fragment(
-                key, piece.box, None if piece.array is None else _planned(piece.array), piece.at
-            )
-            for piece in catalog.fragments(key)
-        )
-
-    return catalog.as_target(catalog.format, fragments_of)
-
-
-def _planned(array: StoredArray) -> PlannedArray:
+def _plan_array(array: StoredArray) -> PlannedArray:
     return PlannedArray(array.name, array.dtype, array.shape, array.coords)

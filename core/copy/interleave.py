@@ -1,7 +1,7 @@
 """Copy the bands of a box from many sources to many destinations, interleaving their elements.
 
-For every band a *recipe* tells where each destination's run of the band lies in the scratch buffer
-and how each source's bytes get there:
+For every band a *recipe* defines the position of each destination's run in the scratch buffer, and
+how each source's bytes get there:
 
 * a source whose part of the band is consecutive is read with one vectored read straight into the
   positions where its rows belong (no copy in memory at all), or, where rows are short, into a
@@ -52,12 +52,12 @@ class BandTarget(Protocol):
         """Write elements of the source's type at a flat element index of an array."""
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
-        """Do as ``put``, for pieces that do not follow each other."""
+        """Write elements like ``put``, for fragments that do not follow each other."""
 
     def check(
         self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
     ) -> None:
-        """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
+        """Add source bytes, read from a byte address, to the CRC of their array."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class _Recipe:
     """The reads and writes of one band.
 
     Args:
-        band: the band for which the recipe was made.
+        band: the band that the recipe was computed for.
         vectors, blocks: runs of sources to be read.
         gathered: parts whose elements are not consecutive in their source.
         read_bytes: bytes read from sources.
@@ -171,7 +171,7 @@ class Interleaver:
         return n_read
 
     def _make_recipe(self, overlaps: Iterable[tuple[Link, Box]], band: Box, size: int) -> _Recipe:
-        """Return the recipe of a band, from the links that meet it and their common boxes."""
+        """Build the recipe of a band, from the links that meet it and their common boxes."""
         parts = []
         for link, common in overlaps:
             delta = [a - b for a, b in zip(common.offset, link.box.offset, strict=True)]
@@ -192,7 +192,7 @@ class Interleaver:
         Parts that together fill a run of a destination are written by one write; the others are
         ``loose``, and are packed densely.
         """
-        free = 0
+        free = 0  # first free byte of the scratch buffer
         of_array: dict[int, list[_BandPart]] = {}
         for part in parts:
             of_array.setdefault(part.link.destination.array, []).append(part)
@@ -221,7 +221,7 @@ class Interleaver:
                     recipe.loose += cluster
 
     def _plan_reads(self, recipe: _Recipe, parts: list[_BandPart], size: int) -> None:
-        """Decide how the bytes of every part get to its position in the scratch buffer."""
+        """Choose the read that brings each part's bytes to its position in the scratch buffer."""
         of_source: dict[tuple[str | None, Shape, RecordCrc | None], list[_BandPart]] = {}
         for part in parts:
             source = part.link.source
@@ -230,6 +230,7 @@ class Interleaver:
             if file is None:
                 recipe.gathered += group
                 continue
+            # A cluster without gaps and overlaps is a consecutive run of the file.
             group.sort(key=lambda part: part.address)
             for cluster, n_span in _clusters(
                 group, lambda p: (p.address, byte_span(p.shape, size, p.link.source.strides))
@@ -245,21 +246,21 @@ class Interleaver:
                     recipe.blocks.append(_Block(file, address, strides, n_span, cluster, record))
 
     def _buffers(self, cluster: list[_BandPart], size: int) -> list[memoryview] | None:
-        """Return the scratch slices for a vectored read, or None if the rows are too short."""
-        pieces: list[tuple[int, int, int]] = []
+        """List the scratch slices for a vectored read; None if the rows are too short."""
+        runs: list[tuple[int, int, int]] = []
         for part in cluster:
             source = StridedLayout(part.address, part.link.source.strides)
             n_axes, length = inner_run(part.shape, size, source, part.scratch)
             if length < MIN_VECTOR_BYTES:
                 return None
-            pieces += [
+            runs += [
                 (a, b, length) for a, b in list_addresses(part.shape[:n_axes], source, part.scratch)
             ]
-        # In the order of the source's bytes, pieces that follow each other in scratch become one.
-        pieces.sort()
+        # In the order of the source's bytes, runs that follow each other in scratch become one.
+        runs.sort()
         buffers = []
-        _, start, length = pieces[0]
-        for _, next_start, n in pieces[1:]:
+        _, start, length = runs[0]
+        for _, next_start, n in runs[1:]:
             if next_start == start + length:
                 length += n
             else:
@@ -276,7 +277,7 @@ class Interleaver:
             self._store.read_vector(vector.file, address, vector.buffers, vector.n_bytes)
             if vector.record is not None:
                 out.check(vector.record, address, vector.buffers, vector.n_bytes)
-        # Short rows are read in one piece and then copied to their positions.
+        # Short rows are read in one block and then copied to their positions.
         for block in recipe.blocks:
             address = block.address + _dot(delta, block.strides)
             raw = self._raw[: block.n_bytes]
@@ -286,7 +287,7 @@ class Interleaver:
             for part in block.parts:
                 source = StridedLayout(part.address - block.address, part.link.source.strides)
                 copy_box(raw, source, self._scratch, part.scratch, shape=part.shape, itemsize=size)
-        # All others are gathered from wherever their elements lie.
+        # All others are gathered element run by element run.
         for part in recipe.gathered:
             self._gather(part, delta, size)
 

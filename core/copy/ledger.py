@@ -1,4 +1,4 @@
-"""Add up what a copy has written: which bytes of which array, with which checksums."""
+"""Add up the bytes of each array that a copy has written, and their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Readable(Protocol):
-    """The part of a stage that the ledger needs, to hash blocks that two items share."""
+    """A store that the ledger reads back from, to hash blocks that two items share."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a file from ``offset`` on."""
@@ -41,10 +41,10 @@ class WrittenRun:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """A run of source bytes whose array has a stated CRC.
+    """A run of source bytes whose array has a recorded CRC.
 
     Args:
-        record: the CRC that the source states.
+        record: the CRC that the source records.
         offset, n_bytes: bytes of the source array.
         crc: CRC-32 of these bytes, as read.
     """
@@ -64,7 +64,7 @@ class ItemRecord:
 
 
 class _SourceRuns:
-    """The runs that have been read of one source array.
+    """The runs that have been read from one source array.
 
     Parts of an array may be read several times, each for another destination.
     """
@@ -84,7 +84,7 @@ class _SourceRuns:
             self._n_bytes += run.n_bytes - (previous.n_bytes if previous else 0)
 
     def crc_of(self, n_bytes: int) -> int | None:
-        """Return the CRC-32 of the array of ``n_bytes``, or None until the runs tile it."""
+        """Combine the CRC-32 of the array of ``n_bytes``; None until the runs tile it."""
         if self._n_bytes < n_bytes:
             return None
         crc = reached = 0
@@ -105,8 +105,8 @@ class LedgerState:
         numbers: numbers of the arrays that the worker has written completely.
         crcs: their CRC-32s.
         digests: 16 bytes of each; empty if switched off.
-        open: checksums of arrays that others write too, by number.
-        checked: runs of source arrays of which others read the rest.
+        open: checksums of arrays that other workers also write to, by number.
+        checked: runs of source arrays that other workers read the rest of.
     """
 
     numbers: columns[int]
@@ -120,9 +120,9 @@ class Ledger:
     """The checksums of all arrays of a copy, from the runs of its items; safe for threads.
 
     Args:
-        places: where the target arrays lie.
+        places: file positions of the target arrays.
         stage: the files that are written.
-        crc, digest: which checksums are computed.
+        crc, digest: compute CRC-32s, and content digests.
 
     Attributes:
         crcs: CRC-32 by array number.
@@ -168,7 +168,7 @@ class Ledger:
         return array
 
     def _close_if_complete(self, number: int, array: ArraySum) -> None:
-        """Compute the checksums of an array once all of its bytes have been added."""
+        """Compute the checksums of an array as soon as all of its bytes have been added."""
         with self._lock:
             if not array.is_complete or self._open.pop(number, None) is None:
                 return
@@ -181,12 +181,12 @@ class Ledger:
                 self.digests[16 * number : 16 * number + 16] = digest
 
     def _reader(self, number: int) -> ReadArray:
-        """Return a function that reads an array back from the stage."""
+        """Bind a function that reads an array back from the staging directory."""
         file, base = self._places.file_of(number), self._places.offset_of(number)
         return lambda offset, buffer: self._stage.read_into(file, base + offset, buffer)
 
     def state(self) -> LedgerState:
-        """Return the checksums of this worker, once all its items are done."""
+        """Return the checksums of this worker, after all its items are done."""
         digests = (
             b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed)
             if self._digest
@@ -204,7 +204,7 @@ class Ledger:
         """Add the ledger of another worker; compute the checksums of arrays that are complete now.
 
         Raises:
-            CorruptError: a source array that several workers have read does not have its stated
+            CorruptError: a source array that several workers have read does not have its recorded
                 CRC.
             TruncatedError, StorageError: bytes that two workers share cannot be read back.
         """
@@ -216,7 +216,7 @@ class Ledger:
                 self.digests[16 * number : 16 * number + 16] = state.digests[
                     16 * row : 16 * row + 16
                 ]
-        # Arrays that several workers write: they are complete once the last part is added.
+        # Arrays that several workers write are complete when the last part is added.
         for number, part in state.open.items():
             with self._lock:
                 array = self._array(number)
@@ -226,7 +226,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every array that has bytes has been written completely."""
+        """True if every array that has bytes has been written completely."""
         n_arrays = sum(self._places.bytes_of(number) > 0 for number in range(len(self._places)))
         return not self._open and len(set(self._closed)) == n_arrays
 
@@ -234,7 +234,7 @@ class Ledger:
         """Add runs of source arrays, and compare the CRC of each array that is complete.
 
         Raises:
-            CorruptError: the CRC is not the one that the source states.
+            CorruptError: the CRC differs from the one that the source records.
         """
         for run in runs:
             record = run.record
@@ -247,7 +247,8 @@ class Ledger:
                 del self._checked[record.file, record.array]
             if crc != record.crc:
                 raise CorruptError(
-                    f"checksum mismatch: the bytes have CRC-32 {crc:08x}, the file records {record.crc:08x}",
+                    f"checksum mismatch: the bytes have CRC-32 {crc:08x}, "
+                    f"the file records {record.crc:08x}",
                     file=record.file,
                     key=record.array,
                     span=(record.start, record.start + record.n_bytes),

@@ -1,4 +1,4 @@
-"""How a copy is done: sizes of the work, checksums, callbacks, the device."""
+"""Options of a copy: sizes of the work, checksums, callbacks, the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Journal(Protocol):
     """A record of the items that are finished (``core.stage.journal``)."""
 
     def done(self, item: ItemNumber) -> ItemRecord | None:
-        """Return what an earlier run recorded for an item, or None."""
+        """Return the record that an earlier run made of an item, or None."""
 
     def add(self, item: ItemNumber, record: ItemRecord, files: Iterable[str]) -> None:
         """Record an item whose bytes have been written to ``files``."""
@@ -30,7 +30,7 @@ class WriteObserver(Protocol):
     """An observer of the bytes that are written to arrays; called from several threads."""
 
     def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """Take whole elements of an array, ``offset`` bytes from its start.
+        """Take complete elements of an array, ``offset`` bytes from its start.
 
         ``data`` is valid during the call only.
         """
@@ -41,23 +41,23 @@ class WriteObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """How ``core.copy.run.execute`` copies.
+    """Options of ``core.copy.run.execute``.
 
     Args:
-        buffer_bytes: most bytes of buffers per thread; None takes the plan's. A third of it bounds
-            a band.
-        item_bytes: about how many bytes a thread copies before it takes the next item.
-        crc: compute CRC-32s, and check those that the source states. With a journal they are
+        buffer_bytes: maximum bytes of buffers per thread; None takes the plan's. A third of it
+            bounds a band.
+        item_bytes: approximate number of bytes that a thread copies per item.
+        crc: compute CRC-32s, and check those that the source records. With a journal they are
             computed in any case.
         digest: compute content digests.
         progress: called with the number of bytes just written.
         journal: finished items are recorded in it; items that it lists already are checked and not
             copied again.
-        watch: observes what is written, but not what an earlier run had written.
-        device: for casts, comparisons and quantized encodings where it is faster; None does all on
-            the CPU.
-        before_item: called before each item, also before those that write nothing; an exception of
-            it ends the copy.
+        watch: observes the bytes that this run writes, but not those of an earlier run.
+        device: used for casts, comparisons and quantized encodings where it is faster; None does
+            all work on the CPU.
+        before_item: called before each item, also before those that write nothing; its exceptions
+            end the copy.
     """
 
     buffer_bytes: int | None = None

@@ -34,16 +34,16 @@ class TargetStore(WriteStore, Protocol):
 
 
 class Output:
-    """The runs of one item.
+    """The writes of one item: casts, checksums and finished runs of arrays.
 
     Args:
-        dtypes: of the source and of the target.
-        options: of the copy; its checksums, progress and watch count here.
+        dtypes: dtypes of the source and of the target.
+        options: options of the copy, for checksums, progress and observer.
         stage: receives the bytes.
-        places: where the target arrays lie.
+        places: file positions of the target arrays.
         ledger: receives the checksums.
         spare: buffer for casts.
-        device: makes the cast; None for the CPU.
+        device: does the cast; None for the CPU.
     """
 
     def __init__(
@@ -82,15 +82,14 @@ class Output:
 
         Args:
             destinations: array numbers and flat element indices.
-            delta: number of elements after each index at which the data begin.
+            delta: number of elements between each index and the begin of the data.
             data: the elements.
         """
-        for skip, piece in self._casted(data):
+        for skip, piece in self._cast_chunks(data):
             places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
+            # Sum and observe before the write, while the bytes are in the processor's cache.
             self._feed(places, piece)
-            if (
-                self._options.watch is not None
-            ):  # before it is written, while the bytes are in the processor's cache
+            if self._options.watch is not None:
                 for array, offset in places:
                     self._options.watch.feed(array, offset, piece)
             for array, offset in places:
@@ -111,9 +110,9 @@ class Output:
         self._report(len(zeros) * len(destinations))
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
-        """Do as ``put``, for pieces that do not follow each other; prevents a resume."""
+        """Write elements like ``put``, without an order; such an item cannot be resumed."""
         self._is_recordable = False
-        for skip, piece in self._casted(data):
+        for skip, piece in self._cast_chunks(data):
             offset = self._places.offset_of(array) + (index + skip) * self._size
             self._stage.write(self._places.file_of(array), offset, piece)
             self._ledger.add_unsummed(array, len(piece))
@@ -124,9 +123,10 @@ class Output:
     def check(
         self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int
     ) -> None:
-        """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
+        """Add source bytes, read from a byte address, to the CRC of their array."""
         if not self._options.crc:
             return
+        # Extend the last run if the bytes follow it, else begin a new one.
         offset = address - record.start
         runs = self._checked.setdefault(record, [])
         last = runs.pop() if runs and runs[-1].offset + runs[-1].n_bytes == offset else None
@@ -137,17 +137,19 @@ class Output:
         runs.append(CheckedRun(record, before[0], before[1] + n_bytes, crc))
 
     def close(self) -> tuple[ItemRecord | None, set[str]]:
-        """Hand the sums over to the ledger.
+        """Pass the checksums on to the ledger.
 
         Returns:
-            What to record of the item, None if it cannot be resumed, and the files it wrote to.
+            The item's record, None if it cannot be resumed, and the files that it wrote to.
 
         Raises:
-            CorruptError: a source array does not have its stated CRC.
+            CorruptError: a source array does not have its recorded CRC.
         """
+        # Close the open runs.
         for array, run in self._open.items():
             self._closed.append((array, run))
             self._settle(array, self._places.file_of(array), run.offset + run.n_bytes, is_last=True)
+        # Check the source before the target's checksums count as valid.
         checked = tuple(run for runs in self._checked.values() for run in runs)
         self._ledger.check(checked)
         for array, run in self._closed:
@@ -160,11 +162,11 @@ class Output:
         )
         return ItemRecord(written, checked), files
 
-    def _casted(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Cast elements to the target's type, piece by piece.
+    def _cast_chunks(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Cast elements to the target's type, one buffer at a time.
 
         Yields:
-            The number of elements before the piece, and the bytes of the piece.
+            The number of elements before the chunk, and the bytes of the chunk.
         """
         if self._cast is None:
             yield 0, data
@@ -178,7 +180,7 @@ class Output:
             yield first, piece
 
     def _feed(self, places: list[tuple[int, int]], piece: memoryview) -> None:
-        """Sum a piece once for all arrays in which it stands at the same offset."""
+        """Sum a chunk once for all arrays that get it at the same offset."""
         new: dict[tuple[int, int], RunSum] = {}
         runs: dict[int, RunSum] = {}
         for array, offset in places:

@@ -1,7 +1,7 @@
 """Run a plan in several threads, through small reused buffers.
 
-Checksums are made in the same pass, of the bytes as they are written. Files are created with their
-space allocated before the first byte moves, so a full disk is found out early. The first error
+Checksums are computed in the same pass, from the bytes as they are written. Files are created with
+their space allocated before the first byte moves, so a full disk is detected early. The first error
 stops all threads and is raised.
 """
 
@@ -29,13 +29,13 @@ from core.team.threads import ThreadGroup
 
 
 class Work(Protocol):
-    """The work of a copy: a whole plan, or one worker's share of it.
+    """The work of a copy: a complete plan, or one worker's share of it.
 
     ``core.plan.plan`` and ``core.convert.stored_plan.file`` implement it.
 
     Attributes:
         images: the files to create.
-        places: where the target's arrays lie.
+        places: file positions of the target's arrays.
         threads, buffer_bytes, cache_bytes: the resources of the copy (``core.plan.plan.Plan``).
     """
 
@@ -58,16 +58,16 @@ class Work(Protocol):
         """Yield the work, tensor by tensor."""
 
     def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """Return a late-bound array with its position in a file (``Catalog.bind``)."""
+        """Determine the position of a late-bound array in its file (``Catalog.bind``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """The sums and counts of a finished copy.
+    """Checksums and byte counts of a finished copy.
 
     Args:
         places: the arrays.
-        read_bytes, written_bytes: bytes that went through.
+        read_bytes, written_bytes: bytes read and written by this run.
         resumed_bytes: bytes of the target that an earlier run had written.
         ledger: the checksums.
     """
@@ -127,9 +127,11 @@ def execute(
         options: None for the defaults.
 
     Raises:
-        CorruptError: a source array's bytes do not have the CRC that the source states.
+        CorruptError: a source array's bytes do not have the CRC that the source records.
         ReplicaMismatchError: copies that must be equal differ.
-        TruncatedError, MissingShardError, StorageError, CapacityError: from the stores.
+        TruncatedError, MissingShardError: a source file is too short, or missing.
+        StorageError: the operating system refuses to read or write.
+        CapacityError: the disk is full.
     """
     options = options or CopyOptions()
     if options.journal is not None:  # it records the CRC-32 of each item
@@ -142,24 +144,27 @@ def execute(
     return run.result()
 
 
-def _quantizing_device(device: Device | None, threads: int) -> Device | None:
-    """Return the device with the quantization work that it does, or None."""
-    if device is None:
-        return None
-    from core.calibration.choice import choose_device
-
-    return choose_device(device, (QUANTIZE, DEQUANTIZE), threads=threads)
-
-
 class CopyRun:
-    """The state that the threads of one copy share."""
+    """The state that the threads of one copy share.
+
+    Args:
+        plan: the proven work, or a share of it.
+        source_store: the source files.
+        stage_store: receives the new files.
+        options: options of the copy.
+    """
 
     def __init__(
         self, plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions
     ) -> None:
         self._plan = plan
         self._options = options
-        quantizing = _quantizing_device(options.device, plan.threads) if plan.cache_bytes else None
+        # Quantized tensors are decoded into the cache; without one the device has no such work.
+        quantizing: Device | None = None
+        if plan.cache_bytes and options.device is not None:
+            from core.calibration.choice import choose_device
+
+            quantizing = choose_device(options.device, (QUANTIZE, DEQUANTIZE), threads=plan.threads)
         self._source_store = DecodedStore(
             source_store, cache_bytes=plan.cache_bytes, device=quantizing
         )
@@ -219,7 +224,7 @@ class CopyRun:
             self._written_bytes += worker.written_bytes
 
     def _is_resumed(self, number: ItemNumber) -> bool:
-        """Return whether an earlier run copied an item and its bytes have the recorded CRCs."""
+        """Return True if an earlier run copied an item and its bytes have the recorded CRCs."""
         journal = self._options.journal
         record = None if journal is None else journal.done(number)
         if record is None:
@@ -252,7 +257,7 @@ class CopyRun:
         return True
 
     def result(self) -> CopyResult:
-        """Return the result, once all threads are done."""
+        """Return the result, after all threads have finished."""
         return CopyResult(
             places=self._plan.places,
             read_bytes=self._read_bytes,

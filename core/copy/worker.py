@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = BLOCK_BYTES
 """Bytes that a move copies at once; they stay in the processor's second-level cache."""
 DEVICE_CHUNK_BYTES = 2 * PIECE_BYTES
-"""Bytes that a move copies at once if a device casts: whole blocks, and a piece for each slot."""
+"""Bytes that a move copies at once if a device casts: complete blocks, a chunk for each slot."""
 
 
 class CopyWorker:
@@ -37,7 +37,7 @@ class CopyWorker:
     Args:
         source: the source files.
         stage: the target files.
-        places: where the target arrays lie.
+        places: file positions of the target arrays.
         ledger: receives the checksums.
         options: options of the copy.
         band_bytes: maximum bytes of a band (``band_bytes_of``).
@@ -80,7 +80,7 @@ class CopyWorker:
         device = (
             None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
         )
-        # Pinned buffers are allocated only once a device has work.
+        # Pinned buffers are scarce, so they are allocated only when a device has work.
         if device is not None and not self._is_pinned:
             self._make_buffers(device)
         out = self._begin(item.dtypes, spare=self._extra, device=device)
@@ -98,7 +98,7 @@ class CopyWorker:
         return out.close()
 
     def _make_buffers(self, device: Device | None) -> None:
-        """Allocate the buffers; those for a device only once it has work, since they are pinned."""
+        """Allocate the buffers: pinned memory for a device, plain memory without one."""
         self._is_pinned = device is not None
         self._band = host_buffer(device, self._band_bytes)
         self._raw = host_buffer(device, self._band_bytes)
@@ -110,7 +110,7 @@ class CopyWorker:
         source_size, target_size = (itemsize(name) for name in item.dtypes)
         position = item.destinations[0][1] * target_size
         source = item.source
-        if source.file is None:
+        if source.file is None:  # the buffer is the source of zeros
             self._extra[:] = bytes(len(self._extra))
         done = 0
         while done < item.n_elements and not self._is_stopped():
@@ -145,6 +145,7 @@ class CopyWorker:
         for band in item.bands:
             if self._is_stopped():
                 return
+            # Read the band once from the primary copy, then from each other copy.
             delta = [a - b for a, b in zip(band.offset, item.box.offset, strict=True)]
             n_bytes = band.n_elements * size
             first = self._band[:n_bytes]
@@ -153,7 +154,7 @@ class CopyWorker:
                 other = self._extra[:n_bytes]
                 self._read_dense(copy, delta, band, size, other)
                 if not is_equal(device, first, other):
-                    raise _mismatch(item, copy, band, bytes(first), bytes(other))
+                    raise _mismatch_error(item, copy, band, bytes(first), bytes(other))
 
     def _device_for(self, work: str) -> Device | None:
         """Return the device if it does a kind of work; tries the work at the first call."""
@@ -195,19 +196,20 @@ def band_bytes_of(buffer_bytes: int) -> int:
     return buffer_bytes // 3 & ~63
 
 
-def _mismatch(
+def _mismatch_error(
     item: Comparison, copy: Source, band: Box, first: bytes, other: bytes
 ) -> ReplicaMismatchError:
-    """Return the error for two copies that differ; it names the first differing element."""
-    flat = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(
-        item.dtype
-    )
+    """Build the error for two copies that differ, with the index of the first different element."""
+    n_equal_bytes = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+    flat = n_equal_bytes // itemsize(item.dtype)
+    # Unravel the flat index in the band's C order, last axis first.
     index = []
     for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
         index.append(offset + flat % extent)
         flat //= extent
     return ReplicaMismatchError(
-        f"two copies differ, first at index {tuple(reversed(index))}: {item.primary.file} and {copy.file}",
+        f"two copies differ, first at index {tuple(reversed(index))}: "
+        f"{item.primary.file} and {copy.file}",
         file=copy.file,
         key=item.key,
         hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "

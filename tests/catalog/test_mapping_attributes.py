@@ -79,7 +79,7 @@ def test_attributes_are_told_where_tensors_have_their_paths_as_names(
     )
     before = "" if is_root else "m."
     note, dropped = told(report)
-    assert note == f"attributes of mappings are left out: {before}title"
+    assert note == f"attributes of mappings are dropped: {before}title"
     assert f"{before}ema (" in dropped and f"{before}queue (" in dropped
 
 
@@ -115,7 +115,7 @@ def test_a_torch_file_under_new_names_tells_what_is_left_out(tmp_path: Path) -> 
     report = converted(
         saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", rename=(("^m", "n"),)
     )
-    assert "attributes of mappings are left out: m.ema, m.title" in report.notes
+    assert "attributes of mappings are dropped: m.ema, m.title" in report.notes
     assert torch.equal(torch.load(tmp_path / "y.pt")["n.w"], numbers(2))
 
 
@@ -127,7 +127,7 @@ def test_entries_that_are_left_out_take_the_attributes_of_their_mapping_along(
         "v": numbers(1),
     }
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "y.pt", "torch", exclude=("m",))
-    assert "attributes of mappings are left out: m.ema" in report.notes
+    assert "attributes of mappings are dropped: m.ema" in report.notes
 
 
 @pytest.mark.parametrize("to", FLAT)
@@ -150,7 +150,7 @@ def test_a_state_dict_of_torch_tells_that_its_versions_are_left_out(tmp_path: Pa
     source = saved({"model": torch.nn.BatchNorm1d(2).state_dict()}, tmp_path / "x.pt")
     for to in FLAT:
         report = converted(source, tmp_path / to, to)
-        assert told(report) == ("attributes of mappings are left out: model._metadata", "")
+        assert told(report) == ("attributes of mappings are dropped: model._metadata", "")
 
 
 def test_diff_compares_attributes_but_the_versions_of_modules(tmp_path: Path) -> None:

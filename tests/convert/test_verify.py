@@ -58,7 +58,7 @@ def test_a_bit_that_flips_on_the_disk_is_found_and_nothing_becomes_visible(
             write(self, name, offset, data)
 
     monkeypatch.setattr(StageStore, "write", flipping)
-    with pytest.raises(CorruptError, match=r"in the source .*Nothing was made visible") as caught:
+    with pytest.raises(CorruptError, match=r"in the source .*Nothing was published") as caught:
         run(_job(golden, tmp_path, topology=TopologyChange(tp=2, pp=1), threads=1))
     assert flipped and flipped[0].endswith(str(caught.value.file))
     assert not list(tmp_path.iterdir())

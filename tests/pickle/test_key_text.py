@@ -252,9 +252,7 @@ def test_a_key_without_a_text_is_refused_by_name(
     state: object, where: str, what: str, glob: str, to: str, tmp_path: Path
 ) -> None:
     source = saved(state, tmp_path / "x.pt")
-    with pytest.raises(
-        UnsupportedError, match=f"the dict {where} has keys that are objects"
-    ) as caught:
+    with pytest.raises(UnsupportedError, match=f"the dict {where} has objects as keys") as caught:
         converted(source, tmp_path / "out", to)
     assert caught.value.file == str(source) and what in caught.value.message
     assert (

@@ -1,8 +1,8 @@
 """Encode catalog entries as JSON values, for the plan that several workers read.
 
 Only values of known classes are encoded and decoded: those of the table ``CLASSES``, and functions
-of ``BINDERS``. So a plan file, whoever wrote it, creates nothing but catalog entries. A fragment
-that is all of its tensor and all of its array, as most are, is encoded as the number of the array.
+of ``BINDERS``. So a plan file, whoever wrote it, creates nothing but catalog entries. Most
+fragments are all of their tensor and all of their array; they are encoded as the array's number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from core.arrays.box import Box, full_box
 from core.catalog.catalog import AnyFragment, Fragment, TargetFragment, TensorMeta, bind_nothing
-from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray
+from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray, files_read
 from core.errors import UnsupportedError
 from core.formats.dcp.zstd_streams import StreamItem
 from core.formats.deepspeed.widened import Widened
@@ -55,7 +55,7 @@ BINDERS: dict[str, Callable[..., StoredArray]] = {
 
 
 def refused(value: object) -> object:
-    """Raise for a value that the tables do not have, where it must be read again.
+    """Raise because a value of an unknown class cannot be decoded by other workers.
 
     Raises:
         UnsupportedError: always.
@@ -67,10 +67,11 @@ def refused(value: object) -> object:
 
 
 def plain(value: object, unknown: Callable[[object], object] = refused) -> object:
-    """Encode a value of an encoding, or a function that binds, as JSON.
+    """Encode a value of an encoding, or a function that binds arrays, as JSON.
 
     Args:
-        unknown: encodes what the tables do not have.
+        value: the value.
+        unknown: encodes values of classes that are not in the tables.
 
     Raises:
         UnsupportedError: from ``refused``.
@@ -115,29 +116,32 @@ def decode(value: object) -> object:
 
 
 def _fields(kind: type) -> list[str]:
-    """Return the fields that make a value of a class, without those that only cache."""
+    """List the fields that define a value of a class, without those that only cache."""
     return [field.name for field in fields(kind) if field.init and field.compare]
 
 
 _PLAIN = (None, None, -1, None, None, False)
+"""Details of a dense, bound extent without encoding and CRC; they are not written."""
 
 
 class Encoder:
-    """Encodes fragments; files are numbered in the order in which they come.
+    """Encoder of fragments; files are numbered in the order of their first use.
 
     Args:
         unknown: as for ``plain``.
 
     Attributes:
-        files: number of each file.
+        files: number of each file with arrays.
+        encoding_files: names of the files that encodings read.
     """
 
     def __init__(self, unknown: Callable[[object], object] = refused) -> None:
         self.files: dict[str, int] = {}
+        self.encoding_files: set[str] = set()
         self._unknown = unknown
 
     def fragments(self, meta: TensorMeta, fragments: Sequence[AnyFragment]) -> list[object]:
-        """Encode a tensor's fragments: arrays, encodings, and box and position of each."""
+        """Encode a tensor's fragments as [arrays, encodings, rows of box and position]."""
         arrays: list[object] = []
         encodings: list[object] = []
         numbers: dict[int, int] = {}
@@ -146,6 +150,7 @@ class Encoder:
         for fragment in fragments:
             array, number = fragment.array, -1
             if array is not None:
+                # Several fragments may share an array, and several arrays an encoding.
                 earlier = numbers.get(id(array))
                 number = numbers[id(array)] = len(arrays) if earlier is None else earlier
                 if earlier is None:
@@ -168,9 +173,11 @@ class Encoder:
         encodings: list[object],
         encoding_numbers: dict[int, int],
     ) -> list[object]:
-        """Encode an array; a value equal to the tensor's own is written as 0.
+        """Encode an array; a value that equals the tensor's is written as 0.
 
         Args:
+            meta: the tensor.
+            array: one of its arrays.
             encodings: the encodings of the tensor's arrays so far; a new one is added.
             encoding_numbers: index in ``encodings`` by the id of an encoding.
         """
@@ -190,6 +197,7 @@ class Encoder:
             number = encoding_numbers[id(encoding)] = len(encodings) if earlier is None else earlier
             if earlier is None:
                 encodings.append(plain(encoding, self._unknown))
+                self.encoding_files.update(files_read(encoding))
         file = self.files.setdefault(extent.file, len(self.files))
         row += (file, extent.offset)
         more = (
@@ -204,7 +212,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes what ``Encoder`` encoded.
+    """Decoder of the data that ``Encoder`` produced.
 
     Args:
         files: names of the files, by number.
@@ -214,7 +222,7 @@ class Decoder:
         self._files = files
 
     def fragments(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[Fragment, ...]:
-        """Return the fragments of a tensor of the source.
+        """Decode the fragments of a tensor of the source.
 
         Raises:
             ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
@@ -224,7 +232,7 @@ class Decoder:
         return _fragments(meta, [self._stored(meta, row, values) for row in arrays], rows)
 
     def targets(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[TargetFragment, ...]:
-        """Return the fragments of a tensor of the target.
+        """Decode the fragments of a tensor of the target.
 
         Raises:
             ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
@@ -272,8 +280,8 @@ def _fragments(
             )
         else:
             number, offset, shape, at = _row(row)
-            piece = arrays[number] if number >= 0 else None
-            fragments.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), piece, tuple(at)))
+            array = arrays[number] if number >= 0 else None
+            fragments.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), array, tuple(at)))
     return tuple(fragments)
 
 

@@ -2,15 +2,13 @@
 
 ::
 
-    large tensors     ├────────┬───────┬─────────┬──────┤     laid in a row, which is cut into equal
-    pieces
-    small tensors     ▉ ▊ ▋ ▌ ▍ ▎ ▏                           largest first, each to the worker with
-    the least
+    large tensors   ├────────┬───────┬─────────┬──────┤   in a row that is cut into equal parts
+    small tensors   ▉ ▊ ▋ ▌ ▍ ▎ ▏                         largest first, to the least busy worker
 
-A cut in a large tensor is where an item begins (``core.plan.items``), so a worker has at most one
-item more than its share. Tensors whose bytes must be computed (casts, codecs) take longer than
-others, so they have a row of their own. All numbers are bytes that are read and written. Pure: the
-division follows from the numbers alone.
+A large tensor is cut where an item begins (``core.plan.items``), so a worker has at most one item
+more than its share. Tensors whose bytes must be computed (casts, codecs) take longer than others,
+so they form a second row. All numbers are bytes that are read and written. Pure: the division
+follows from the numbers alone.
 
 Where hosts must not write into the same file (``core.files.network_mounts``), tensors that are
 connected by files form a group, a group belongs to one host, and that host's workers divide its
@@ -32,7 +30,7 @@ _LARGE_ITEMS = 2
 
 @dataclass(frozen=True, slots=True)
 class KeyWork:
-    """The work of one tensor, as far as the division needs to know it.
+    """The work of one tensor, as the division sees it.
 
     Args:
         n_bytes: bytes that are read and written.
@@ -50,9 +48,9 @@ class WorkPart:
     """The part of one tensor that a worker does.
 
     Args:
-        start, stop: byte range of the tensor; the worker does the items that begin in it. None is
-        the tensor's end.
-        n_bytes: about how many bytes these items read and write.
+        start, stop: byte range of the tensor; the worker copies the items that begin in it. None is
+            the tensor's end.
+        n_bytes: approximate number of bytes that these items read and write.
     """
 
     start: int
@@ -78,7 +76,7 @@ class Division:
 
     @property
     def balance(self) -> float:
-        """Return the load of the busiest worker divided by the mean; 1.0 without any load."""
+        """Load of the busiest worker divided by the mean; 1.0 without any load."""
         total = sum(self.loads)
         return max(self.loads) * self.n_workers / total if total else 1.0
 
@@ -101,41 +99,39 @@ def divide_by_hosts(
     owners = columns("i", bytes(4 * len(works)))
     loads = [0] * len(hosts)
     shared: dict[int, list[tuple[int, WorkPart]]] = {}
-    names = sorted(set(hosts))
-    workers = {
-        name: [worker for worker, host in enumerate(hosts) if host == name] for name in names
-    }
+    workers_of_host: dict[str, list[int]] = {name: [] for name in sorted(set(hosts))}
+    for worker, host in enumerate(hosts):
+        workers_of_host[host].append(worker)
+    worker_lists = list(workers_of_host.values())
 
     # Give each group of tensors, largest first, to the host with the least load per worker.
-    heap = [(0.0, index) for index in range(len(names))]
-    tensors_of_host: list[list[int]] = [[] for _ in names]
-    groups = [(sum(works[n].n_bytes for n in group), group) for group in _connected_by_files(files)]
+    heap = [(0.0, index) for index in range(len(worker_lists))]
+    tensors_of_host: list[list[int]] = [[] for _ in worker_lists]
+    groups = [(sum(works[n].n_bytes for n in group), group) for group in _group_by_files(files)]
     for n_bytes, group in sorted(groups, key=lambda item: -item[0]):
         load, index = heap[0]
         tensors_of_host[index] += group
-        heapq.heapreplace(heap, (load + n_bytes / len(workers[names[index]]), index))
+        heapq.heapreplace(heap, (load + n_bytes / len(worker_lists[index]), index))
 
-    # Divide what each host has over its own workers.
-    for name, tensors in zip(names, map(sorted, tensors_of_host), strict=True):
-        division = divide_work(
-            [works[n] for n in tensors], len(workers[name]), item_bytes=item_bytes
-        )
-        for position, number in enumerate(tensors):
-            owner = division.owners[position]
-            owners[number] = workers[name][owner] if owner >= 0 else -1
-            if owner < 0:
-                shared[number] = [(workers[name][w], part) for w, part in division.shared[position]]
-        for position, load in enumerate(division.loads):
-            loads[workers[name][position]] = load
+    # Divide each host's tensors over its workers; the division numbers both from 0.
+    for workers, tensors in zip(worker_lists, map(sorted, tensors_of_host), strict=True):
+        division = divide_work([works[n] for n in tensors], len(workers), item_bytes=item_bytes)
+        for number, owner in zip(tensors, division.owners, strict=True):
+            owners[number] = workers[owner] if owner >= 0 else -1
+        for position, parts in division.shared.items():
+            shared[tensors[position]] = [(workers[worker], part) for worker, part in parts]
+        for worker, host_load in zip(workers, division.loads, strict=True):
+            loads[worker] = host_load
     return Division(owners, shared, len(hosts), loads)
 
 
-def _connected_by_files(files: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return groups of tensors, so that tensors of different groups have no file in common.
+def _group_by_files(files: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Group tensors so that tensors of different groups have no file in common.
 
     Args:
         files: numbers of the files of each tensor.
     """
+    # Union-find over files: all files of one tensor get the same root.
     parent: dict[int, int] = {}
 
     def root(node: int) -> int:
@@ -161,7 +157,7 @@ def divide_work(
     Args:
         works: the work of each tensor.
         n_workers: number of workers.
-        item_bytes: about how many bytes an item writes; it reads as many.
+        item_bytes: approximate number of bytes that an item writes; it reads as many.
     """
     max_bytes = _LARGE_ITEMS * 2 * item_bytes
     owners = columns("i", bytes(4 * len(works)))
@@ -183,10 +179,10 @@ def divide_work(
         owners[number] = -1
 
     # Give each remaining tensor, largest first, to the worker with the least load.
-    rest = sorted((n for n in range(len(works)) if owners[n] == 0), key=lambda n: -works[n].n_bytes)
+    small = [n for n in range(len(works)) if owners[n] == 0]
     heap = [(load, worker) for worker, load in enumerate(loads)]
     heapq.heapify(heap)
-    for number in rest:
+    for number in sorted(small, key=lambda n: -works[n].n_bytes):
         load, worker = heap[0]
         owners[number] = worker
         loads[worker] = load + works[number].n_bytes
@@ -195,10 +191,11 @@ def divide_work(
 
 
 def _cut_row(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[int, int, WorkPart]]:
-    """Yield (tensor, worker, part) for tensors in a row that is cut into equal pieces.
+    """Yield (tensor, worker, part) for tensors in a row that is cut into equal parts.
 
     Args:
         row: (tensor, size in bytes) in order.
+        n_workers: number of parts.
     """
     total = sum(size for _, size in row)
     begin = 0  # of the tensor in the row
@@ -206,7 +203,7 @@ def _cut_row(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[i
     for number, size in row:
         start = 0
         while True:
-            end = (worker + 1) * total // n_workers - begin  # of the worker's piece, in the tensor
+            end = (worker + 1) * total // n_workers - begin  # of the worker's part, in the tensor
             if end >= size or worker == n_workers - 1:
                 yield number, worker, WorkPart(start, None, size - start)
                 break

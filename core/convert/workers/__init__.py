@@ -1,6 +1,6 @@
-"""The same conversion by several ranks: the lead prepares and publishes, all copy.
+"""Conversion with several workers: the lead prepares and publishes, all copy.
 
-Start at ``run``; ``share`` is what one worker does of the stored plan.
+Start at ``run``; ``share`` copies one worker's share of the stored plan.
 Imports: convert, convert.stored_plan, copy, device, errors, files, fingerprint, manifest,
 megatron.reshard, plan, stage, team.
 """

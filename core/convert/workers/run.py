@@ -1,18 +1,17 @@
-"""Run a conversion that several workers make together.
+"""Run a conversion with several workers.
 
 ::
 
-    lead      prepare, make the files, write the plan ─┬─ check ─┬─ share ─┬─ literals, manifest ─┬─
-    commit
-    others                                             └─ check ─┴─ share ─┘                      └─
-    done
+    lead      prepare, create files, write plan ─┬─ check ─┬─ share ─┬─ literals, manifest ── commit
+    others                                       └─ check ─┴─ share ─┘
 
 The lead decides and proves everything, as a single process does (``core.convert.prepare.prepare``),
-and writes the proven plan into the stage. All agree on its hash before a byte is written; then each
-copies its share (``core.convert.workers.share``). The lead joins their ledgers, so literals,
-manifest and every other byte are those of a single process. Only the lead publishes, once every
-worker has reported that its part is on the disk. The stage is always kept when something fails: the
-same command, with any number of workers, continues from the journals.
+and writes the proven plan into the staging directory. All workers agree on its hash before a byte
+is written; then each copies its share (``core.convert.workers.share``). The lead joins their
+ledgers, so literals, manifest and every other byte are those of a single process. Only the lead
+publishes, after every worker has reported that its part is on the disk. The staging directory is
+always kept when something fails: the same command, with any number of workers, continues from the
+journals.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ _SPOOLED_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class WorkSizes:
-    """How finely work is cut, in bytes.
+    """Granularity of the work, in bytes.
 
     Args:
-        item_bytes: about what an item writes.
+        item_bytes: approximate number of bytes that an item writes.
         buffer_bytes: buffers of a thread; None for the plan's.
         batch_bytes: work that a killed worker may lose.
     """
@@ -91,7 +90,7 @@ def run_shared(
     sizes: WorkSizes = _DEFAULT_SIZES,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Do the job as one of several workers, as ``core.convert.run.run`` does it in one process.
+    """Run the job as one of several workers, as ``core.convert.run.run`` does in one process.
 
     Args:
         job: the same on all workers.
@@ -101,53 +100,54 @@ def run_shared(
 
     Raises:
         CheckpointingException: the job failed, on all workers; the destination is untouched, and
-            the stage is kept.
+            the staging directory is kept.
     """
     job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
+        # Copy: the lead writes the plan, all copy their shares, the lead joins the checksums.
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
         order = broadcast_result(team, _by(lead, lambda lead: lead.begin()))
-        done = _shared(order, team, job.device, lambda share: share.copy())
-        broadcast_result(team, _by(lead, lambda lead: lead.join(done or ())))
-        fingerprints = _fingerprints(job, order, team) if job.fingerprint else None
+        results = _run_shares(order, team, job.device, lambda share: share.copy())
+        broadcast_result(team, _by(lead, lambda lead: lead.join(results or ())))
+
+        # Fingerprint: all workers read the written files back; the lead has the result.
+        fingerprints: dict[str, Fingerprint] | None = None
+        if job.fingerprint:
+            from core.manifest.fingerprint_share import fingerprints_of_directory
+
+            fingerprints = fingerprints_of_directory(
+                order.written,
+                rules=load_rules(job.rules, unknown=job.unknown),
+                threads=job.threads,
+                memory_bytes=job.memory_bytes - job.beside_bytes,
+                team=team,
+                device=job.device,
+            ).fingerprints
         broadcast_result(team, _by(lead, lambda lead: lead.finish(fingerprints)))
+
+        # Verify: a second plan, whose shares compare instead of writing.
         if job.verify:
             order = broadcast_result(team, _by(lead, lambda lead: lead.begin_verifying()))
-            done = _shared(
+            results = _run_shares(
                 order,
                 team,
                 job.device,
                 lambda share: share.compare(ComparingStage(stack.enter_context(_written(order)))),
             )
-            broadcast_result(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
+            broadcast_result(team, _by(lead, lambda lead: lead.finish_verifying(results or ())))
+
+        # Publish. A worker that is lost after that had nothing left to do: the job has succeeded.
         try:
             return broadcast_result(team, _by(lead, lambda lead: lead.commit(publishing)))
         except (WorkerError, KeyboardInterrupt):
             if lead is None or lead.committed is None:
                 raise
-            return (
-                lead.committed
-            )  # a worker that had nothing left to do is lost; an agent then ends the others
-
-
-def _fingerprints(job: Job, order: WorkOrder, team: Team) -> dict[str, Fingerprint]:
-    """Read what was written with all workers, and return its fingerprints on the lead."""
-    from core.manifest.fingerprint_share import fingerprints_of_directory
-
-    rules = load_rules(job.rules, unknown=job.unknown)
-    return fingerprints_of_directory(
-        order.written,
-        rules=rules,
-        threads=job.threads,
-        memory_bytes=job.memory_bytes - job.beside_bytes,
-        team=team,
-        device=job.device,
-    ).fingerprints
+            return lead.committed
 
 
 @contextmanager
 def _written(order: WorkOrder) -> Iterator[LocalStore]:
-    """Open the files that are compared, and close them after the block."""
+    """Open the files to compare, and close them after the block."""
     assert order.target is not None
     store = LocalStore(order.target)
     try:
@@ -157,7 +157,7 @@ def _written(order: WorkOrder) -> Iterator[LocalStore]:
 
 
 def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
-    """Return a function that does the work on the lead, to which it is restricted."""
+    """Bind work to the lead: only the lead may call the returned function."""
 
     def call() -> T:
         assert lead is not None
@@ -166,10 +166,10 @@ def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
     return call
 
 
-def _shared(
+def _run_shares(
     order: WorkOrder, team: Team, device: Device | None, work: Callable[[WorkerShare], ShareResult]
 ) -> list[ShareResult] | None:
-    """Run each worker's share, once all workers have opened the same plan, stage and source.
+    """Run each worker's share after all workers have opened plan, staging directory and source.
 
     Returns:
         The results of all workers on the lead, None on the others.
@@ -185,13 +185,13 @@ def _shared(
 
 
 class _Lead:
-    """The steps and the state of a job that only the lead has.
+    """The lead's part of a job: its steps in order, and their state.
 
     Args:
-        job: the conversion, as asked for.
+        job: the conversion.
         team: the workers.
-        stack: closes source and stage at the end, whatever happens.
-        sizes: how finely work is cut.
+        stack: closes source and staging directory at the end, whatever happens.
+        sizes: granularity of the work.
     """
 
     def __init__(self, job: Job, team: Team, stack: ExitStack, sizes: WorkSizes) -> None:
@@ -211,7 +211,7 @@ class _Lead:
         self._fingerprints = WrittenFingerprints()
 
     def begin(self) -> WorkOrder:
-        """Prepare the job, make the stage with all its files, and write the plan."""
+        """Prepare the job, create all files in the staging directory, and write the plan."""
         job = self._job
         prepared = self._prepared = self._stack.enter_context(prepare(job))
         if job.force:
@@ -224,13 +224,14 @@ class _Lead:
                 options=identity_text(job),
                 item_bytes=self._sizes.item_bytes,
             )
+            # The plan's hash identifies the staging directory, so the plan waits in a spool.
             stage = stage_of(prepared, identity=written.identity, is_shared=True)
             self._stage = self._stack.enter_context(stage)
             for image in prepared.images:
                 stage.store.create(image.path, image.size)
             sync_folders(stage.stage_dir)
             path = stage.stage_dir / "plan"
-            digest = self._stored(path, spooled, written, self._divided(written, stage))
+            digest = self._store_plan(path, spooled, written, self._divide(written, stage))
         order = self._order(path, digest, threads=prepared.plan.threads)
         return replace(
             order,
@@ -241,7 +242,7 @@ class _Lead:
         )
 
     def _order(self, plan: Path, digest: str, *, threads: int) -> WorkOrder:
-        """Return an order with what all orders of this job have in common."""
+        """Build an order from a stored plan and the fields that all orders of this job share."""
         prepared, stage = self._prepared, self._stage
         assert stage.workers is not None
         return WorkOrder(
@@ -256,8 +257,8 @@ class _Lead:
             **asdict(self._sizes),
         )
 
-    def _divided(self, written: WrittenPlan, stage: Stage) -> Division:
-        """Divide the work; where hosts have caches of their own, only one host writes each file."""
+    def _divide(self, written: WrittenPlan, stage: Stage) -> Division:
+        """Divide the work; only one host writes each file if the hosts' caches are not coherent."""
         hosts, item_bytes = self._team.hosts, self._sizes.item_bytes
         kind = file_system_of(stage.stage_dir)
         if len(set(hosts)) == 1 or is_coherent(kind):
@@ -266,15 +267,15 @@ class _Lead:
             written.works, written.target_files, hosts, item_bytes=item_bytes
         )
         stage.notes.append(
-            f"each file is written by one host, because hosts may overwrite each other's bytes on {kind}; the largest "
-            f"share is {division.balance:.2f} × the mean"
+            "each file is written by one host, because hosts may overwrite each other's bytes "
+            f"on {kind}; the largest share is {division.balance:.2f} × the mean"
         )
         return division
 
-    def _stored(
+    def _store_plan(
         self, path: Path, spooled: IO[bytes], written: WrittenPlan, division: Division
     ) -> str:
-        """Write the plan's file, and return its SHA-256."""
+        """Write the plan with its division to a file, and return the file's SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
         with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
@@ -284,8 +285,11 @@ class _Lead:
     def join(self, done: Sequence[ShareResult]) -> None:
         """Join the workers' ledgers, and write everything that is not a tensor.
 
+        Args:
+            done: the results of all workers.
+
         Raises:
-            WorkerError: some bytes were not written by any worker; a fault of the program.
+            WorkerError: some bytes were not written by any worker, which is a bug.
         """
         prepared, stage, job = self._prepared, self._stage, self._job
         plan = prepared.plan
@@ -294,7 +298,7 @@ class _Lead:
             ledger.join(share.state)
         if not ledger.is_complete:
             raise WorkerError(
-                "the workers' shares do not cover all the data: nothing was made visible"
+                "the workers' shares do not cover all the data: nothing was published"
             )
         self._figures = tuple(share.figures for share in done)
         self._result = CopyResult(
@@ -310,13 +314,13 @@ class _Lead:
         """Write the manifest.
 
         Args:
-            fingerprints: fingerprints of what was written; None if they were not asked for.
+            fingerprints: fingerprints of the written tensors; None if they were not requested.
         """
         self._fingerprints = WrittenFingerprints(fingerprints, len(fingerprints or ()))
         finish_manifest(self._prepared, self._stage, self._result, self._files, self._fingerprints)
 
     def begin_verifying(self) -> WorkOrder:
-        """Plan the comparison of what was written with the source, and return the order for it."""
+        """Plan the comparison of the written files with the source, and return the order for it."""
         prepared, stage, job = self._prepared, self._stage, self._job
         stage.store.sync_all()
         comparison, store = self._stack.enter_context(
@@ -334,7 +338,7 @@ class _Lead:
             division = divide_work(
                 written.works, self._team.size, item_bytes=self._sizes.item_bytes
             )
-            digest = self._stored(path, spooled, written, division)
+            digest = self._store_plan(path, spooled, written, division)
         return replace(
             self._order(path, digest, threads=comparison.threads), target=store.root.absolute()
         )
@@ -343,12 +347,12 @@ class _Lead:
         """Add up the bytes that were compared.
 
         Raises:
-            WorkerError: not everything was compared; a fault of the program.
+            WorkerError: not everything was compared, which is a bug.
         """
         assert self._comparison is not None
         self._n_verified = sum(share.figures.written_bytes for share in done)
         if self._n_verified != self._comparison.write_bytes:
-            raise WorkerError("the workers have not compared everything: nothing was made visible")
+            raise WorkerError("the workers have not compared everything: nothing was published")
 
     def _report(self) -> Report:
         return report_of(

@@ -1,18 +1,17 @@
-"""Copy one worker's share of a plan into a stage that several workers fill.
+"""Copy one worker's share of a plan into a staging directory that several workers write to.
 
 ::
 
     .out.ckpt-stage/
-    ├── data/            the files, made by the lead, filled by all: every byte has one owner
-    ├── plan             the division of work (core.convert.stored_plan.file); all workers check its
-    hash first
-    ├── journal.jsonl    what the lead has done; journal-1.jsonl for worker 1 …
+    ├── data/            the files, created by the lead, filled by all: every byte has one owner
+    ├── plan             the division of work (core.convert.stored_plan.file); its hash is checked
+    ├── journal.jsonl    finished items of the lead; journal-1.jsonl for worker 1 …
     └── workers.lock     held by all that may still write (core.stage.workers_lock)
 
-A worker opens the plan, the source and the stage that the lead's order names, and checks that they
-are the lead's: the stage by the lock's token, the plan by its hash, the source's files by size and
-modification time. It copies its share, syncs what it wrote to the disk, and hands over its
-checksums. No worker reads what others have written before they are done.
+A worker opens the plan, the source and the staging directory that the lead's order names, and
+checks that they are the lead's: the staging directory by the lock's token, the plan by its hash,
+the source's files by size and modification time. It copies its share, syncs its files to the disk,
+and returns its checksums. No worker reads bytes of another before that one has finished.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from core.team.protocol import Figures, Team, is_lead
 
 DATA = "data"
 PATIENCE_SECONDS = 5.0
-"""How long a worker waits for the lead's files, as network file systems may take a moment."""
+"""Time that a worker waits for the lead's files, which appear late on network file systems."""
 _PAUSE_SECONDS = 0.2
 _N_CHECKED_FILES = 8
 
@@ -52,17 +51,17 @@ class WorkOrder:
     """The lead's order to all workers.
 
     Args:
-        stage_dir: directory of the stage.
+        stage_dir: the staging directory.
         plan: path of the plan's file.
         digest: SHA-256 of the plan's file.
         token: token of the run (``core.stage.workers_lock``).
-        journal_of: identity that journals must have; None if nothing is written.
-        written: where the destination is until it is published.
+        journal_identity: identity that journals must have; None if nothing is written.
+        written: path of the destination before it is published.
         source: directory of the source.
         target: directory whose files are compared; None if files are written.
         threads: number of copying threads.
-        crc, crc_digest: which checksums to compute.
-        fsync: wait for the disk.
+        crc, crc_digest: compute CRC-32s, and content digests.
+        fsync: wait until the bytes are on the disk.
         batch_bytes: work that a killed worker may lose.
         item_bytes, buffer_bytes: as for ``core.copy.options.CopyOptions``.
     """
@@ -100,7 +99,7 @@ class ShareResult:
 
 
 class WorkerShare:
-    """A worker's share of the work, open; a context manager.
+    """Context manager of a worker's share: the open plan, source and staging directory.
 
     Args:
         order: the lead's order.
@@ -111,7 +110,7 @@ class WorkerShare:
     Raises (on entering):
         UsageError: this host does not see the lead's files.
         CorruptError: the plan is not the lead's.
-        StorageError: another run has taken over, or the file system refuses.
+        StorageError: another run has taken over, or a file cannot be read.
     """
 
     def __init__(
@@ -133,6 +132,7 @@ class WorkerShare:
         with ExitStack() as stack:
             self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")
             self._wait_for(self._order.source, "the source")
+            # Hold the lock, so that no other run takes over while this worker may still write.
             if not is_lead(self._team):
                 stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
             plan = StoredPlan(
@@ -157,7 +157,7 @@ class WorkerShare:
         self._closing.close()
 
     def copy(self) -> ShareResult:
-        """Copy the share into the stage.
+        """Copy the share into the staging directory.
 
         Raises:
             CheckpointingException: as for ``core.copy.run.execute``, and StoppedError.
@@ -165,17 +165,25 @@ class WorkerShare:
         order = self._order
         assert order.journal_identity is not None
         store = StageStore(order.stage_dir / DATA, is_durable=order.fsync)
+
+        def sync(files: Iterable[str]) -> None:
+            for file in files if order.fsync else ():
+                store.sync(file)
+
         try:
+            # The journal lists an item only after its bytes are on the disk.
             journal = FileJournal(
                 journal_path(order.stage_dir, self._team.rank),
                 order.journal_identity,
-                sync=lambda files: _sync(store, files if order.fsync else ()),
+                sync=sync,
                 batch_bytes=order.batch_bytes,
                 others=journals_in(order.stage_dir),
                 keys=self._plan.numbers,
             )
             try:
-                done = self._execute(store, crc=order.crc, digest=order.crc_digest, journal=journal)
+                result = self._execute(
+                    store, crc=order.crc, digest=order.crc_digest, journal=journal
+                )
                 journal.flush()
             except BaseException:
                 with suppress(CheckpointingException):
@@ -190,13 +198,13 @@ class WorkerShare:
                 store.close()
             raise
         store.close()  # a network file system may report a failed write only here
-        return done
+        return result
 
     def compare(self, target: Target) -> ShareResult:
-        """Compare the share with the files that have been written.
+        """Compare the share with the written files.
 
         Args:
-            target: a stage that compares instead of writing.
+            target: a store that compares instead of writing.
 
         Raises:
             CheckpointingException: as for ``core.convert.verify.verify``, and StoppedError.
@@ -234,24 +242,24 @@ class WorkerShare:
         """Wait until a path exists.
 
         Raises:
-            UsageError: it does not appear in time.
+            UsageError: the path does not appear in time.
         """
         until = time.monotonic() + self._patience_s
         while not path.exists():
             if time.monotonic() >= until:
                 raise self._not_visible(path, label)
+            # A network file system may have cached that the path does not exist; listing the
+            # directory makes it look again.
             with suppress(OSError):
-                os.listdir(
-                    path.parent
-                )  # a network file system may have cached that the path does not exist
+                os.listdir(path.parent)
             time.sleep(_PAUSE_SECONDS)
 
     def _check_source(self) -> None:
         """Raise unless the first files of the source are the lead's.
 
         Raises:
-            UsageError: they differ on another host than the lead's.
-            CheckpointingException: they differ on the lead's own host.
+            UsageError: the files differ on another host than the lead's.
+            CheckpointingException: the files differ on the lead's own host.
         """
         for name in list(self._plan.stamps)[:_N_CHECKED_FILES]:
             try:
@@ -264,15 +272,12 @@ class WorkerShare:
                 ) from err
 
     def _not_visible(self, path: Path, label: str) -> UsageError:
-        """Return the error about a path that only other hosts have."""
+        """Build the error about a path that only other hosts have."""
         hosts, rank = self._team.hosts, self._team.rank
         return UsageError(
-            f"worker {rank} on host {hosts[rank]} does not see {label} that worker 0 on host {hosts[0]} sees",
+            f"worker {rank} on host {hosts[rank]} does not see {label} "
+            f"that worker 0 on host {hosts[0]} sees",
             file=str(path),
-            hint="all hosts must see the same files under the same paths: give paths on a shared file system",
+            hint="all hosts must see the same files under the same paths: "
+            "give paths on a shared file system",
         )
-
-
-def _sync(store: StageStore, files: Iterable[str]) -> None:
-    for file in files:
-        store.sync(file)
