@@ -6,9 +6,10 @@
     resumed, tp 1, pp 4: goes on from step_000020
     the losses of steps 21 to 40 differ by at most 4.4e-16
 
-It runs ``train_tp_pp.py`` three times: once without interruption; once until all its processes are killed in the middle
-of a step, or of a save (SIGKILL, so nobody can tidy up); and once more on what that left behind. Losses are compared as
-float64; layouts sum in different orders, so the last bit may differ.
+It runs ``train_tp_pp.py`` three times: once without interruption; once until all its processes are
+killed in the middle of a step, or of a save (SIGKILL, so nobody can tidy up); and once more on what
+that left behind. Losses are compared as float64; layouts sum in different orders, so the last bit
+may differ.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Training:
     """A training that runs; a context manager that waits for its end.
 
     Args:
-        work_dir: gets its checkpoints, its losses, and what it writes to standard error, under its name.
+        work_dir: gets its checkpoints, its losses, and what it writes to standard error, under its
+            name.
         name: of the run.
         layout: tensor- and pipeline-parallel ranks.
         options: more of them.

@@ -5,9 +5,9 @@
     embedding ─▶ layer 0 ─▶ … ─▶ layer n-1 ─▶ norm ─▶ output          cut into `pp` stages of n/pp layers
     (V/tp, h)    norm ─▶ fc1 (f/tp, h) ─▶ gelu ─▶ fc2 (h, f/tp) ─▶ dropout ─▶ + input     (V/tp, h)
 
-A global weight depends on its key alone, not on the layout, and so does a dropout mask: each layer has a random number
-generator of its own, equal on all ranks that hold the layer. Numbers are float64, so that layouts, which sum in
-different orders, can be compared.
+A global weight depends on its key alone, not on the layout, and so does a dropout mask: each layer
+has a random number generator of its own, equal on all ranks that hold the layer. Numbers are
+float64, so that layouts, which sum in different orders, can be compared.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ class Weight:
     """A rank's part of a global weight.
 
     Args:
-        key: name in checkpoints. The weights of all layers are one tensor there, whose first axis is the layer.
+        key: name in checkpoints. The weights of all layers are one tensor there, whose first axis
+            is the layer.
         layer: index and number of layers, None for a weight that is no layer's.
-        axis: which axis tensor parallelism cuts, None for a weight that all ranks of the group have.
+        axis: which axis tensor parallelism cuts, None for a weight that all ranks of the group
+            have.
         parameter: this rank's part.
     """
 
@@ -138,7 +140,9 @@ class Stage(torch.nn.Module):
         self.weights[weight.name] = weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens (batch,) on the first stage, activations (batch, hidden) on the others → activations, or logits."""
+        """Tokens (batch,) on the first stage, activations (batch, hidden) on the others →
+        activations, or logits.
+        """
         if self.place.is_first:
             x = self._embedded(x)
         for layer in self.layers:
@@ -227,7 +231,8 @@ def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def train_step(stage: Stage, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Forward and backward of all micro-batches, one stage after the other; gradients add up in the weights.
+    """Forward and backward of all micro-batches, one stage after the other; gradients add up in the
+    weights.
 
     Args:
         micro_batches: tokens and targets, each (batch,).

@@ -4,8 +4,9 @@
 
     CHECKPOINTS=runs/llama:runs/qwen pytest test_checkpoints.py
 
-Every path is a checkpoint or a training root, of which the iteration is taken that its tracker names. A failure shows
-what ``ckpt validate`` shows. For checkpoints that were written by the test itself, call ``assert_whole``.
+Every path is a checkpoint or a training root, of which the iteration is taken that its tracker
+names. A failure shows what ``ckpt validate`` shows. For checkpoints that were written by the test
+itself, call ``assert_whole``.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
-"""Trains a tiny model with tensor and pipeline parallelism on the CPU, saves, and goes on in another layout.
+"""Trains a tiny model with tensor and pipeline parallelism on the CPU, saves, and goes on in
+another layout.
 
     $ cd docs/examples
     $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 2 --pp 2 --checkpoints /tmp/run --steps 40
     ^C, kill -9, a power cut: at any time
     $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 1 --pp 4 --checkpoints /tmp/run --steps 40
 
-The second command finds the newest complete checkpoint and goes on with it, as if nothing had happened: its losses are
-those of a run that was not interrupted, which ``kill_and_resume.py`` in this folder shows. With ``--async-save`` the
-files are written while training goes on.
+The second command finds the newest complete checkpoint and goes on with it, as if nothing had
+happened: its losses are those of a run that was not interrupted, which ``kill_and_resume.py`` in
+this folder shows. With ``--async-save`` the files are written while training goes on.
 
 What is in a checkpoint:
 
-* weights and the optimizer's moments as ShardedTensors, which know their place in the global tensors: any layout can
-  load them;
-* the random state of each layer's dropout as a ShardedObject, one of a grid of as many as there are layers;
-* the numbers of steps, the learning rate's schedule and the position in the data as common state, which all ranks
-  have alike.
+* weights and the optimizer's moments as ShardedTensors, which know their place in the global
+  tensors: any layout can load them;
+* the random state of each layer's dropout as a ShardedObject, one of a grid of as many as there are
+  layers;
+* the numbers of steps, the learning rate's schedule and the position in the data as common state,
+  which all ranks have alike.
 """
 
 from __future__ import annotations

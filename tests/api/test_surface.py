@@ -307,7 +307,8 @@ def test_a_class_has_the_documented_abstract_methods_and_no_others(module: str, 
     )
     required = cls.__abstractmethods__ if issubclass(cls, ABC) else frozenset()
     assert required <= abstract
-    # The documentation calls abstract whatever does nothing but refuse, whether or not a subclass has to define it.
+    # The documentation calls abstract whatever does nothing but refuse, whether or not a subclass
+    # has to define it.
     least = type("Least", (cls,), dict.fromkeys(required, lambda self, *args: None))
     for method in abstract - required:
         function = getattr(least.__new__(least) if issubclass(cls, ABC) else least, method)

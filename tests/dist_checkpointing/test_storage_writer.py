@@ -133,8 +133,8 @@ def _save_fsdp(rank: int, world: int, paths: dict[str, str], tp: int, plain: boo
 def test_fsdp2_and_tensor_parallel_save_model_and_optimizer(tmp_path: Path, world: int, tp: int):
     paths = {format: str(tmp_path / format) for format in FORMATS}
     true = run_ranks(world, _save_fsdp, paths, tp, False)[0]
-    # A torch file keeps the class, as torch.save does. safe_globals removes at its end what it was given, so a class
-    # that Megatron registered is not given to it.
+    # A torch file keeps the class, as torch.save does. safe_globals removes at its end what it was
+    # given, so a class that Megatron registered is not given to it.
     missing = [kind for kind in [Namespace] if kind not in torch.serialization.get_safe_globals()]
     for format in FORMATS:
         with torch.serialization.safe_globals(missing):

@@ -90,7 +90,8 @@ def test_a_numpy_scalar_of_the_other_byte_order_has_the_same_text() -> None:
         ((1, np.int64(2)), "(1, 2)"),
         ((np.int64(2),), "(2,)"),
         ((1, "a"), "(1, 'a')"),
-        # Its own text depends on the hash seed, and an id must not: pytest's processes compare them.
+        # Its own text depends on the hash seed, and an id must not: pytest's processes compare
+        # them.
         pytest.param(frozenset({"b", "a"}), "frozenset({'a', 'b'})", id="frozenset"),
         (torch.float16, "torch.float16"),
         ("a.b", "a.b"),

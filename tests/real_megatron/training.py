@@ -247,7 +247,8 @@ def trained(training: Training, steps: range) -> list[float]:
 
 
 def _step(training: Training, step: int) -> list[float]:
-    # MoE with TP but without sequence parallelism (for which the norms need Transformer Engine) runs in eval mode only.
+    # MoE with TP but without sequence parallelism (for which the norms need Transformer Engine)
+    # runs in eval mode only.
     is_train = training.run.model.experts is None or training.run.layout.tp == 1
     for chunk in training.chunks:
         chunk.train(is_train)

@@ -99,7 +99,8 @@ def _is_ours(module: str) -> bool:
 
 
 def test_packages_import_only_from_those_below() -> None:
-    # Not the script lint-imports: it may belong to another environment than the interpreter that runs this test.
+    # Not the script lint-imports: it may belong to another environment than the interpreter that
+    # runs this test.
     run = subprocess.run(
         [
             sys.executable,

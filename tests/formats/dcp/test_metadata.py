@@ -597,7 +597,8 @@ def test_what_kills_the_c_unpickler_kills_only_the_child(attack: str, repo_dir: 
         "    print(len(m._parse_by_machine(data, 'x').checked('x').tensors))\n"
         "except CheckpointingException as err:\n"
         "    print(type(err).__name__)\n"
-        # Not getrusage: what it states outlives exec, so it may be the peak of the test's own process.
+        # Not getrusage: what it states outlives exec, so it may be the peak of the test's own
+        # process.
         "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "assert int(peak.split()[1]) < 400_000, peak\n"
     )

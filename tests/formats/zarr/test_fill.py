@@ -132,7 +132,8 @@ def test_a_fill_value_is_the_element_that_tensorstore_reads(dtype: str, zarr_for
         ours = fill_bytes(value, dtype, zarr_format=zarr_format)
         if ours is not None:
             assert ours == filled_by_tensorstore(value, dtype, zarr_format), value
-        # What is rounded, or too large, is refused rather than guessed; so are numbers for complex types.
+        # What is rounded, or too large, is refused rather than guessed; so are numbers for complex
+        # types.
     wanted = {"bool": [False, True], "complex": [[0.1, -2.0]]}.get(DTYPES[dtype].kind, [0, 1])
     assert None not in [fill_bytes(value, dtype, zarr_format=zarr_format) for value in wanted]
     assert (fill_bytes(None, dtype, zarr_format=zarr_format) is None) == (zarr_format == 3)

@@ -300,7 +300,8 @@ def test_counts_and_offsets_are_those_of_megatron_core() -> None:
         try:
             split, mtp = ours(options)
         except (UsageError, UnsupportedError, CorruptError):
-            # Megatron compares neither the sum of the stages with the model, nor looks for negative counts.
+            # Megatron compares neither the sum of the stages with the model, nor looks for negative
+            # counts.
             counts = [] if isinstance(answer, str) else [count for count, _, _ in answer]
             assert sum(counts) != options["num_layers"] or min(counts) < 0, options
             n_refused += 1
