@@ -1,6 +1,7 @@
 """Shows that training goes on in another layout as if nothing had happened.
 
-    $ .venv/bin/python docs/examples/kill_and_resume.py                # --async-save or --format zarr: how to save
+    # --async-save, --format zarr: how to save
+    $ .venv/bin/python docs/examples/kill_and_resume.py
     uninterrupted, tp 2, pp 2: 40 steps
     killed, tp 2, pp 2: after step 25
     resumed, tp 1, pp 4: goes on from step_000020

@@ -2,7 +2,8 @@
 
 ::
 
-    embedding ─▶ layer 0 ─▶ … ─▶ layer n-1 ─▶ norm ─▶ output          cut into `pp` stages of n/pp layers
+    embedding ─▶ layer 0 ─▶ … ─▶ layer n-1 ─▶ norm ─▶ output
+                cut into `pp` stages of n/pp layers
     (V/tp, h)    norm ─▶ fc1 (f/tp, h) ─▶ gelu ─▶ fc2 (h, f/tp) ─▶ dropout ─▶ + input     (V/tp, h)
 
 A global weight depends on its key alone, not on the layout, and so does a dropout mask: each layer

@@ -2,9 +2,11 @@
 another layout.
 
     $ cd docs/examples
-    $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 2 --pp 2 --checkpoints /tmp/run --steps 40
+    $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 2 --pp 2 \\
+          --checkpoints /tmp/run --steps 40
     ^C, kill -9, a power cut: at any time
-    $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 1 --pp 4 --checkpoints /tmp/run --steps 40
+    $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 1 --pp 4 \\
+          --checkpoints /tmp/run --steps 40
 
 The second command finds the newest complete checkpoint and goes on with it, as if nothing had
 happened: its losses are those of a run that was not interrupted, which ``kill_and_resume.py`` in

@@ -23,13 +23,15 @@ _TORCH = """
 import sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
-a, b = ({key: t for path in sorted(Path(name).glob("*.safetensors")) for key, t in load_file(path).items()}
+a, b = ({key: t for path in sorted(Path(name).glob("*.safetensors"))
+         for key, t in load_file(path).items()}
         for name in sys.argv[1:3])
 for key, x in a.items():
     y = b[key]
     if not torch.equal(x, y):
         x, y = x.flatten().float(), y.flatten().float()
-        print(key, int((x != y).sum()), float((x - y).abs().max()), float(torch.cosine_similarity(x, y, dim=0)))
+        print(key, int((x != y).sum()), float((x - y).abs().max()),
+              float(torch.cosine_similarity(x, y, dim=0)))
 """
 _CHANGE = """
 import sys, torch

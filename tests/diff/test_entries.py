@@ -128,5 +128,10 @@ def test_keys_of_any_kind_have_a_name() -> None:
     }
     paths = [entry.path for entry in diffs({"x": one}, {"x": dict.fromkeys(one, 2)})]
     assert paths == [
-        "x.an integer of 30001 bits", "x.<tuple>", "x.2.5", "x.<NoneType>", f"x.{'k' * 300}…", "x.m.C"
-    ]  # fmt: skip
+        "x.an integer of 30001 bits",
+        "x.<tuple>",
+        "x.2.5",
+        "x.<NoneType>",
+        f"x.{'k' * 300}…",
+        "x.m.C",
+    ]

@@ -759,7 +759,8 @@ SCENARIOS: dict[str, Scenario] = {
     "optimizer_tp2pp2dp2": replace(OPTIMIZER, saved=TP2PP2DP2),
     "optimizer_removed": Scenario(
         *(save_and_remove, load_what_remains, TP2, (ONE, TP2), expected_remains),
-        is_saved_by_both=False,  # 0.16.1 removes nothing under torch 2.13: it asks for an attribute that is no more
+        # 0.16.1 removes nothing under torch 2.13: it asks for an attribute that is gone.
+        is_saved_by_both=False,
     ),
     "odd_one": Scenario(save_odd, load_odd, ONE, (ONE,), expected_odd),
     "odd_tp4": Scenario(save_odd, load_odd, TP4, (TP4,), expected_odd),

@@ -598,8 +598,10 @@ def _pickled(function: Any, args: tuple[object, ...]) -> bytes:
     return b"\x80\x02" + name + pickle.dumps(args, 2)[2:-1] + b"R."
 
 
-ARRAY = (b"\x80\x02cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85c_codecs\nencode\n"
-         b"X\x01\x00\x00\x00bX\x06\x00\x00\x00latin1\x86R\x87R")  # fmt: skip
+ARRAY = (
+    b"\x80\x02cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85c_codecs\nencode\n"
+    b"X\x01\x00\x00\x00bX\x06\x00\x00\x00latin1\x86R\x87R"
+)
 
 
 @pytest.mark.parametrize(

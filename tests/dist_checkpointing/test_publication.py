@@ -193,7 +193,7 @@ def test_a_replacement_killed_between_two_renames_is_undone_by_the_next_save(tmp
     assert _content(tmp_path) == _published("next") | {"notes.txt": "mine"}
 
 
-def test_a_process_killed_after_the_last_rename_leaves_a_checkpoint_and_a_stage_that_the_next_save_removes(
+def test_the_next_save_removes_the_stage_of_a_process_killed_after_its_last_rename(
     tmp_path,
 ):
     _save(tmp_path, "old")

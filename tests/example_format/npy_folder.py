@@ -119,7 +119,8 @@ def lay_out(target: TargetCatalog) -> list[FileImage]:
                 else f"leave it out: --exclude '{key}'",
             )
         array = target.whole_array(key)
-        text = f"{{'descr': '{_CODES[meta.dtype]}', 'fortran_order': False, 'shape': {meta.shape!r}, }}"
+        code = _CODES[meta.dtype]
+        text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {meta.shape!r}, }}"
         text += " " * (-(len(text) + 11) % 64) + "\n"
         head = _MAGIC + len(text).to_bytes(2, "little") + text.encode("latin-1")
         files[key] = f"{number:05d}.npy"

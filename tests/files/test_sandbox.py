@@ -111,7 +111,8 @@ import os
 from core.files.sandbox import run_sandboxed
 
 try:
-    run_sandboxed("tests.support.sandboxed:interrupt_the_parent", b"", memory_bytes=1 << 28, cpu_s=60)
+    function = "tests.support.sandboxed:interrupt_the_parent"
+    run_sandboxed(function, b"", memory_bytes=1 << 28, cpu_s=60)
 except KeyboardInterrupt:
     try:
         os.waitpid(-1, os.WNOHANG)

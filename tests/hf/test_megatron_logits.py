@@ -67,9 +67,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 parallel_state.initialize_model_parallel(1, 1)
-CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()   # no dropout, so no random states are needed
-moe_utils.te_general_gemm = None   # without Transformer Engine 0.16.1 looks at this name, which it does not define,
-multi_latent_attention.HAVE_TE = False   # and takes it to be there in this module
+# There is no dropout, so no random states are needed.
+CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()
+# Without Transformer Engine, 0.16.1 looks at the first name, which it does not define, and takes
+# the engine to be there in the second module.
+moe_utils.te_general_gemm = None
+multi_latent_attention.HAVE_TE = False
 
 
 class PlainAttention(torch.nn.Module):
@@ -86,7 +89,8 @@ class PlainAttention(torch.nn.Module):
 def built(args):
     is_latent = args["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
-    fields = {field.name: args[field.name] for field in dataclasses.fields(kind) if field.name in args}
+    names = [field.name for field in dataclasses.fields(kind)]
+    fields = {name: args[name] for name in names if name in args}
     fields |= {
         "params_dtype": torch.float32,
         "gated_linear_unit": args["swiglu"],
@@ -100,7 +104,9 @@ def built(args):
         "apply_rope_fusion": False,
     }
     config = kind(**fields)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args["normalization"])
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=args["normalization"]
+    )
     if is_latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PlainAttention
@@ -131,7 +137,8 @@ for case in json.load(sys.stdin):
         raise SystemExit(f"{case['name']}: missing {left}, unexpected {absent.unexpected_keys}")
     if [name for name in order if name != "output_layer.weight"] != case["order"]:
         pairs = [(a, b) for a, b in zip(order, case["order"]) if a != b]
-        raise SystemExit(f"{case['name']}: another order: {pairs[:4]} {len(order)} {len(case['order'])}")
+        counts = f"{len(order)} {len(case['order'])}"
+        raise SystemExit(f"{case['name']}: another order: {pairs[:4]} {counts}")
     tokens = torch.tensor(case["tokens"])[None]
     n = tokens.shape[1]
     mask = torch.triu(torch.ones(1, 1, n, n, dtype=torch.bool), 1)

@@ -206,9 +206,12 @@ def test_keys_that_weights_only_refuses_are_set_aside_by_their_names(tmp_path: P
     (note,) = converted(source, tmp_path / "y.pt", "torch", weights_only=True)
     assert "proto.3 (its key is a numpy scalar)" in note
     assert ASIDE_KEY in torch.load(tmp_path / "y.pt")
-    assert not differences(*(parse(MemoryStore({"x": path.read_bytes()}), "x").arrays.keys() for path in (
-        source, tmp_path / "y.pt"
-    )))  # fmt: skip
+    assert not differences(
+        *(
+            parse(MemoryStore({"x": path.read_bytes()}), "x").arrays.keys()
+            for path in (source, tmp_path / "y.pt")
+        )
+    )
 
 
 def test_diff_compares_the_values_of_keys(tmp_path: Path) -> None:

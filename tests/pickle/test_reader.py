@@ -688,7 +688,8 @@ def test_an_error_that_is_kept_keeps_no_objects() -> None:
 def test_memo_entries_may_come_in_any_order() -> None:
     # entries 5, 0, 1 set, then MEMOIZE twice (which number the entries that exist: 3, 4), then 5
     # again
-    data = b"\x80\x04K\x05q\x050K\x00q\x000K\x01q\x010K\x33\x940K\x34\x940(h\x05h\x00h\x01h\x03h\x04K\x09q\x05h\x05t."
+    data = b"\x80\x04K\x05q\x050K\x00q\x000K\x01q\x010K\x33\x940K\x34\x940("
+    data += b"h\x05h\x00h\x01h\x03h\x04K\x09q\x05h\x05t."
     assert load(data, label="x") == pickle.loads(data) == (5, 0, 1, 0x33, 0x34, 9, 9)
 
 

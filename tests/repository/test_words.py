@@ -15,7 +15,8 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 _NOUN_CLAUSE = """
-The A An Whether What Where Which How Every All Who Why See As One Those That Bytes Number Several Names
+The A An Whether What Where Which How Every All Who Why See As One Those That Bytes Number Several
+Names
 """
 NOUN_CLAUSE = frozenset(_NOUN_CLAUSE.split())
 _VAGUE = """

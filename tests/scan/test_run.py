@@ -189,9 +189,14 @@ def test_what_lies_outside_its_file_is_a_problem_and_the_rest_is_read() -> None:
     ]
     seen = Collected()
     found = scan(catalog_over("f", arrays), store, [seen])
-    assert {problem.array.name if problem.array else problem.file for problem in found.problems} == {
-        "long", "far", "missing", "negative",
-    }  # fmt: skip
+    assert {
+        problem.array.name if problem.array else problem.file for problem in found.problems
+    } == {
+        "long",
+        "far",
+        "missing",
+        "negative",
+    }
     assert seen.finished == ["good"] and found.files["f"].n_bytes == 100
 
 
@@ -305,9 +310,12 @@ def test_encoded_arrays_come_unit_by_unit_and_those_too_large_are_a_problem() ->
         memory_bytes=1 << 20,
     )
     assert sorted(seen.finished) == ["units", "whole"]
-    assert {problem.array.name: problem.error.code for problem in found.problems if problem.array} == {
-        "cut": "unsupported", "large": "capacity",
-    }  # fmt: skip
+    assert {
+        problem.array.name: problem.error.code for problem in found.problems if problem.array
+    } == {
+        "cut": "unsupported",
+        "large": "capacity",
+    }
     assert found.arrays["units"].crc == crc32(bytes(seen.data["units"]))
 
 

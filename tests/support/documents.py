@@ -48,8 +48,11 @@ CHECKPOINTS: Mapping[str, str] = {
 NEWER_ITERATION = "runs/damaged"
 """A copy of runs/llama with a second iteration that lacks a file and has one byte changed."""
 TITAN_CONFIG = """{
-  "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 130, "hidden_size": 32,
-  "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+  "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 130,
+  "hidden_size": 32,
+  "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 8,
   "hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "max_position_embeddings": 64,
   "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false
 }

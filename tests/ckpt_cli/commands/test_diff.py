@@ -132,8 +132,15 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
     assert made["schema"] == "ckpt.diff/1"
     assert (made["same"], made["method"], made["tolerance"]) == (False, "read", None)
     assert made["counts"] == {
-        "equal": 2, "unread": 0, "close": 0, "values": 5, "dtype": 1, "shape": 1, "only_b": 1, "only_a": 1
-    }  # fmt: skip
+        "equal": 2,
+        "unread": 0,
+        "close": 0,
+        "values": 5,
+        "dtype": 1,
+        "shape": 1,
+        "only_b": 1,
+        "only_a": 1,
+    }
     by_key = {one["key"]: one for one in made["tensors"]}
     assert by_key["gone"]["b"] is None
     values = by_key["layers.2.w"]["values"]

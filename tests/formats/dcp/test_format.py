@@ -52,11 +52,27 @@ from tests.support.materialize import materialized, tensor_bytes, write_files
 GOLD = ("fsdp2_dp2", "fsdp2_dp4", "tp2_only", "tp2_fsdp2_dp2", "bf16_fsdp2_dp2_modelonly")
 
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-    torch.bool, torch.complex128, torch.complex64,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+    torch.complex128,
+    torch.complex64,
+)
 
 
 def counted(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:

@@ -155,7 +155,8 @@ def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: 
 def test_reading_needs_no_framework(golden: Path, repo_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"
-        " from core.formats.deepspeed import format as deepspeed; from core.files.store import LocalStore\n"
+        " from core.formats.deepspeed import format as deepspeed; from core.files.store import "
+        "LocalStore\n"
         "catalog = deepspeed.read(LocalStore(Path(sys.argv[1])))\n"
         "[catalog.fragments(key) for key in catalog.tensors]\n"
         "sys.exit(' '.join({'torch', 'numpy', 'deepspeed'} & set(sys.modules)) or 0)"
@@ -187,7 +188,7 @@ RUNS = {
     "without slices": Zero(1, 4, has_slices=False),
     "padding stored": Zero(2, 4, pads=True),
     "sub-groups cut parameters": Zero(3, 2, sub_groups=(20, 31, 5, 1, 1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -455,17 +456,52 @@ def _one_group(content: dict[str, Any]) -> None:
 
 BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Exception], str]] = {
     "no module": (2, edit_model(removing("module")), CorruptError, "'module' is missing"),
-    "no shapes": (2, edit_model(setting(param_shapes=None)), CorruptError, "param_shapes is missing"),
-    "shapes are text": (2, edit_model(setting(param_shapes="all")), CorruptError, "param_shapes is a str, not a list"),
+    "no shapes": (
+        2,
+        edit_model(setting(param_shapes=None)),
+        CorruptError,
+        "param_shapes is missing",
+    ),
+    "shapes are text": (
+        2,
+        edit_model(setting(param_shapes="all")),
+        CorruptError,
+        "param_shapes is a str, not a list",
+    ),
     "shape is negative": (2, edit_model(_negative), CorruptError, "is -7, not a count"),
-    "shape is longer": (2, edit_model(_longer), CorruptError, "need 408 elements, but its parts on 2 ranks have"),
-    "shape is longer, 3": (3, edit_model(_longer), CorruptError, "need .* elements per rank, but the flat groups have"),
-    "a group too few": (2, edit_model(_one_group), CorruptError, "param_shapes has 1 groups.*files have 2"),
+    "shape is longer": (
+        2,
+        edit_model(_longer),
+        CorruptError,
+        "need 408 elements, but its parts on 2 ranks have",
+    ),
+    "shape is longer, 3": (
+        3,
+        edit_model(_longer),
+        CorruptError,
+        "need .* elements per rank, but the flat groups have",
+    ),
+    "a group too few": (
+        2,
+        edit_model(_one_group),
+        CorruptError,
+        "param_shapes has 1 groups.*files have 2",
+    ),
     "a group too few, 3": (3, edit_model(_one_group), CorruptError, "the flat groups have"),
     "a parameter twice": (1, edit_model(_twice), CorruptError, "is in groups 0 and 1"),
     "a parameter twice, 3": (3, edit_model(_twice), CorruptError, "in two groups"),
-    "buffers are numbers": (2, edit_model(setting(buffer_names=[5])), CorruptError, "buffer_names has the name 5"),
-    "shared is a list": (2, edit_model(setting(shared_params=["a"])), CorruptError, "shared_params is a list"),
+    "buffers are numbers": (
+        2,
+        edit_model(setting(buffer_names=[5])),
+        CorruptError,
+        "buffer_names has the name 5",
+    ),
+    "shared is a list": (
+        2,
+        edit_model(setting(shared_params=["a"])),
+        CorruptError,
+        "shared_params is a list",
+    ),
     "frozen without fragments": (
         2,
         edit_model(setting(frozen_param_shapes={"base": (4,)})),
@@ -474,39 +510,93 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
     ),
     "frozen of another size": (
         2,
-        edit_model(setting(frozen_param_shapes={"b": (4,)}, frozen_param_fragments={"b": torch.ones(3)})),
+        edit_model(
+            setting(frozen_param_shapes={"b": (4,)}, frozen_param_fragments={"b": torch.ones(3)})
+        ),
         CorruptError,
         r"has shape \(3,\), not \(4,\)",
     ),
     "frozen part of another size": (
         3,
-        edit_model(setting(frozen_param_shapes={"b": (4,)}, frozen_param_fragments={"b": torch.ones(3)})),
+        edit_model(
+            setting(frozen_param_shapes={"b": (4,)}, frozen_param_fragments={"b": torch.ones(3)})
+        ),
         CorruptError,
         r"part of the frozen parameter has shape \(3,\), not 2 elements",
     ),
-    "tensor parallel": (2, edit_model(setting(mp_world_size=2)), UnsupportedError, "2 model-parallel ranks"),
+    "tensor parallel": (
+        2,
+        edit_model(setting(mp_world_size=2)),
+        UnsupportedError,
+        "2 model-parallel ranks",
+    ),
     "pipeline": (
         2,
         edit_model(setting(checkpoint_parallel_dimensions={"tp_degree": 1, "pp_degree": 2})),
         UnsupportedError,
         "pipeline parallelism of 2",
     ),
-    "AutoEP": (2, edit_model(setting(ds_autoep_layers=[{"num_experts": 4}])), UnsupportedError, "AutoEP"),
-    "two stages": (2, edit_optim(1, setting(zero_stage=1)), CorruptError, "from ZeRO-1, but that of rank 0"),
+    "AutoEP": (
+        2,
+        edit_model(setting(ds_autoep_layers=[{"num_experts": 4}])),
+        UnsupportedError,
+        "AutoEP",
+    ),
+    "two stages": (
+        2,
+        edit_optim(1, setting(zero_stage=1)),
+        CorruptError,
+        "from ZeRO-1, but that of rank 0",
+    ),
     "stage 9": (2, edit_optim(1, setting(zero_stage=9)), CorruptError, "zero_stage is 9"),
-    "stage is text": (2, edit_optim(1, setting(zero_stage="two")), CorruptError, "zero_stage is a str"),
-    "no count": (2, edit_optim(1, removing("partition_count")), CorruptError, "partition_count is missing"),
-    "counts are empty": (2, edit_optim(1, setting(partition_count=[])), CorruptError, "partition_count is an empty"),
-    "another count": (2, edit_optim(0, setting(partition_count=[1, 1])), CorruptError, "records 1 ranks.*files from 2"),
-    "a count too high": (2, edit_optim(0, setting(partition_count=[3, 3])), MissingShardError, "rank 2 is missing"),
-    "counts differ": (2, edit_optim(0, setting(partition_count=[2, 1])), UnsupportedError, "as with experts"),
+    "stage is text": (
+        2,
+        edit_optim(1, setting(zero_stage="two")),
+        CorruptError,
+        "zero_stage is a str",
+    ),
+    "no count": (
+        2,
+        edit_optim(1, removing("partition_count")),
+        CorruptError,
+        "partition_count is missing",
+    ),
+    "counts are empty": (
+        2,
+        edit_optim(1, setting(partition_count=[])),
+        CorruptError,
+        "partition_count is an empty",
+    ),
+    "another count": (
+        2,
+        edit_optim(0, setting(partition_count=[1, 1])),
+        CorruptError,
+        "records 1 ranks.*files from 2",
+    ),
+    "a count too high": (
+        2,
+        edit_optim(0, setting(partition_count=[3, 3])),
+        MissingShardError,
+        "rank 2 is missing",
+    ),
+    "counts differ": (
+        2,
+        edit_optim(0, setting(partition_count=[2, 1])),
+        UnsupportedError,
+        "as with experts",
+    ),
     "no flat groups": (
         2,
         edit_optim(1, removing("single_partition_of_fp32_groups")),
         CorruptError,
         "single_partition_of_fp32_groups is missing",
     ),
-    "no flat groups, 3": (3, edit_optim(0, removing("fp32_flat_groups")), CorruptError, "fp32_flat_groups is missing"),
+    "no flat groups, 3": (
+        3,
+        edit_optim(0, removing("fp32_flat_groups")),
+        CorruptError,
+        "fp32_flat_groups is missing",
+    ),
     "a group is not flat": (
         2,
         edit_optim(1, setting(single_partition_of_fp32_groups=[torch.ones(2, 2), torch.ones(2)])),
@@ -527,7 +617,9 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
     ),
     "ranks differ in groups": (
         2,
-        edit_optim(1, setting(single_partition_of_fp32_groups=[torch.ones(9)], param_slice_mappings=None)),
+        edit_optim(
+            1, setting(single_partition_of_fp32_groups=[torch.ones(9)], param_slice_mappings=None)
+        ),
         CorruptError,
         "flat group",
     ),
@@ -537,19 +629,39 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         CorruptError,
         "the flat groups of rank 1 have",
     ),
-    "a slice is elsewhere": (2, edit_optim(0, _slice), CorruptError, "the shapes of the parameters before it give"),
+    "a slice is elsewhere": (
+        2,
+        edit_optim(0, _slice),
+        CorruptError,
+        "the shapes of the parameters before it give",
+    ),
     "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lacks the parameter"),
-    "a state is short": (2, edit_optim(1, _short_state), CorruptError, "has 3 elements, but its weights have"),
+    "a state is short": (
+        2,
+        edit_optim(1, _short_state),
+        CorruptError,
+        "has 3 elements, but its weights have",
+    ),
     "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has states"),
-    "a state of no group": (2, edit_optim(1, _state_nowhere), CorruptError, "has an entry 9, but there are 2"),
-    "steps differ": (2, edit_optim(1, _other_step), ReplicaMismatchError, "'step' differs from that of rank 0"),
+    "a state of no group": (
+        2,
+        edit_optim(1, _state_nowhere),
+        CorruptError,
+        "has an entry 9, but there are 2",
+    ),
+    "steps differ": (
+        2,
+        edit_optim(1, _other_step),
+        ReplicaMismatchError,
+        "'step' differs from that of rank 0",
+    ),
     "gaps for another group": (
         2,
         edit_optim(0, setting(param_alignment_paddings=[[0], [0, 0, 0]])),
         CorruptError,
         "group 0 has 4 parameters, but 1 alignment paddings",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -34,7 +34,8 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 os.environ.update(
-    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu"
+    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1",
+    LOCAL_RANK="0", DS_ACCELERATOR="cpu"
 )
 import torch
 import deepspeed
@@ -47,7 +48,8 @@ class Model(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(37, 24)
         self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(24, 73), torch.nn.GELU(), torch.nn.Linear(73, 24)) for _ in range(2)
+            torch.nn.Sequential(torch.nn.Linear(24, 73), torch.nn.GELU(), torch.nn.Linear(73, 24))
+            for _ in range(2)
         )
         self.norm = torch.nn.LayerNorm(24)
         self.head = torch.nn.Linear(24, 37, bias=False)
@@ -63,19 +65,23 @@ class Model(torch.nn.Module):
 model = Model()
 groups = [{"params": list(model.parameters())}]
 if n_groups == 2:
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) == has_rows]} for has_rows in (True, False)]
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) == has_rows]}
+              for has_rows in (True, False)]
 config = {
-    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+    "zero_allow_untested_optimizer": True,
     "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     "steps_per_print": 1000, "checkpoint": {"load_universal": True},
 }
-engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-9), config=config)
+optimizer = torch.optim.AdamW(groups, lr=1e-9)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 _, client = engine.load_checkpoint(folder, load_module_only=not has_state and stage == 3)
 found = {}
 for name, parameter in engine.module.named_parameters():
     found[name] = safe_get_full_fp32_param(parameter).detach().clone()
     for state in ("exp_avg", "exp_avg_sq") if has_state else ():
-        found[f"optimizer.state.{name}.{state}"] = safe_get_full_optimizer_state(parameter, state).detach().clone()
+        value = safe_get_full_optimizer_state(parameter, state)
+        found[f"optimizer.state.{name}.{state}"] = value.detach().clone()
 inner = engine.optimizer.optimizer
 found["steps"] = [float(state["step"]) for state in inner.state.values() if "step" in state]
 found["decay"] = [group["weight_decay"] for group in inner.param_groups]

@@ -348,30 +348,53 @@ def test_classes_that_the_loader_cannot_import_are_put_aside(tmp_path: Path) -> 
 
 REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] = {
     "numbered states": (
-        {"w": torch.ones(2), "optimizer.state.0.m": torch.ones(2)}, {}, "optimizer.state.0.m", "not to a parameter"
+        {"w": torch.ones(2), "optimizer.state.0.m": torch.ones(2)},
+        {},
+        "optimizer.state.0.m",
+        "not to a parameter",
     ),
     "states under a prefix": (
-        {"w": torch.ones(2), "app.optim.state.w.m": torch.ones(2)}, {}, "app.optim.state.w.m", "not to a parameter"
+        {"w": torch.ones(2), "app.optim.state.w.m": torch.ones(2)},
+        {},
+        "app.optim.state.w.m",
+        "not to a parameter",
     ),
     "a state of another shape": (
-        {"w": torch.ones(4), "optimizer.state.w.row": torch.ones(2)}, {}, "optimizer.state.w.row", r"has shape \(2,\)"
+        {"w": torch.ones(4), "optimizer.state.w.row": torch.ones(2)},
+        {},
+        "optimizer.state.w.row",
+        r"has shape \(2,\)",
     ),
     "a long step": (
-        {"w": torch.ones(4), "optimizer.state.w.step": torch.ones(2)}, {}, "optimizer.state.w.step", "not one value"
+        {"w": torch.ones(4), "optimizer.state.w.step": torch.ones(2)},
+        {},
+        "optimizer.state.w.step",
+        "not one value",
     ),
     "a state called fp32": (
-        {"w": torch.ones(4), "optimizer.state.w.fp32": torch.ones(4)}, {}, "optimizer.state.w.fp32", "have the name"
+        {"w": torch.ones(4), "optimizer.state.w.fp32": torch.ones(4)},
+        {},
+        "optimizer.state.w.fp32",
+        "have the name",
     ),
     "a name with a slash": ({"a/b": torch.ones(4)}, {}, "a/b", "key cannot be a directory name"),
     "a name that climbs": ({"..": torch.ones(4)}, {}, "..", "key cannot be a directory name"),
     "a name that is too long": ({"w" * 256: torch.ones(4)}, {}, "w" * 256, "key cannot be"),
-    "a reserved entry": ({"w": torch.ones(4)}, {"module": {"x": 1}}, "module", "for another purpose"),
+    "a reserved entry": (
+        {"w": torch.ones(4)},
+        {"module": {"x": 1}},
+        "module",
+        "for another purpose",
+    ),
     "a setting of nothing": (
-        {"w": torch.ones(4)}, {"optimizer.param_groups.v.lr": 1}, "optimizer.param_groups.v.lr", "not belong to"
+        {"w": torch.ones(4)},
+        {"optimizer.param_groups.v.lr": 1},
+        "optimizer.param_groups.v.lr",
+        "not belong to",
     ),
     "half precision": ({"w": torch.ones(4, dtype=torch.float16)}, {}, "w", "float16"),
     "double precision": ({"w": torch.ones(4, dtype=torch.float64)}, {}, "w", "float64"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

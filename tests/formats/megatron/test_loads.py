@@ -37,7 +37,8 @@ warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 
-torch.cuda.synchronize = lambda *args, **kwargs: None          # the loader calls both without asking for a GPU
+# The loader calls both without asking for a GPU.
+torch.cuda.synchronize = lambda *args, **kwargs: None
 torch.cuda.current_device = lambda: torch.device("cpu")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -48,7 +49,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 
 
 def digest(tensor):
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def plain(value):
@@ -67,14 +69,16 @@ def plain(value):
 
 
 def halves(key, meta):
-    "The tensor as two shards along its last axis of even extent: each one's data crosses the stored chunks."
+    "The tensor as two shards along its last axis of even extent, whose data cross the chunks."
     shape = tuple(meta.global_shape)
-    axis = max((axis for axis, extent in enumerate(shape) if extent and extent % 2 == 0), default=None)
+    even = [axis for axis, extent in enumerate(shape) if extent and extent % 2 == 0]
+    axis = even[-1] if even else None
     if axis is None:
         return [ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=meta.dtype))]
     local = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
     return [
-        ShardedTensor.from_rank_offsets(key, torch.zeros(local, dtype=meta.dtype), (axis, rank, 2)) for rank in range(2)
+        ShardedTensor.from_rank_offsets(key, torch.zeros(local, dtype=meta.dtype), (axis, rank, 2))
+        for rank in range(2)
     ]
 
 
@@ -82,11 +86,17 @@ def seen(case):
     folder = case["dir"]
     tensors = dist_checkpointing.load_tensors_metadata(folder)
     whole = {
-        "t:" + key: ShardedTensor.from_rank_offsets(key, torch.zeros(meta.global_shape, dtype=meta.dtype))
+        "t:" + key: ShardedTensor.from_rank_offsets(
+            key, torch.zeros(meta.global_shape, dtype=meta.dtype)
+        )
         for key, meta in tensors.items()
     }
     whole |= {"o:" + key: ShardedObject.empty_from_unique_key(key) for key in case["objects"]}
-    parts = {f"{rank}:{key}": part for key, meta in tensors.items() for rank, part in enumerate(halves(key, meta))}
+    parts = {
+        f"{rank}:{key}": part
+        for key, meta in tensors.items()
+        for rank, part in enumerate(halves(key, meta))
+    }
     if case["has_common"]:
         common = dist_checkpointing.load_common_state_dict(folder)
         metadata = load_sharded_metadata(folder)
@@ -97,7 +107,9 @@ def seen(case):
         found = TorchDistLoadShardedStrategy().load(whole, folder)
         found_parts = TorchDistLoadShardedStrategy().load(parts, folder)
     return {
-        "metadata": {key: [str(meta.dtype), list(meta.global_shape)] for key, meta in tensors.items()},
+        "metadata": {
+            key: [str(meta.dtype), list(meta.global_shape)] for key, meta in tensors.items()
+        },
         "sharded": sorted(metadata),
         "common": plain(common),
         "tensors": {key[2:]: plain(value) for key, value in found.items() if key.startswith("t:")},

@@ -202,7 +202,8 @@ from core.files.store import LocalStore
 for name in sys.argv[1:]:
     store = LocalStore(Path(name))
     assert FORMAT.sniff(store) and FORMAT.read(store).tensors
-print(sorted({"torch", "numpy", "safetensors", "zarr", "tensorstore", "ml_dtypes"} & set(sys.modules)))
+heavy = {"torch", "numpy", "safetensors", "zarr", "tensorstore", "ml_dtypes"}
+print(sorted(heavy & set(sys.modules)))
 """
     folders = (
         golden / "hf" / "llama" / "safetensors_sharded",

@@ -300,7 +300,8 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "an index with more bytes": (
         {
             piece_name(1): piece_file({"w": ((0, 0), W)}),
-            "model.safetensors.index.json": b'{"metadata":{"total_size":72},"weight_map":{"w":"a.safetensors"}}',
+            "model.safetensors.index.json": b'{"metadata":{"total_size":72},'
+            b'"weight_map":{"w":"a.safetensors"}}',
         },
         MissingShardError,
         "have 48 bytes in all, but total_size in the index is 72",

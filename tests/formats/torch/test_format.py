@@ -186,14 +186,29 @@ def test_writing_is_a_function_of_the_content() -> None:
 def test_plain_values_keep_their_places_and_types(tmp_path: Path) -> None:
     value = {
         "tensor": filled(torch.float32, 2),
-        "none": None, "yes": True, "int": -5, "big": 1 << 200, "float": 0.1, "list": [float("inf")],
-        "text": "grün\ud800", "bytes": b"\0\xff", "array": bytearray(b"abc"), "complex": 1 - 2j,
-        "set": {1, "a"}, "empty": {}, "none in it": [], "tuple": (1, (2, [3])),
-        "dtype": torch.bfloat16, "device": torch.device("cuda", 3),
+        "none": None,
+        "yes": True,
+        "int": -5,
+        "big": 1 << 200,
+        "float": 0.1,
+        "list": [float("inf")],
+        "text": "grün\ud800",
+        "bytes": b"\0\xff",
+        "array": bytearray(b"abc"),
+        "complex": 1 - 2j,
+        "set": {1, "a"},
+        "empty": {},
+        "none in it": [],
+        "tuple": (1, (2, [3])),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 3),
         "counter": collections.Counter("abca"),
         "ordered": collections.OrderedDict([("z", 1), ("a", filled(torch.int8, 3))]),
-        5: "five", (1, 2): "pair", None: "nothing", (torch.float32, torch.bfloat16): {"param": filled(torch.int8, 4)},
-    }  # fmt: skip
+        5: "five",
+        (1, 2): "pair",
+        None: "nothing",
+        (torch.float32, torch.bfloat16): {"param": filled(torch.int8, 4)},
+    }
     catalog, store = opened(saved(value))
     assert list(catalog.tensors) == ["tensor", "ordered.a", "(torch.float32, torch.bfloat16).param"]
     assert catalog.objects["int"] == StoredObject("int", value=-5)
@@ -215,10 +230,15 @@ def test_the_metadata_of_an_ordered_state_dict_stays(tmp_path: Path) -> None:
 
 def test_keys_that_join_to_one_name_are_told_apart(tmp_path: Path) -> None:
     value = {
-        "a.b": filled(torch.int8, 2), "a": {"b": filled(torch.int8, 3), "c": 5}, "a.c": 6,
-        1: filled(torch.int8, 4), "1": filled(torch.int8, 5), "#0": filled(torch.int8, 6), "": filled(torch.int8, 7),
+        "a.b": filled(torch.int8, 2),
+        "a": {"b": filled(torch.int8, 3), "c": 5},
+        "a.c": 6,
+        1: filled(torch.int8, 4),
+        "1": filled(torch.int8, 5),
+        "#0": filled(torch.int8, 6),
+        "": filled(torch.int8, 7),
         "n": argparse.Namespace(hidden=filled(torch.int8, 8)),
-    }  # fmt: skip
+    }
     data = saved(value)
     catalog, store = opened(data)
     sizes = {key: meta.shape[0] for key, meta in catalog.tensors.items()}

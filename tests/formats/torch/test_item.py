@@ -38,8 +38,21 @@ def located(value: torch.Tensor, **where: int) -> tuple[MemoryStore, StoredArray
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_items_are_located_with_their_strides(dtype: torch.dtype) -> None:
-    for before, tensor in enumerate(kinds_of(dtype)[name] for name in ("whole", "transposed", "strided", "scalar",
-            "columns", "expanded", "channels last", "empty", "empty matrix", "ones")):  # fmt: skip
+    for before, tensor in enumerate(
+        kinds_of(dtype)[name]
+        for name in (
+            "whole",
+            "transposed",
+            "strided",
+            "scalar",
+            "columns",
+            "expanded",
+            "channels last",
+            "empty",
+            "empty matrix",
+            "ones",
+        )
+    ):
         for _ in range(2):
             store, array = located(tensor, before=before)
             extent = array.extent

@@ -56,7 +56,7 @@ def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None
     n_runs = n_other_order = 0
     for run, answer in zip(questions, answers, strict=True):
         if answer is None:
-            continue  # refused by Megatron: with this order dense and expert ranks are of different stages
+            continue  # refused by Megatron: dense and expert ranks would be of different stages
         tp, pp, ep, etp = (int(run[name]) for name in ("tp", "pp", "ep", "etp"))
         topology = Topology(tp=tp, pp=pp, ep=ep, etp=etp if ep > 1 else None)
         names = [rank_dir(topology, Rank(t, p, e)) for t, p, e, _, _ in answer]
