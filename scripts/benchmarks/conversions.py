@@ -180,7 +180,7 @@ class Bench(Page):
                                     self.add(case)
 
     def reshard(self) -> None:
-        """TP8 → TP4 and TP4 → TP8, weights alone and with the optimizer (rank files or torch_dist)."""
+        """TP8 → TP4 and TP4 → TP8, weights alone and with the optimizer."""
         for old, new, rest, to in (
             (8, 4, "", ()),
             (4, 8, "", ()),
