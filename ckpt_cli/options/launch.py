@@ -27,6 +27,7 @@ _COUNTS = ("auto", "cpu", "gpu")
 _PORT = (1, 2**16 - 1)
 """Smallest and largest port number."""
 _TEXT = partial(Option, show_default=False, show_envvar=False)
+"""An option whose help text contains its default; the ``PET_`` variable is not shown."""
 
 
 def parse_nodes(text: str | None) -> tuple[int, int]:
@@ -40,6 +41,7 @@ def parse_nodes(text: str | None) -> tuple[int, int]:
 
 
 def _check_nodes(text: str) -> str:
+    """Return the text if it is a number of hosts or ``MIN:MAX``, else raise BadParameter."""
     low, high = parse_nodes(text)
     if not 1 <= low <= high:
         raise BadParameter(f"{text!r} is neither a number of hosts nor MIN:MAX")
@@ -47,6 +49,7 @@ def _check_nodes(text: str) -> str:
 
 
 def _check_workers(text: str) -> str:
+    """Return the text if it is a positive number or one of ``_COUNTS``, else raise BadParameter."""
     if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
         raise BadParameter(
             f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}"
@@ -89,6 +92,7 @@ def parse_settings(text: str | None) -> dict[str, str]:
 
 
 def _check_settings(text: str) -> str:
+    """Return the text if ``parse_settings`` finds a key and a value in each part, else raise."""
     if not all(key and value for key, value in parse_settings(text).items()):
         raise BadParameter(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
     return text

@@ -78,6 +78,7 @@ Flag = partial(Option, show_default=False)
 
 
 def _iteration(panel: str) -> object:
+    """Return the option ``--iteration`` for a section of the help page."""
     return Option(
         "--iteration",
         metavar="N",
@@ -120,6 +121,7 @@ NoOptim = Annotated[
 
 
 def _missing_chunks(panel: str) -> object:
+    """Return the option ``--missing-chunks`` for a section of the help page."""
     return Option(
         "--missing-chunks",
         metavar="fill|error",
@@ -211,20 +213,24 @@ class InspectOptions:
 
 
 def _target_size(short: str, long: str, text: str) -> object:
+    """Return the option for a parallel size to write, with the aliases of Megatron's tools."""
     names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
     return Option(*names, metavar="N", parser=whole_number(1), rich_help_panel=LAYOUT, help=text)
 
 
 def _source_size(short: str, long: str) -> object:
+    """Return the option for a parallel size of the source, hidden as ckpt reads it from there."""
     return Option(f"--{short}", f"--{long}", metavar="N", parser=whole_number(1), hidden=True)
 
 
 def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
+    """Return an option for the pipeline to write, under Megatron's name and with ``-new``."""
     names = (f"--{name}", f"--{name}-new", f"--target-{name}")
     return Option(*names, metavar=metavar, parser=parser, rich_help_panel=LAYOUT, help=text)
 
 
 def _pipeline_flag(name: str, text: str) -> object:
+    """Return a flag for the pipeline to write, under Megatron's name."""
     return Flag(f"--{name}/--no-{name}", rich_help_panel=LAYOUT, help=text)
 
 

@@ -88,6 +88,7 @@ class WorkerOptions:
 
 
 def _parse_seconds(text: str) -> float:
+    """Parse a number of seconds; raise UsageError for any other text."""
     try:
         return float(text)
     except ValueError:
