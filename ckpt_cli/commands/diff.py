@@ -74,6 +74,7 @@ def run_diff(options: DiffOptions) -> int:
     job = _build_job(options)
     with progress_bar(is_wanted=not (options.quiet or options.json)) as progress:
         result = diff(job, progress=progress, team=team())
+    # All workers compared; the lead prints.
     if is_lead(team()):
         screen = screen_of(sys.stdout)
         if options.json:

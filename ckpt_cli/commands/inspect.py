@@ -191,7 +191,7 @@ def _detail_lines(
 
     Args:
         n_values: number of values to show of each tensor.
-        limit: most lines of each entry; 0 for all.
+        limit: maximum number of lines of each entry; 0 for all.
     """
     for number, meta in enumerate(tensors):
         if number:

@@ -40,9 +40,11 @@ def newest_valid(options: ValidateOptions) -> int:
     Raises:
         UsageError: there is more than one root, or an option that does not apply.
     """
+    # Check the options before any iteration is read.
     root = _single_root(options)
     workers = team()
     acceptance = broadcast_result(workers, lambda: acceptance_of(options))
+    # All workers check one iteration together; their figures are added up over the iterations.
     figures: list[tuple[Figures, ...]] = []
 
     def check_iteration(path: Path) -> tuple[bool, Validation]:
@@ -60,6 +62,7 @@ def _report(
     newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]
 ) -> None:
     """Print the path or the JSON object to stdout, and the skipped iterations to stderr."""
+    # The result, for a script.
     if options.json or options.format == "json":
         skipped = [{"path": iteration.path, "why": iteration.why} for iteration in newest.skipped]
         report: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
@@ -68,6 +71,7 @@ def _report(
     elif newest.path is not None:
         # A script needs the exact path; only a terminal must be protected from control characters.
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
+    # The reasons, for people.
     label = screen_of(sys.stderr).styled("skipped:", "yellow")
     for iteration in () if options.quiet else newest.skipped:
         print(f"{label} {escaped(iteration.path)}: {escaped(iteration.why)}", file=sys.stderr)

@@ -18,6 +18,7 @@ def reshard(options: TransferOptions) -> int:
         UsageError: no option changes the layout, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, resharded or written.
     """
+    # --to or --vocab-size may be the only change: the parallel sizes then stay the source's.
     sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
     has_target = build_pipeline(options) is not None or any(size is not None for size in sizes)
     if options.to is None and options.vocab_size is None and not has_target:

@@ -218,6 +218,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
         return broadcast_result(workers, lambda: _explain(job, options))
     if options.dry_run:
         return broadcast_result(workers, lambda: _plan(job, options))
+    # All workers do the work; the lead prints the report.
     report = _run(job, workers, is_quiet=options.quiet)
     if not is_lead(workers):
         return 0

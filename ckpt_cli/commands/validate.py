@@ -84,6 +84,7 @@ def validate(options: ValidateOptions) -> int:
 
 def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
     """Return the distinct checkpoints to check, with an error for each path that is not one."""
+    # A root is replaced by its iterations; a path that is not a directory is refused below.
     paths = options.paths or [Path()]
     if options.all_iterations:
         from core.validate.newest import iteration_paths
