@@ -206,7 +206,7 @@ def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
     if result.rule is None and result.is_read and result.of_kind("dtype"):
         yield "hint", Cell("--rtol 0 compares values across dtypes", ("dim",))
     # What could not be compared, and notes.
-    yield from fact_list("left out", result.left_out, "red")
+    yield from fact_list("not compared", result.left_out, "red")
     yield from fact_list("note", result.notes[:_MAX_NOTES], "yellow")
     if len(result.notes) > _MAX_NOTES:
         yield "", Cell(f"… {len(result.notes) - _MAX_NOTES} more (--json lists all)", ("dim",))

@@ -20,7 +20,13 @@ END = "\0"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tensors that are shown as one row; ``worst`` differs most."""
+    """Tensors that are shown as one row.
+
+    Args:
+        name: the key, with ranges for the numbers that vary, safe for a terminal.
+        worst: the tensor that differs most.
+        members: all tensors of the row.
+    """
 
     name: str
     worst: TensorDiff
@@ -28,7 +34,9 @@ class Row:
 
 
 RowCells = Callable[[Row], list[Cell | str]]
+"""Returns the cells of a row, after its name."""
 VALUES_HEAD = ("", "differing", "max |Δ|", "|Δ|/|A|", "cosine", "first difference")
+"""Titles of the columns of ``values_row``, after that of the name."""
 
 
 def folded_rows(tensors: Iterable[TensorDiff]) -> Iterator[Row]:
@@ -108,7 +116,7 @@ def dtype_row(row: Row) -> list[Cell | str]:
 
 def values_row(row: Row) -> list[Cell | str]:
     """Return the cells of a tensor with different values, in the order of ``VALUES_HEAD``."""
-    # Counts are sums over the members, distances those of the worst.
+    # Counts are sums over the members, maximum and cosine the worst of any member.
     values = [tensor.values for tensor in row.members if tensor.values is not None]
     n_differing = sum(diff.n_differing for diff in values)
     n_elements = sum(diff.n_elements for diff in values)

@@ -22,11 +22,27 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TensorMeta
 from core.inspect.preview import BoxLocation, Number
 
+_COLUMNS = {
+    "box": "<",
+    "rank": "<",
+    "file": "<",
+    "in array": "<",
+    "byte": ">",
+    "strides": "<",
+    "stored as": "<",
+}
+"""Title → alignment of each column of the table of places."""
+
 
 def tensor_lines(
     screen: Screen, meta: TensorMeta, places: Sequence[BoxLocation], values: Sequence[Number] | None
 ) -> Iterator[str]:
-    """Yield the page of one tensor: facts, a row for each place, and its first values."""
+    """Yield the page of one tensor: facts, a row for each place, and its first values.
+
+    Args:
+        places: where the boxes of the tensor are stored.
+        values: the first elements in C order; None if they were not requested.
+    """
     # A place is a box of the tensor in one file; replicas are places of the same box.
     yield screen.styled(escaped(meta.key), "bold")
     n_boxes = len({place.box for place in places})
@@ -44,14 +60,11 @@ def tensor_lines(
     )
     # One row for each place, without empty columns.
     yield ""
-    head = [
-        Cell(text, ("dim",))
-        for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")
-    ]
-    rows = [head, *(_row(place, itemsize(meta.dtype)) for place in places)]
-    columns = [i for i in range(len(head)) if any(row[i].text for row in rows[1:])]
-    align = "".join("<<<<><<"[i] for i in columns)
-    yield from table(screen, [[row[i] for i in columns] for row in rows], align=align)
+    head = [Cell(title, ("dim",)) for title in _COLUMNS]
+    rows = [_row(place, itemsize(meta.dtype)) for place in places]
+    columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
+    align = "".join(list(_COLUMNS.values())[i] for i in columns)
+    yield from table(screen, [[row[i] for i in columns] for row in (head, *rows)], align=align)
     # The first values, as many as were requested.
     if values is not None:
         yield ""
@@ -63,11 +76,12 @@ def tensor_lines(
 
 
 def _row(place: BoxLocation, size: int) -> list[Cell]:
-    """Return the cells of a place; those that would repeat the obvious are empty.
+    """Return the cells of a place, in the order of ``_COLUMNS``; expected values are left empty.
 
     Args:
         size: bytes of an element.
     """
+    # Padding of the vocabulary is stored nowhere.
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
         return [
@@ -80,6 +94,7 @@ def _row(place: BoxLocation, size: int) -> list[Cell]:
     # only if the array is not in C order.
     is_part = place.box.shape != place.array_shape
     inside = f"at {shape_text(place.at)}" if is_part else ""
+    # Of an array inside a container item, only the position and length of the item are known.
     item = (
         f"item {place.offset} +{place.item_bytes}"
         if place.item_bytes is not None

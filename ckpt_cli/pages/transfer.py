@@ -23,7 +23,6 @@ from core.team.protocol import summarize_figures
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.convert.run import Report
-    from core.team.protocol import Figures
 
 LISTED = 12
 """Maximum number of entries of a list that are shown; ``--json`` prints all."""
@@ -85,6 +84,7 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     In files and pipes, and if all lines fit the terminal, each tensor takes one line; otherwise the
     rule is wrapped below its tensor.
     """
+    # The shape of a shard is only shown if the rule cuts the tensor.
     rows = []
     for line in lines:
         states = f", with {', '.join(line.states)}" if line.states else ""
@@ -100,6 +100,7 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
     if screen.width is None or table_width(rows, align="<<<<") <= screen.width:
         yield from table(screen, rows, align="<<<<")
         return
+    # Too wide: the names and shapes, with the other two cells below each.
     names = table(screen, [row[:2] for row in rows], align="<<")
     for name, row in zip(names, rows, strict=True):
         yield name
@@ -127,7 +128,16 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     ]
     # Parts that only some conversions have.
     if report.workers:
-        pairs.append(("workers", _workers_text(report.workers)))
+        # How evenly the work was divided.
+        balance = summarize_figures(report.workers)["balance"]
+        times = [worker.seconds for worker in report.workers]
+        n_hosts = len({worker.host for worker in report.workers})
+        text = (
+            f"{len(report.workers)} on {n_text(n_hosts, 'host')}, "
+            f"largest share {balance} × the mean, "
+            f"{seconds_text(min(times))} to {seconds_text(max(times))} each"
+        )
+        pairs.append(("workers", text))
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} had already been written"))
     if report.n_copies:
@@ -147,17 +157,6 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     pairs += _list_facts("not carried", report.dropped, style="yellow")
     pairs += _list_facts("note", report.notes, style="yellow")
     yield from facts(screen, pairs, indent=2)
-
-
-def _workers_text(workers: Sequence[Figures]) -> str:
-    """Return the number of workers and hosts, and the balance of the work between them."""
-    balance = summarize_figures(workers)["balance"]
-    times = [worker.seconds for worker in workers]
-    return (
-        f"{len(workers)} on {n_text(len({worker.host for worker in workers}), 'host')}, "
-        f"largest share {balance} × the mean, "
-        f"{seconds_text(min(times))} to {seconds_text(max(times))} each"
-    )
 
 
 def _list_facts(
