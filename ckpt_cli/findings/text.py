@@ -129,7 +129,7 @@ def _code_lines(
     else:
         yield screen.plain(f"  {label}{count}")
         yield from _wrapped(screen, title.strip(), 4, "bold")
-    # The places, similar ones together.
+    # The places, similar ones together, with the names of further tensors.
     groups = group_similar(findings, path=path)
     shown = groups[:limit] if limit else groups
     for group in shown:
@@ -148,6 +148,7 @@ def _place_lines(screen: Screen, group: FindingGroup) -> Iterator[str]:
     times = f"{len(group.findings):,} × " if len(group.findings) > 1 else ""
     place = f"{times}{group.place}" if group.place else ""
     message = escaped(group.message)
+    # A line begins with four spaces, and has two more between place and message.
     width = 120 if screen.width is None else screen.width
     if place and columns_of(place) + columns_of(message) + 6 <= width:
         yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}  {message}")
