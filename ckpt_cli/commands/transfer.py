@@ -152,36 +152,30 @@ def _check_conflicts(options: TransferOptions) -> None:
     """Raise if options contradict each other or the rules file does not exist.
 
     Raises:
-        UsageError: two options exclude each other, or the path of ``--rules`` is not a file.
+        UsageError: two options cannot be combined, or the path of ``--rules`` is not a file.
     """
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
     check_rules_file(options.rules)
+    if options.dst is not None and options.output not in (None, options.dst):
+        raise UsageError(
+            f"two destinations: {options.dst} and -o {options.output}", hint="give only one"
+        )
     conflicts = (
+        ("--explain and --dry-run", options.explain and options.dry_run),
+        ("--explain and --quiet", options.explain and options.quiet),
         (
-            options.dst is not None and options.output not in (None, options.dst),
-            f"two destinations: {options.dst} and -o {options.output}",
-        ),
-        (
-            options.explain and options.dry_run,
-            "--explain and --dry-run exclude each other",
-        ),
-        (
-            options.explain and options.quiet,
-            "--explain and --quiet exclude each other",
-        ),
-        (
+            "--keep-padded-vocab and --vocab-size",
             options.keep_padded_vocab and options.vocab_size is not None,
-            "--keep-padded-vocab and --vocab-size contradict each other",
         ),
         (
+            "--stack-layers and --unstack-layers",
             options.stack_layers and options.unstack_layers,
-            "--stack-layers and --unstack-layers contradict each other",
         ),
     )
-    for is_conflict, message in conflicts:
-        if is_conflict:
-            raise UsageError(message, hint="give only one")
+    for pair, are_given in conflicts:
+        if are_given:
+            raise UsageError(f"{pair} cannot be combined", hint="give only one")
 
 
 def build_pipeline(options: TransferOptions) -> Pipeline | None:

@@ -109,20 +109,20 @@ def _check_options(options: ValidateOptions) -> None:
     """Raise if the options contradict each other or name invalid files.
 
     Raises:
-        UsageError: two options exclude each other, a value is invalid, or a report or rules file
+        UsageError: two options cannot be combined, a value is invalid, or a report or rules file
             cannot be used.
     """
-    # Options that exclude each other.
+    # Options that cannot be combined.
     checks_all = options.all_iterations or options.newest_valid
     conflicts = (
         (
             options.headers and options.deep,
-            "--headers and --deep exclude each other",
+            "--headers and --deep cannot be combined",
             "use --deep, which includes --headers",
         ),
         (
             options.json and options.format not in (None, "json"),
-            f"--json and --format {options.format} exclude each other",
+            f"--json and --format {options.format} cannot be combined",
             "give only one",
         ),
         (
@@ -137,7 +137,7 @@ def _check_options(options: ValidateOptions) -> None:
         ),
         (
             options.baseline is not None and options.write_baseline is not None,
-            "--baseline and --write-baseline exclude each other",
+            "--baseline and --write-baseline cannot be combined",
             "give only one",
         ),
     )
