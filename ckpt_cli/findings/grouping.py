@@ -116,10 +116,10 @@ def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterat
             continue
         merged = [
             (
-                [*others[:i], _join_numbers([number for number, _ in members]), *others[i:]],
+                [*kept[:i], _join_numbers([number for number, _ in members]), *kept[i:]],
                 [finding for _, findings in members for finding in findings],
             )
-            for others, members in by_others.items()
+            for kept, members in by_others.items()
         ]
     # Put the numbers back between the texts, and cut the place into file, rank and key.
     for numbers, findings in merged:
