@@ -57,7 +57,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             iteration=options.iteration,
             rules=options.rules,
             threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
-            memory_bytes=_memory_bytes(options),
+            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
             progress=progress,
             plan_for=plan_request(options),
             against=options.against,
@@ -77,10 +77,5 @@ def plan_request(options: ValidateOptions) -> PlanRequest | None:
         return None
     from core.checks.plan_request import parse_plan_request
 
-    return parse_plan_request(
-        options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options)
-    )
-
-
-def _memory_bytes(options: ValidateOptions) -> int:
-    return parse_size_or(options.memory, DEFAULT_MEMORY_BYTES)
+    memory_bytes = parse_size_or(options.memory, DEFAULT_MEMORY_BYTES)
+    return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=memory_bytes)

@@ -86,7 +86,7 @@ def inspect(options: InspectOptions) -> int:
         UsageError: the path does not exist, or a KEY matches nothing.
         CheckpointingException: the checkpoint cannot be read.
     """
-    # A KEY may select something that only one rank has, so every rank file is read.
+    # A KEY may select something that only one rank has: read every rank file then.
     checkpoint = open_checkpoint(
         options.path,
         iteration=options.iteration,
@@ -161,10 +161,21 @@ def _lines(
         return
     # More selected entries, or --flat: a list, which has no limit by default.
     if options.tree is False or (options.tree is None and options.keys):
-        rows = _flat_rows(tensors, objects, options.sort)
+        rows = [
+            [
+                Cell(escaped(meta.key)),
+                Cell(meta.dtype, ("cyan",)),
+                Cell(shape_text(meta.shape)),
+                Cell(bytes_text(meta.n_bytes), ("dim",)),
+            ]
+            for meta in _in_order(tensors, options.sort)
+        ]
+        object_keys = sorted(objects) if options.sort else objects
+        rows += [[Cell(escaped(key)), Cell("object", ("dim",))] for key in object_keys]
         yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
         return
-    # The tree, below a header if it contains everything: the model first, then the optimizer.
+    # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY
+    # selected only some of them.
     if not options.keys:
         yield from _header(screen, summary, checkpoint)
         yield ""
@@ -193,6 +204,7 @@ def _detail_lines(
         n_values: number of values to show of each tensor.
         limit: maximum number of lines of each entry; 0 for all.
     """
+    # Tensors: an empty line between two of them.
     for number, meta in enumerate(tensors):
         if number:
             yield ""
@@ -200,30 +212,15 @@ def _detail_lines(
         values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
         lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
         yield from first_lines(screen, lines, limit)
+    # Objects: the JSON text may contain characters that a terminal obeys.
     for key in objects:
         value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
         yield screen.styled(escaped(key), "bold")
         yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
 
 
-def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
-    """Return one row for each tensor, then one for each object."""
-    rows = [
-        [
-            Cell(escaped(meta.key)),
-            Cell(meta.dtype, ("cyan",)),
-            Cell(shape_text(meta.shape)),
-            Cell(bytes_text(meta.n_bytes), ("dim",)),
-        ]
-        for meta in _in_order(tensors, sort)
-    ]
-    return rows + [
-        [Cell(escaped(key)), Cell("object", ("dim",))]
-        for key in (sorted(objects) if sort else objects)
-    ]
-
-
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
+    """Return the tensors sorted by ``size``, the largest first, by ``name``, or as stored."""
     if sort == "size":
         return sorted(tensors, key=lambda meta: -meta.n_bytes)
     return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
