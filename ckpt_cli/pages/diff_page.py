@@ -235,15 +235,14 @@ def _count_rows(result: Diff) -> Iterator[list[Cell | str]]:
     """Yield the number of tensors of each group and kind, without empty columns and rows."""
     kinds = [kind for kind in _COLUMNS if result.of_kind(kind)]
     yield ["", *(Cell(_COLUMNS[kind], ("dim",)) for kind in kinds)]
-    for role in ROLES:
-        members = [tensor.kind for tensor in result.tensors if tensor.role == role]
-        if members:
-            row: list[Cell | str] = [_GROUPS[role]]
-            for kind in kinds:
-                n = members.count(kind)
-                color = "green" if kind in ("equal", "close", "unread") else "red"
-                row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
-            yield row
+    counts = Counter((tensor.role, tensor.kind) for tensor in result.tensors)
+    for role in sorted({role for role, _ in counts}, key=ROLES.index):
+        row: list[Cell | str] = [_GROUPS[role]]
+        for kind in kinds:
+            n = counts[role, kind]
+            color = "green" if kind in ("equal", "close", "unread") else "red"
+            row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
+        yield row
 
 
 @dataclass(frozen=True, slots=True)
