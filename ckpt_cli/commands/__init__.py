@@ -1,4 +1,4 @@
-"""One module per command: parse, call one function of ``core``, print one page.
+"""One module per command: parse the options, call one function of ``core``, print one page.
 
 Start at ``validate`` or ``transfer`` (what convert and reshard share).
 Imports: core, findings, host, options, pages, screen, workers.

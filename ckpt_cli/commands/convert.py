@@ -1,7 +1,7 @@
 """``ckpt convert``: write a checkpoint in another format.
 
-Without ``--to`` the format follows from ``--names`` or DST's suffix. If neither tells it and the
-content is to change, it is the source's format.
+Without ``--to`` the format follows from ``--names`` or DST's suffix. If neither determines it and
+an option changes the content, the format is the source's.
 """
 
 from __future__ import annotations
@@ -19,26 +19,16 @@ if TYPE_CHECKING:
 
 
 def convert(options: TransferOptions) -> int:
-    """Run the command and return the exit code.
+    """Run ``ckpt convert`` and return the exit code.
 
     Raises:
-        UsageError: no option tells which format to write.
+        UsageError: no option determines the format to write, or the options contradict each other.
+        CheckpointingException: the checkpoint cannot be read, converted or written.
     """
-    to = options.to or _implied_format(options)
+    to = options.to or implied_format(options.output or options.dst, options.names)
+    if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
+        raise UsageError(
+            "no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}"
+        )
+    # To change only the content is to keep the source's format, with its parallel sizes.
     return transfer(build_job(replace(options, to=to), keeps_layout=to is None), options)
-
-
-def _implied_format(options: TransferOptions) -> str | None:
-    """Return the format that a command line without ``--to`` asks for; None for the source's.
-
-    Raises:
-        UsageError: no option tells the format.
-    """
-    implied = implied_format(options.output or options.dst, options.names)
-    if implied is not None:
-        return implied
-    if any(getattr(options, name) for name in CONTENT_OPTIONS):
-        return None
-    raise UsageError(
-        "no target format: --to is missing", hint=f"choose one of: {', '.join(TARGETS)}"
-    )

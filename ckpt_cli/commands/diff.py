@@ -2,37 +2,37 @@
 
 The exit code is 0 if they are the same, and 1 if they differ or could not be compared completely.
 
-``--json`` prints tensor object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
+``--json`` prints one object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.diff/1", "same": bool, "method": "read" | "fingerprints" | "metadata",
      "by_fingerprint": int,
      "tolerance": {"rtol": float, "atol": float, "equal_nan": bool} | null,
-     "a": {"path": str, "format": str, "iteration": int | null, "parallel": str | null}, "b": …,
+     "a": {"path": str, "format": str, "iteration": int | null, "parallel": str | null},
+     "b": … as a,
      "counts": {"equal": int, "close": int, "unread": int, "values": int, "dtype": int,
-     "shape": int, "only_a": int,
-                "only_b": int},
-     "tensors": [{"key": str, "kind": str, "group": str, "a": {"dtype": str,
-     "shape": [int]} | null, "b": …,
+                "shape": int, "only_a": int, "only_b": int},
+     "tensors": [{"key": str, "kind": str, "group": str,
+                  "a": {"dtype": str, "shape": [int]} | null, "b": … as a,
                   "values": null | {"elements": int, "differing": int, "nan": int,
-                  "max_abs": number | null,
-                                    "max_at": [int] | null, "relative": number | null,
-                                    "cosine": number | null,
-                                    "first": [int] | null, "first_a": number | null,
-                                    "first_b": number | null},
+                                    "max_abs": number | null, "max_at": [int] | null,
+                                    "relative": number | null, "cosine": number | null,
+                                    "first": [int] | null,
+                                    "first_a": number | null, "first_b": number | null},
                   "is_cast": bool | null}],
-     "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b", "a": str | null,
-     "b": str | null}],
+     "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b",
+                  "a": str | null, "b": str | null}],
      "layout_entries": [… as entries; not counted as differences],
-     "left_out": [str], "notes": [str], "entries_compared": int, "bytes_read": int,
-     "seconds": float}
+     "left_out": [str], "notes": [str],
+     "entries_compared": int, "bytes_read": int, "seconds": float}
 
-``tensors`` lists those that are not equal, the most important first. A kind is tensor of those in
-``counts``: ``close`` are equal only within the tolerance, ``unread`` have equal names, shapes and
-types and were not read. ``nan`` counts the elements that are NaN on tensor side, ``relative`` is
-|A-B| / |A| in the Euclidean norm, ``is_cast`` tells whether the narrower of two dtypes holds the
-wider tensor's values, rounded. ``by_fingerprint`` counts tensors that were not read, because their
-fingerprints in both manifests are equal. ``launch`` (``ckpt_cli.workers.current_team``) is present
-if several workers compared. Numbers that JSON cannot express are "inf", "-inf" and "nan".
+``tensors`` lists those that are not equal, the most important first. A kind is one of the keys of
+``counts``: ``close`` tensors are equal only within the tolerance, ``unread`` ones have equal names,
+shapes and dtypes and were not read. ``nan`` counts the elements that are NaN on one side,
+``relative`` is |A-B| / |A| in the Euclidean norm, ``is_cast`` is true if the narrower of two dtypes
+holds the wider tensor's values, rounded. ``by_fingerprint`` counts tensors that were not read
+because their fingerprints in both manifests are equal. ``left_out`` lists what could not be
+compared. ``launch`` (``ckpt_cli.workers.current_team``) is present if several workers compared.
+Numbers that JSON cannot express are "inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import check_rules_file, parse_size
+from ckpt_cli.options.values import check_rules_file, parse_size_or
 from ckpt_cli.pages.diff_page import page_of, verdict_line
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import launch_of, team, worker_threads
@@ -61,13 +61,20 @@ if TYPE_CHECKING:
     from core.diff.sides import Side
 
 _LIMIT = 10
+"""Default number of lines of each list."""
 
 
 def run_diff(options: DiffOptions) -> int:
-    """Run the command and return the exit code."""
+    """Run ``ckpt diff`` and return the exit code.
+
+    Raises:
+        UsageError: options contradict each other, or an option or path is invalid.
+        CheckpointingException: one of the checkpoints cannot be read.
+    """
     job = _build_job(options)
     with progress_bar(is_wanted=not (options.quiet or options.json)) as progress:
         result = diff(job, progress=progress, team=team())
+    # All workers compared; the lead prints.
     if is_lead(team()):
         screen = screen_of(sys.stdout)
         if options.json:
@@ -87,20 +94,13 @@ def _build_job(options: DiffOptions) -> DiffJob:
     Raises:
         UsageError: options contradict each other.
     """
-    has_tolerance = options.rtol is not None or options.atol is not None
-    if options.nan_differs and not has_tolerance:
+    rule = _parse_tolerance(options)
+    if options.stat_only and (rule is not None or options.read):
         raise UsageError(
-            "--nan-differs only applies to comparisons by value", hint="add --rtol or --atol"
+            "--stat-only reads no values, so --rtol, --atol and --read do not apply",
+            hint="drop --stat-only, or the other options",
         )
-    if options.stat_only and (has_tolerance or options.read):
-        raise UsageError("--stat-only reads no values", hint="leave out --rtol, --atol and --read")
     check_rules_file(options.rules)
-    # With a tolerance tensors are compared by value, otherwise bit for bit.
-    rule = (
-        Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs)
-        if has_tolerance
-        else None
-    )
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(
         a=options.a,
@@ -118,14 +118,28 @@ def _build_job(options: DiffOptions) -> DiffJob:
         with_entries=not options.tensors_only,
         rules=options.rules,
         threads=options.threads or worker_threads() or defaults.threads,
-        memory_bytes=defaults.memory_bytes
-        if options.memory is None
-        else parse_size(options.memory),
+        memory_bytes=parse_size_or(options.memory, defaults.memory_bytes),
     )
 
 
+def _parse_tolerance(options: DiffOptions) -> Tolerance | None:
+    """Return the tolerance of a comparison by value; None to compare bit for bit.
+
+    Raises:
+        UsageError: ``--nan-differs`` is given without a tolerance.
+    """
+    if options.rtol is None and options.atol is None:
+        if options.nan_differs:
+            raise UsageError(
+                "--nan-differs only applies to comparisons by value", hint="add --rtol or --atol"
+            )
+        return None
+    return Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs)
+
+
 def _as_json(result: Diff) -> dict[str, object]:
-    """Return the object of ``--json``; the module's docstring is its schema."""
+    """Return the object of ``--json``; its schema is in the module's docstring."""
+    # Fingerprints are the method only if they made all reading unnecessary.
     method = "metadata"
     if result.is_read:
         method = "fingerprints" if result.n_by_fingerprint and not result.read_bytes else "read"
@@ -174,6 +188,7 @@ def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
         "is_cast": tensor.is_cast,
     }
     if values is not None:
+        # max_at and first are flat indices; the report contains N-D ones.
         first_a, first_b = tensor.first or (None, None)
         entry["values"] = {
             "elements": values.n_elements,
@@ -195,4 +210,5 @@ def _meta_json(meta: TensorMeta | None) -> dict[str, object] | None:
 
 
 def _number(value: float | None) -> object:
+    """Return a number as a JSON value; NaN and infinities, which JSON lacks, as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

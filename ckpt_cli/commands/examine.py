@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import parse_size
+from ckpt_cli.options.values import parse_size_or
 from ckpt_cli.workers.current_team import device, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
 from core.checks.level import Level
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def level_of(options: ValidateOptions) -> Level:
-    """Return how much of a checkpoint the options ask to read."""
+    """Return the level that the options request."""
     if options.deep:
         return Level.DEEP
     # A job resumes from the newest valid iteration, so a sample of its files is not enough.
@@ -31,7 +31,7 @@ def level_of(options: ValidateOptions) -> Level:
 
 
 def acceptance_of(options: ValidateOptions) -> Acceptance:
-    """Return which findings the options accept.
+    """Return the findings that the options accept: by pattern, and those of the baseline.
 
     Raises:
         UsageError: a pattern or the baseline is invalid.
@@ -44,7 +44,11 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
 
 
 def examine(path: Path, options: ValidateOptions) -> Validation:
-    """Check one checkpoint; show a progress bar if every byte is read."""
+    """Check one checkpoint; show a progress bar if every byte is read.
+
+    Raises:
+        UsageError: an option is invalid, or the path does not exist.
+    """
     level = level_of(options)
     with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
         return check_checkpoint(
@@ -53,7 +57,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             iteration=options.iteration,
             rules=options.rules,
             threads=options.threads or worker_threads() or min(len(os.sched_getaffinity(0)), 64),
-            memory_bytes=_memory_bytes(options),
+            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
             progress=progress,
             plan_for=plan_request(options),
             against=options.against,
@@ -64,15 +68,14 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
 
 
 def plan_request(options: ValidateOptions) -> PlanRequest | None:
-    """Parse ``--plan-for``; return None where it is not given."""
+    """Parse ``--plan-for``; return None if the option is not given.
+
+    Raises:
+        UsageError: the text names an unknown size or format, or ``--memory`` is not a size.
+    """
     if options.plan_for is None:
         return None
     from core.checks.plan_request import parse_plan_request
 
-    return parse_plan_request(
-        options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options)
-    )
-
-
-def _memory_bytes(options: ValidateOptions) -> int:
-    return DEFAULT_MEMORY_BYTES if options.memory is None else parse_size(options.memory)
+    memory_bytes = parse_size_or(options.memory, DEFAULT_MEMORY_BYTES)
+    return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=memory_bytes)

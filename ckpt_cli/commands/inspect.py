@@ -2,23 +2,23 @@
 
 ``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
 
-    {"schema": "ckpt.inspect/1", "path": str, "format": str, "title": str, "version": str | null,
-     "iteration": int | null, "files": int, "unopened_files": int, "file_bytes": int,
-     "beside": [str],
+    {"schema": "ckpt.inspect/1", "path": str,
+     "format": str, "title": str, "version": str | null, "iteration": int | null,
+     "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
      "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
      "optimizer": {"format": str, "title": str} | null,
-     "can": [{"action": "convert" | "reshard", "possible": bool, "to": [format],
-     "why": str | null}],
+     "can": [{"action": "convert" | "reshard", "possible": bool,
+              "to": [format], "why": str | null}],
      "is_unsharded": bool, "notes": [str],
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
-                  "places": [{"offset": [int], "shape": [int], "file": str | null,
-                  "rank": {"tp": int, …},
+                  "places": [{"offset": [int], "shape": [int],
+                              "file": str | null, "rank": {"tp": int, …},
                               "array": str | null, "at": [int], "array_shape": [int],
-                              "byte_offset": int | null,
-                              "item_bytes": int | null, "strides": [int] | null, "bytes": int,
+                              "byte_offset": int | null, "item_bytes": int | null,
+                              "strides": [int] | null, "bytes": int,
                               "encoding": str | null, "stored_bytes": int | null}],
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
      "objects": [{"key": str, "value": any}]}
@@ -26,9 +26,9 @@
 ``places`` is present in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects
 selected by KEY. A place whose ``file`` is null is filled with zeros (vocabulary padding).
 ``byte_offset`` is that of the array's first element or, if ``item_bytes`` is not null, of the
-container item that holds it. ``encoding`` names the codec of an array that is not stored as plain
-numbers, ``stored_bytes`` its length in the file if the metadata tell it. ``beside`` lists the files
-that a conversion copies along (configurations, tokenizers).
+container item that holds the array. ``encoding`` names the codec of an array that is not stored as
+plain numbers; ``stored_bytes`` is its length in the file, if the metadata contain it. ``beside``
+lists the files that a conversion copies along (configurations, tokenizers).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
     count_text,
+    fact_list,
     facts,
     first_lines,
     n_text,
@@ -66,8 +67,9 @@ if TYPE_CHECKING:
     from ckpt_cli.options.transfer import InspectOptions
 
 TREE_LIMIT = 200
+"""Default number of lines of a tree, and of the details of an entry."""
 DETAILED = 8
-"""The most selected entries that are shown in detail; more are listed."""
+"""Maximum number of selected entries that are shown in detail; more are listed."""
 
 _GROUP_TITLES = {
     "model": "model",
@@ -78,7 +80,13 @@ _GROUP_TITLES = {
 
 
 def inspect(options: InspectOptions) -> int:
-    """Run the command and return the exit code."""
+    """Run ``ckpt inspect`` and return the exit code.
+
+    Raises:
+        UsageError: the path does not exist, or a KEY matches nothing.
+        CheckpointingException: the checkpoint cannot be read.
+    """
+    # A KEY may select something that only one rank has: read every rank file then.
     checkpoint = open_checkpoint(
         options.path,
         iteration=options.iteration,
@@ -106,7 +114,7 @@ def _select_entries(
 
     Args:
         view: the catalog that the page shows.
-        stored: the catalog of the rank files, whose own tensor names match too.
+        stored: the catalog of the rank files; their own tensor names match, too.
 
     Raises:
         UsageError: a pattern matches nothing.
@@ -118,8 +126,9 @@ def _select_entries(
     for pattern in patterns:
         tensor_keys = matching(view.tensors, pattern)
         object_keys = matching(view.objects, pattern)
+        # "iteration" selects that object of every rank file: "mp_rank_00:iteration", ….
         if not tensor_keys and not object_keys:
-            object_keys = matching(view.objects, f"*:{pattern}")  # the object of every rank
+            object_keys = matching(view.objects, f"*:{pattern}")
         stored_keys = [] if tensor_keys or stored is view else matching(stored.tensors, pattern)
         if not tensor_keys and not object_keys and not stored_keys:
             raise UsageError(f"no tensor or object matches {pattern!r}", hint=LIST_THEM)
@@ -130,7 +139,7 @@ def _select_entries(
 
 
 def _catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
-    """Return the catalog that has a selected tensor: the view, or that of the rank files."""
+    """Return the catalog that contains a selected tensor: the view, or that of the rank files."""
     return summary.view if key in summary.view.tensors else checkpoint.catalog
 
 
@@ -143,34 +152,33 @@ def _lines(
     screen: Screen,
 ) -> Iterator[str]:
     """Yield the page: details of a few selected entries, a list, or a header with a tree."""
+    # A few selected entries: all details of each.
     limit = TREE_LIMIT if options.limit is None else options.limit
-    # A few selected entries: all there is to know of each.
     if options.keys and (len(tensors) + len(objects) <= DETAILED or options.values):
-        for number, meta in enumerate(tensors):
-            if number:
-                yield ""
-            catalog = _catalog_of(summary, checkpoint, meta.key)
-            values = (
-                first_values(checkpoint.store, catalog, meta.key, options.values)
-                if options.values
-                else None
-            )
-            lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
-            yield from first_lines(screen, lines, limit)
-        for key in objects:
-            value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
-            yield screen.styled(escaped(key), "bold")
-            yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
+        yield from _detail_lines(
+            checkpoint, summary, tensors, objects, screen, n_values=options.values, limit=limit
+        )
         return
-    if not options.keys and options.tree is not False:
-        yield from _header(screen, summary, checkpoint)
-        yield ""
-    # A list of tensors and objects.
+    # More selected entries, or --flat: a list, which has no limit by default.
     if options.tree is False or (options.tree is None and options.keys):
-        rows = _flat_rows(tensors, objects, options.sort)
+        rows = [
+            [
+                Cell(escaped(meta.key)),
+                Cell(meta.dtype, ("cyan",)),
+                Cell(shape_text(meta.shape)),
+                Cell(bytes_text(meta.n_bytes), ("dim",)),
+            ]
+            for meta in _in_order(tensors, options.sort)
+        ]
+        object_keys = sorted(objects) if options.sort else objects
+        rows += [[Cell(escaped(key)), Cell("object", ("dim",))] for key in object_keys]
         yield from first_lines(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
         return
-    # The tree: the model first, then the optimizer.
+    # A tree of the tensors, the model first, then the optimizer; below a header, unless KEY
+    # selected only some of them.
+    if not options.keys:
+        yield from _header(screen, summary, checkpoint)
+        yield ""
     tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
     is_rank_local = summary.view.is_rank_local
     nodes = tree_of(
@@ -180,23 +188,39 @@ def _lines(
     yield from first_lines(screen, lines, limit)
 
 
-def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
-    rows = [
-        [
-            Cell(escaped(meta.key)),
-            Cell(meta.dtype, ("cyan",)),
-            Cell(shape_text(meta.shape)),
-            Cell(bytes_text(meta.n_bytes), ("dim",)),
-        ]
-        for meta in _in_order(tensors, sort)
-    ]
-    return rows + [
-        [Cell(escaped(key)), Cell("object", ("dim",))]
-        for key in (sorted(objects) if sort else objects)
-    ]
+def _detail_lines(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: list[TensorMeta],
+    objects: list[str],
+    screen: Screen,
+    *,
+    n_values: int,
+    limit: int,
+) -> Iterator[str]:
+    """Yield the details of tensors (places, first values) and of objects (contents as JSON).
+
+    Args:
+        n_values: number of values to show of each tensor.
+        limit: maximum number of lines of each entry; 0 for all.
+    """
+    # Tensors: an empty line between two of them.
+    for number, meta in enumerate(tensors):
+        if number:
+            yield ""
+        catalog = _catalog_of(summary, checkpoint, meta.key)
+        values = first_values(checkpoint.store, catalog, meta.key, n_values) if n_values else None
+        lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
+        yield from first_lines(screen, lines, limit)
+    # Objects: the JSON text may contain characters that a terminal obeys.
+    for key in objects:
+        value = json.dumps(object_json(summary.view.objects[key], checkpoint), indent=2)
+        yield screen.styled(escaped(key), "bold")
+        yield from first_lines(screen, [escaped(line) for line in value.splitlines()], limit)
 
 
 def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
+    """Return the tensors sorted by ``size``, the largest first, by ``name``, or as stored."""
     if sort == "size":
         return sorted(tensors, key=lambda meta: -meta.n_bytes)
     return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
@@ -206,6 +230,7 @@ def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterato
     """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
     yield screen.styled(escaped(summary.path), "bold")
     yield from facts(screen, _header_facts(summary, checkpoint))
+    # The groups (model, moments, …), with a total if there are several.
     yield ""
     rows: list[list[Cell | str]] = [
         [Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]
@@ -236,15 +261,7 @@ def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, C
     if summary.iteration is not None:
         pairs.append(("iteration", str(summary.iteration)))
     if summary.parallel or summary.n_ranks:
-        # Sizes that have their default value are left out, except TP and PP.
-        defaults = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
-        sizes = [
-            f"{name.upper()} {n}"
-            for name, n in summary.parallel.items()
-            if n != defaults.get(name, 1)
-        ]
-        ranks = "written by " + n_text(summary.n_ranks, "rank") if summary.n_ranks else ""
-        pairs.append(("parallel", " · ".join([*sizes, *([ranks] if ranks else [])])))
+        pairs.append(("parallel", _parallel_text(summary)))
     # What it contains.
     if summary.model:
         pairs.append(("model", escaped(model_text(summary))))
@@ -259,12 +276,25 @@ def _header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, C
     # What can be done with it, and notes.
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
-    for number, note in enumerate(summary.notes):
-        pairs.append(("" if number else "note", Cell(escaped(note), ("yellow",))))
-    return pairs
+    return [*pairs, *fact_list("note", summary.notes, "yellow")]
+
+
+def _parallel_text(summary: Summary) -> str:
+    """Return the parallel sizes and the number of ranks: ``TP 2 · PP 1 · written by 2 ranks``."""
+    # TP and PP are always shown, the other sizes only if they differ from their defaults.
+    defaults = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
+    texts = [
+        f"{name.upper()} {size}"
+        for name, size in summary.parallel.items()
+        if size != defaults.get(name, 1)
+    ]
+    if summary.n_ranks:
+        texts.append(f"written by {n_text(summary.n_ranks, 'rank')}")
+    return " · ".join(texts)
 
 
 def _capability_cell(capability: Capability) -> Cell:
+    """Return an action with its target formats, and whether it is possible or why not."""
     action = (
         f"{capability.action} to {', '.join(capability.targets)}"
         if capability.targets
@@ -276,35 +306,31 @@ def _capability_cell(capability: Capability) -> Cell:
 
 
 def model_text(summary: Summary) -> str:
-    """Return the model's sizes on one line: ``4 layers · hidden 64 · 8 heads in 4 groups ·
-    vocabulary 300``.
+    """Return the model's sizes on one line.
+
+    For example ``4 layers · hidden 64 · 8 heads in 4 groups · vocabulary 300``.
     """
+    # Sizes: the text before and after each. Groups of one head each are ordinary attention.
     args = summary.model
-    parts = []
-    if "num_layers" in args:
-        parts.append(f"{args['num_layers']} layers")
-    if "hidden_size" in args:
-        parts.append(f"hidden {args['hidden_size']}")
-    if "num_attention_heads" in args:
-        groups = args.get("num_query_groups")
-        is_grouped = groups is not None and groups != args["num_attention_heads"]
-        parts.append(
-            f"{args['num_attention_heads']} heads{f' in {groups} groups' if is_grouped else ''}"
-        )
-    if "ffn_hidden_size" in args:
-        parts.append(
-            f"{'SwiGLU' if args.get('swiglu') is True else 'MLP'} {args['ffn_hidden_size']}"
-        )
-    if "num_experts" in args:
-        parts.append(f"{args['num_experts']} experts")
+    groups = args.get("num_query_groups")
+    is_grouped = groups is not None and groups != args.get("num_attention_heads")
+    sizes = (
+        ("num_layers", "", " layers"),
+        ("hidden_size", "hidden ", ""),
+        ("num_attention_heads", "", f" heads in {groups} groups" if is_grouped else " heads"),
+        ("ffn_hidden_size", "SwiGLU " if args.get("swiglu") is True else "MLP ", ""),
+        ("num_experts", "", " experts"),
+    )
+    texts = [f"{before}{args[name]}{after}" for name, before, after in sizes if name in args]
+    # The vocabulary, with its padded size if that differs, and tied embeddings.
     padded = args.get("padded_vocab_size")
     vocab = args.get("vocab_size", padded)
     if vocab is not None:
         is_padded = padded is not None and padded != vocab
-        parts.append(f"vocabulary {vocab}{f' padded to {padded}' if is_padded else ''}")
+        texts.append(f"vocabulary {vocab}{f' padded to {padded}' if is_padded else ''}")
     if args.get("untie_embeddings_and_output_weights") is False:
-        parts.append("tied embeddings")
-    return " · ".join(parts)
+        texts.append("tied embeddings")
+    return " · ".join(texts)
 
 
 def _as_json(
@@ -314,26 +340,8 @@ def _as_json(
     objects: list[str],
     options: InspectOptions,
 ) -> dict[str, object]:
-    """Return the object of ``--json``; the module's docstring is its schema."""
-    # Tensors, with their places and values only if they were selected by KEY.
-    tensors = _in_order(tensors, options.sort)
-    entries = []
-    for meta in tensors[: options.limit or None]:
-        catalog = _catalog_of(summary, checkpoint, meta.key)
-        entry: dict[str, object] = {
-            "key": meta.key,
-            "dtype": meta.dtype,
-            "shape": list(meta.shape),
-            "bytes": meta.n_bytes,
-            "group": role_of(bare_key(meta.key, catalog)),
-        }
-        if options.keys:
-            entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
-            if options.values:
-                values = first_values(checkpoint.store, catalog, meta.key, options.values)
-                entry["values"] = [number_json(value) for value in values]
-        entries.append(entry)
-    # The whole page.
+    """Return the object of ``--json``; its schema is in the module's docstring."""
+    tensors = _in_order(tensors, options.sort)[: options.limit or None]
     return {
         "schema": "ckpt.inspect/1",
         "path": summary.path,
@@ -372,7 +380,7 @@ def _as_json(
         ],
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),
-        "tensors": entries,
+        "tensors": [_tensor_json(checkpoint, summary, meta, options) for meta in tensors],
         "objects": [
             {"key": key, "value": object_json(summary.view.objects[key], checkpoint)}
             if options.keys
@@ -380,3 +388,23 @@ def _as_json(
             for key in objects
         ],
     }
+
+
+def _tensor_json(
+    checkpoint: Checkpoint, summary: Summary, meta: TensorMeta, options: InspectOptions
+) -> dict[str, object]:
+    """Return a tensor, with its places and values only if it was selected by KEY."""
+    catalog = _catalog_of(summary, checkpoint, meta.key)
+    entry: dict[str, object] = {
+        "key": meta.key,
+        "dtype": meta.dtype,
+        "shape": list(meta.shape),
+        "bytes": meta.n_bytes,
+        "group": role_of(bare_key(meta.key, catalog)),
+    }
+    if options.keys:
+        entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
+        if options.values:
+            values = first_values(checkpoint.store, catalog, meta.key, options.values)
+            entry["values"] = [number_json(value) for value in values]
+    return entry

@@ -1,11 +1,10 @@
-"""``ckpt manifest``: record checksums and fingerprints, so that damage and differences can be
-detected later.
+"""``ckpt manifest``: record checksums and fingerprints for later verification.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
     {"schema": "ckpt.manifest-report/1", "path": str, "format": str, "manifest": str,
-     "n_files": int, "n_bytes": int,
-     "n_arrays": int, "n_fingerprints": int, "n_read_again": int, "seconds": float, "notes": [str]}
+     "n_files": int, "n_bytes": int, "n_arrays": int, "n_fingerprints": int,
+     "n_read_again": int, "seconds": float, "notes": [str]}
 
 If several workers read the checkpoint, ``launch`` is present too
 (``ckpt_cli.workers.current_team``).
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.values import check_rules_file, parse_size
+from ckpt_cli.options.values import check_rules_file, parse_size_or
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
@@ -31,10 +30,11 @@ if TYPE_CHECKING:
 
 
 def manifest(options: ManifestOptions) -> int:
-    """Run the command and return the exit code.
+    """Run ``ckpt manifest`` and return the exit code.
 
     Raises:
-        CheckpointingException: the checkpoint cannot be read, or a manifest exists already.
+        UsageError: an option is invalid, or a manifest exists and ``--force`` is not given.
+        CheckpointingException: the checkpoint cannot be read, or the manifest not written.
     """
     from core.convert.job import DEFAULT_MEMORY_BYTES
     from core.manifest.inventory import (
@@ -64,9 +64,7 @@ def manifest(options: ManifestOptions) -> int:
             missing_chunks=options.missing_chunks or FILL,
             fingerprints=options.fingerprints,
             threads=options.threads or worker_threads(),
-            memory_bytes=DEFAULT_MEMORY_BYTES
-            if options.memory is None
-            else parse_size(options.memory),
+            memory_bytes=parse_size_or(options.memory, DEFAULT_MEMORY_BYTES),
             progress=progress,
             team=workers,
             device=device(),
@@ -86,6 +84,7 @@ def manifest(options: ManifestOptions) -> int:
 
 
 def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, object]:
+    """Return the object of ``--json``; its schema is in the module's docstring."""
     return {
         "schema": "ckpt.manifest-report/1",
         "path": str(contents.path),
@@ -102,13 +101,11 @@ def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, objec
 
 
 def _print_report(screen: Screen, contents: Inventory, path: Path, seconds: float) -> None:
+    """Print the path of the manifest, what it contains, and how long it took."""
     from ckpt_cli.screen.blocks import bytes_text, facts, n_text, seconds_text
 
-    print(
-        screen.plain(
-            f"{screen.styled('✓ wrote', 'green', 'bold')} {screen.styled(escaped(str(path)), 'bold')}"
-        )
-    )
+    label = screen.styled("✓ wrote", "green", "bold")
+    print(screen.plain(f"{label} {screen.styled(escaped(str(path)), 'bold')}"))
     rate = bytes_text(round(contents.n_bytes / seconds)) if seconds > 0 else "–"
     pairs = [
         ("files", f"{n_text(len(contents.files), 'file')}, {bytes_text(contents.n_bytes)}"),

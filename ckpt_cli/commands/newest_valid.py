@@ -1,10 +1,14 @@
-"""``ckpt validate --newest-valid ROOT``: print the path of the newest valid iteration, and nothing
-else, to stdout.
+"""``ckpt validate --newest-valid ROOT``: find the newest valid iteration in a training root.
 
-The reasons for skipping newer ones go to stderr. ``--json`` prints ``{"schema": "ckpt.newest/1",
-"path": str | null, "iteration": int | null, "level": str, "skipped": [{"path": str, "why":
-str}]}``, and ``launch`` (``ckpt_cli.workers.current_team``) if several workers did it. The exit
-code is 1 if no iteration is valid.
+Only its path goes to stdout, so that a script can use the output; the reasons for skipping newer
+iterations go to stderr. The exit code is 1 if no iteration is valid.
+
+``--json`` prints one object (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.newest/1", "path": str | null, "iteration": int | null, "level": str,
+     "skipped": [{"path": str, "why": str}]}
+
+``launch`` (``ckpt_cli.workers.current_team``) is present if several workers checked.
 """
 
 from __future__ import annotations
@@ -31,14 +35,16 @@ if TYPE_CHECKING:
 
 
 def newest_valid(options: ValidateOptions) -> int:
-    """Run the command and return the exit code.
+    """Run ``ckpt validate --newest-valid`` and return the exit code.
 
     Raises:
-        UsageError: more than one root is given, or an option that does not apply.
+        UsageError: there is more than one root, or an option that does not apply.
     """
+    # Check the options before any iteration is read.
     root = _single_root(options)
     workers = team()
     acceptance = broadcast_result(workers, lambda: acceptance_of(options))
+    # All workers check one iteration together; their figures are added up over the iterations.
     figures: list[tuple[Figures, ...]] = []
 
     def check_iteration(path: Path) -> tuple[bool, Validation]:
@@ -55,13 +61,17 @@ def newest_valid(options: ValidateOptions) -> int:
 def _report(
     newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]
 ) -> None:
+    """Print the path or the JSON object to stdout, and the skipped iterations to stderr."""
+    # The result, for a script.
     if options.json or options.format == "json":
         skipped = [{"path": iteration.path, "why": iteration.why} for iteration in newest.skipped]
         report: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
         report |= {"level": LEVELS[level_of(options)], "skipped": skipped}
         print(json.dumps({"schema": "ckpt.newest/1"} | report | launch_of(figures)))
     elif newest.path is not None:
+        # A script needs the exact path; only a terminal must be protected from control characters.
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
+    # The reasons, for people.
     label = screen_of(sys.stderr).styled("skipped:", "yellow")
     for iteration in () if options.quiet else newest.skipped:
         print(f"{label} {escaped(iteration.path)}: {escaped(iteration.why)}", file=sys.stderr)
@@ -71,7 +81,11 @@ def _report(
 
 
 def _single_root(options: ValidateOptions) -> Path:
-    """Return the training root, after checking the options given with it."""
+    """Return the training root, after checking the options given with it.
+
+    Raises:
+        UsageError: there is more than one root, or an option that does not apply.
+    """
     paths = options.paths or [Path()]
     if len(paths) != 1:
         raise UsageError("--newest-valid takes one training root", hint="run it once for each root")
@@ -84,11 +98,12 @@ def _single_root(options: ValidateOptions) -> Path:
     for name, value in conflicting:
         if value:
             raise UsageError(
-                f"--newest-valid only prints a path and cannot be used with {name}",
+                f"--newest-valid only prints a path and cannot be combined with {name}",
                 hint="give only one",
             )
     if options.format not in (None, "text", "json"):
         raise UsageError(
-            f"--newest-valid has no output as {options.format}", hint="leave out --format"
+            f"--newest-valid does not support --format {options.format}",
+            hint="use --format text or json",
         )
     return paths[0]

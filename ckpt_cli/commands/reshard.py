@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def reshard(options: TransferOptions) -> int:
-    """Run the command and return the exit code.
+    """Run ``ckpt reshard`` and return the exit code.
 
     Raises:
-        UsageError: no option changes the layout.
+        UsageError: no option changes the layout, or the options contradict each other.
+        CheckpointingException: the checkpoint cannot be read, resharded or written.
     """
+    # --to or --vocab-size may be the only change: the parallel sizes then stay the source's.
     sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
     has_target = build_pipeline(options) is not None or any(size is not None for size in sizes)
     if options.to is None and options.vocab_size is None and not has_target:
@@ -25,9 +27,10 @@ def reshard(options: TransferOptions) -> int:
 
 
 def _target_size_hint(options: TransferOptions) -> str:
-    """Return how to give target sizes.
+    """Return the hint for a command line without target sizes.
 
-    Sizes given without ``-new``, which describe SRC, are repeated with it.
+    Sizes given as ``--tp`` describe SRC, although the user probably meant ``--tp-new``: the hint
+    repeats them in that form.
     """
     source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     if not source_sizes:

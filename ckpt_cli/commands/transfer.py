@@ -1,33 +1,29 @@
-"""The part that ``convert`` and ``reshard`` share: building the job, the dry run, the progress and
-the report.
+"""The part that ``convert`` and ``reshard`` share: job, dry run, progress and report.
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str,
-     "format": str,
-     "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int,
-     "bytes_verified": int,
-     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str],
-     "manifest": str,
-     "notes": [str], "dropped": [str]}
+    {"schema": "ckpt.transfer/1", "dry_run": false,
+     "src": str, "dst": str, "source_format": str, "format": str, "n_tensors": int,
+     "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
+     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float,
+     "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
 
-with several workers also ``"launch"``, each one's figures (``ckpt_cli.workers.current_team``); with ``--dry-run``::
+If several workers shared the work, ``"launch"`` contains the figures of each
+(``ckpt_cli.workers.current_team``). With ``--dry-run`` the object is::
 
-    {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str,
-     "target_format": str,
-     "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int,
-     "write_bytes": int,
-     "memory_bytes": int, "files": [{"path": str, "bytes": int}], "renamed": [{"old": str,
-     "new": str}], "notes": [str],
-     "dropped": [str], "rank": {"number": int, "files": [str]}}
+    {"schema": "ckpt.plan/1", "dry_run": true,
+     "src": str, "source_format": str, "dst": str, "target_format": str,
+     "n_tensors": int, "n_fragments": int,
+     "read_bytes": int, "least_read_bytes": int, "write_bytes": int, "memory_bytes": int,
+     "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}],
+     "notes": [str], "dropped": [str], "rank": {"number": int, "files": [str]}}
 
 and with ``--explain``::
 
-    {"schema": "ckpt.explain/1", "src": str, "target_format": str, "tensors": [{"names": str,
-     "n_tensors": int,
-     "shape": [int], "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str],
-     "pattern": str,
-     "where": str, "source": str}]}
+    {"schema": "ckpt.explain/1", "src": str, "target_format": str,
+     "tensors": [{"names": str, "n_tensors": int, "shape": [int],
+                  "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str],
+                  "pattern": str, "where": str, "source": str}]}
 
 ``files`` are relative to ``dst``; ``rank`` is present with ``--rank`` and lists files of the
 source.
@@ -50,6 +46,7 @@ from ckpt_cli.options.values import (
     parse_quantizations,
     parse_renames,
     parse_size,
+    parse_size_or,
     parse_unstack_globs,
 )
 from ckpt_cli.pages.transfer import explain_lines, plan_lines, report_lines
@@ -68,11 +65,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
-    from core.convert.job import Progress, Report
+    from core.convert.job import Report
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
-"""Parallel sizes as the options name them."""
+"""Names of the parallel sizes, as in ``--tp`` and ``--tp-new``."""
 
 
 def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
@@ -82,7 +79,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         keeps_layout: parallel sizes that are not given stay the source's; otherwise they become 1.
 
     Raises:
-        UsageError: the options contradict each other.
+        UsageError: the options contradict each other, or a value is invalid.
     """
     _check_conflicts(options)
     defaults = Job(src=options.src)
@@ -125,9 +122,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
-        memory_bytes=defaults.memory_bytes
-        if options.memory is None
-        else parse_size(options.memory),
+        memory_bytes=parse_size_or(options.memory, defaults.memory_bytes),
         threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,
@@ -147,11 +142,8 @@ def _build_topology(options: TransferOptions) -> TopologyChange | None:
     target_sizes = {name: getattr(options, f"{name}_new") for name in SIZES}
     source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     pipeline = build_pipeline(options)
-    if (
-        not source_sizes
-        and pipeline is None
-        and all(size is None for size in target_sizes.values())
-    ):
+    has_target = pipeline is not None or any(size is not None for size in target_sizes.values())
+    if not source_sizes and not has_target:
         return None
     return TopologyChange(**target_sizes, pipeline=pipeline, source=source_sizes)
 
@@ -160,35 +152,39 @@ def _check_conflicts(options: TransferOptions) -> None:
     """Raise if options contradict each other or the rules file does not exist.
 
     Raises:
-        UsageError: they do, or it does not.
+        UsageError: two options cannot be combined, or the path of ``--rules`` is not a file.
     """
-    if options.dst is not None and options.output is not None and options.dst != options.output:
+    if options.rank is not None and not options.dry_run:
+        raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
+    check_rules_file(options.rules)
+    if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
             f"two destinations: {options.dst} and -o {options.output}", hint="give only one"
         )
-    if options.rank is not None and not options.dry_run:
-        raise UsageError("--rank only applies to --dry-run")
-    check_rules_file(options.rules)
-    if options.explain and (options.dry_run or options.quiet):
-        other = "--dry-run" if options.dry_run else "--quiet"
-        raise UsageError(f"--explain and {other} exclude each other", hint="give only one")
-    if options.keep_padded_vocab and options.vocab_size is not None:
-        raise UsageError(
-            "--keep-padded-vocab and --vocab-size contradict each other", hint="give only one"
-        )
-    if options.stack_layers and options.unstack_layers:
-        raise UsageError(
-            "--stack-layers and --unstack-layers contradict each other", hint="give only one"
-        )
+    conflicts = (
+        ("--explain and --dry-run", options.explain and options.dry_run),
+        ("--explain and --quiet", options.explain and options.quiet),
+        (
+            "--keep-padded-vocab and --vocab-size",
+            options.keep_padded_vocab and options.vocab_size is not None,
+        ),
+        (
+            "--stack-layers and --unstack-layers",
+            options.stack_layers and options.unstack_layers,
+        ),
+    )
+    for pair, are_given in conflicts:
+        if are_given:
+            raise UsageError(f"{pair} cannot be combined", hint="give only one")
 
 
 def build_pipeline(options: TransferOptions) -> Pipeline | None:
-    """Return how the options distribute layers over pipeline stages; None if they do not tell.
+    """Return the distribution of layers over pipeline stages; None if no option concerns it.
 
-    The options that are given describe the distribution completely; the source's is not consulted.
+    The given options describe the distribution completely; the source's is not consulted.
 
     Raises:
-        UsageError: they contradict each other, or the layout is invalid.
+        UsageError: the options contradict each other, or the layout is invalid.
     """
     flags = (options.account_for_embedding, options.account_for_loss)
     counts = (options.decoder_first, options.decoder_last)
@@ -204,17 +200,35 @@ def build_pipeline(options: TransferOptions) -> Pipeline | None:
 
 
 def transfer(job: Job, options: TransferOptions) -> int:
-    """Run, plan or explain the job, print the result on the lead, and return the exit code."""
+    """Run, plan or explain the job, print the result on the lead, and return the exit code.
+
+    Raises:
+        CheckpointingException: the job cannot be done.
+        KeyboardInterrupt: a signal ended the job.
+    """
+    workers = team()
+    # A plan or an explanation reads no tensor data, so the lead works alone.
     if options.explain:
-        return broadcast_result(team(), lambda: _explain(job, options))
-    return (
-        broadcast_result(team(), lambda: _plan(job, options))
-        if options.dry_run
-        else _run(job, options)
-    )
+        return broadcast_result(workers, lambda: _explain(job, options))
+    if options.dry_run:
+        return broadcast_result(workers, lambda: _plan(job, options))
+    # All workers do the work; the lead prints the report.
+    report = _run(job, workers, is_quiet=options.quiet)
+    if not is_lead(workers):
+        return 0
+    if options.json:
+        fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
+        print(json.dumps(fields | launch_of(report.workers)))
+    elif options.quiet:
+        _note_dropped(report.dropped)
+    else:
+        for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
+            print(line)
+    return 0
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
+    """Print the layout rule of each tensor and return the exit code."""
     with prepare(job) as prepared:
         lines = prepared.explain_layout()
         if options.json:
@@ -231,6 +245,7 @@ def _explain(job: Job, options: TransferOptions) -> int:
 
 
 def _plan(job: Job, options: TransferOptions) -> int:
+    """Print what the job would read and write, and return the exit code."""
     with prepare(job) as prepared:
         files = None if options.rank is None else prepared.files_for_rank(options.rank)
         if options.json:
@@ -238,67 +253,61 @@ def _plan(job: Job, options: TransferOptions) -> int:
             if files is not None:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
-        elif not options.quiet:
+        elif options.quiet:
+            _note_dropped(prepared.dropped)
+        else:
             for line in plan_lines(
                 screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files
             ):
                 print(line)
-        else:
-            _note_dropped(prepared.dropped)
     return 0
 
 
-def _run(job: Job, options: TransferOptions) -> int:
-    """Run the job with the team of this process and print the report on the lead."""
-    workers = team()
+def _run(job: Job, workers: Team, *, is_quiet: bool) -> Report:
+    """Run the job, in this process alone or together with the other workers.
+
+    Raises:
+        UsageError: the two tensors of ``--tie`` are not identical.
+        KeyboardInterrupt: a signal ended the job.
+        CheckpointingException: the job cannot be done.
+    """
+    # Every launch keeps its staging directory, even with one worker, so a restart can continue.
     is_launched = RESULTS_VARIABLE in os.environ
-    if (
-        is_launched
-    ):  # every launch keeps its stage, also with one worker, so that a restart can continue
-        job = replace(job, resume=True)
+    job = replace(job, resume=job.resume or is_launched)
     try:
-        with progress_bar(is_wanted=not options.quiet) as progress:
-            report = _published_report(workers) or _convert(job, workers, progress)
+        with progress_bar(is_wanted=not is_quiet) as progress:
+            report = _published_report(workers)
+            if report is not None:
+                return report
+            if workers.size == 1:
+                return run(job, progress=progress, publishing=remember_report)
+            # A process that works alone need not load this module.
+            from core.convert.workers.run import run_shared
+
+            return run_shared(job, workers, publishing=remember_report)
     except ReplicaMismatchError as err:
-        # The two tensors of --tie are compared as replicas of one: name the option, not the replicas.
+        # The tensors of --tie are compared as replicas of one: name the option, not the replicas.
         alias = next((alias for alias, original in job.tie if original == err.key), None)
         if alias is None:
             raise
         message = f"--tie: {alias!r} is not identical to {err.key!r}: {err.message}"
-        raise UsageError(message, hint="leave out --tie; both tensors are needed") from err
+        raise UsageError(message, hint="drop --tie; both tensors are needed") from err
     except KeyboardInterrupt:
-        keeps_stage = job.resume or (workers.size > 1 and is_lead(workers))
-        if keeps_stage and not is_launched:  # the launcher prints the note itself
+        # The launcher prints this note itself.
+        keeps_output = job.resume or (workers.size > 1 and is_lead(workers))
+        if keeps_output and not is_launched:
             print_note("partial output is kept; rerun the same command to continue")
         raise
-    if not is_lead(workers):
-        return 0
-    if options.json:
-        fields = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
-        print(json.dumps(fields | launch_of(report.workers)))
-    elif not options.quiet:
-        for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
-            print(line)
-    else:
-        _note_dropped(report.dropped)
-    return 0
-
-
-def _convert(job: Job, workers: Team, progress: Progress | None) -> Report:
-    """Run the job in this process or, with several workers, together with the others."""
-    if workers.size == 1:
-        return run(job, progress=progress, publishing=remember_report)
-    from core.convert.workers.run import run_shared  # a process that works alone need not load it
-
-    return run_shared(job, workers, publishing=remember_report)
 
 
 def _published_report(workers: Team) -> Report | None:
-    """Return the report of an earlier attempt of this launch that got its destination published.
+    """Return the report of an earlier attempt of this launch that published its destination.
 
-    Returns None without one.
+    Such an attempt failed after its last step; there is nothing left to convert. Every worker looks
+    for the report, because the lead of that attempt may have been on another host.
 
-    Every worker looks for it, because the lead of that attempt may have been on another host.
+    Returns:
+        None if no attempt got that far.
     """
     reports = gather_results(workers, recall_report) or ()
     report = next((report for report in reports if report is not None), None)
@@ -306,6 +315,6 @@ def _published_report(workers: Team) -> Report | None:
 
 
 def _note_dropped(dropped: Sequence[str]) -> None:
-    """Print what is not carried, which even ``--quiet`` does not suppress."""
+    """Print a note on what is not carried; even ``--quiet`` does not suppress this."""
     if dropped:
         print_note(f"not carried: {', '.join(dropped)}")

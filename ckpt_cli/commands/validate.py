@@ -1,9 +1,9 @@
 """``ckpt validate``: check checkpoints for missing, damaged or inconsistent data.
 
 The exit code is 0 if no error was found and 1 otherwise, in every report format. It is 2 if the
-request is invalid or, after the report on the others, if one of several paths does not exist; other
-codes only occur if nothing could be checked. A directory that no format recognises is a finding, so
-that a job which validates the output of another job fails.
+request is invalid, or if one of several paths does not exist (the others are still checked and
+reported); other codes only occur if nothing could be checked. A directory that no format recognises
+is a finding, so that a job which validates the output of another job fails.
 
 The workers of a team divide the data of one checkpoint at a time; the lead writes the report, and
 the exit code is the same for all.
@@ -38,13 +38,14 @@ _SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"
 
 
 def validate(options: ValidateOptions) -> int:
-    """Run the command and return the exit code.
+    """Run ``ckpt validate`` and return the exit code.
 
     Raises:
-        UsageError: the options contradict each other, or a path does not exist.
+        UsageError: the options contradict each other, or the only path does not exist.
     """
     workers = team()
     broadcast_result(workers, lambda: _check_options(options))
+    # Two options select another task, whose module is only imported then.
     if options.list_checks:
         from ckpt_cli.pages.checks_table import print_checks
 
@@ -57,11 +58,12 @@ def validate(options: ValidateOptions) -> int:
         from ckpt_cli.commands.newest_valid import newest_valid
 
         return newest_valid(options)
+    # The checkpoints, and the errors of paths that do not exist.
     acceptance = broadcast_result(workers, lambda: acceptance_of(options))
     errors = broadcast_result(workers, lambda: _checkpoint_paths(options))
-    # Check one checkpoint after the other, then report on all of them.
-    # One checkpoint may have 10⁵ entries and a finding for each, which the garbage collector need not
-    # walk through; with several checkpoints, the garbage of each must be collected.
+    # Check one checkpoint after the other, then report on all of them. One checkpoint may have 10⁵
+    # entries and a finding for each, which the garbage collector need not walk through; with
+    # several checkpoints, the garbage of each must be collected.
     verdicts = []
     with gc_paused() if len(errors) == 1 else nullcontext():
         for path, error in errors.items():
@@ -81,7 +83,8 @@ def validate(options: ValidateOptions) -> int:
 
 
 def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
-    """Return the checkpoints to check, each once, with the errors of paths that lead to none."""
+    """Return the distinct checkpoints to check, with an error for each path that is not one."""
+    # A root is replaced by its iterations; a path that is not a directory is refused below.
     paths = options.paths or [Path()]
     if options.all_iterations:
         from core.validate.newest import iteration_paths
@@ -93,6 +96,7 @@ def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]
 
 
 def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
+    """Write all findings to the file of ``--write-baseline``, including accepted ones."""
     assert options.write_baseline is not None
     findings = [finding for verdict in verdicts for finding in verdict.validation.findings]
     write_lines(options.write_baseline, [baseline_text(findings).rstrip("\n")])
@@ -102,37 +106,51 @@ def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> No
 
 
 def _check_options(options: ValidateOptions) -> None:
-    """Raise if the options contradict each other or name invalid files, before anything is read.
+    """Raise if the options contradict each other or name invalid files.
 
     Raises:
-        UsageError: they do.
+        UsageError: two options cannot be combined, a value is invalid, or a report or rules file
+            cannot be used.
     """
-    # Options that exclude each other.
-    if options.headers and options.deep:
-        raise UsageError(
-            "--headers and --deep exclude each other", hint="--deep includes --headers"
-        )
-    if options.json and options.format not in (None, "json"):
-        raise UsageError(
-            f"--json and --format {options.format} exclude each other", hint="give one"
-        )
-    if options.iteration is not None and (options.all_iterations or options.newest_valid):
-        raise UsageError(
-            "--iteration chooses one iteration", hint="leave it out, or the option that checks all"
-        )
-    if options.newest_valid and options.all_iterations:
-        raise UsageError(
-            "--newest-valid considers all iterations anyway", hint="leave out --all-iterations"
-        )
-    if options.baseline is not None and options.write_baseline is not None:
-        raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
-    # Requests and files that must be valid.
+    # Options that cannot be combined.
+    checks_all = options.all_iterations or options.newest_valid
+    conflicts = (
+        (
+            options.headers and options.deep,
+            "--headers and --deep cannot be combined",
+            "use --deep, which includes --headers",
+        ),
+        (
+            options.json and options.format not in (None, "json"),
+            f"--json and --format {options.format} cannot be combined",
+            "give only one",
+        ),
+        (
+            options.iteration is not None and checks_all,
+            "--iteration selects one iteration, but another option checks all of them",
+            "drop --iteration, or --all-iterations and --newest-valid",
+        ),
+        (
+            options.newest_valid and options.all_iterations,
+            "--newest-valid considers all iterations anyway",
+            "drop --all-iterations",
+        ),
+        (
+            options.baseline is not None and options.write_baseline is not None,
+            "--baseline and --write-baseline cannot be combined",
+            "give only one",
+        ),
+    )
+    for is_conflict, message, hint in conflicts:
+        if is_conflict:
+            raise UsageError(message, hint=hint)
+    # Values and files that must be valid before checks begin that may take hours.
     plan_request(options)
     for path in options.report or ():
         if path.suffix.lower() not in _SUFFIXES:
             raise UsageError(
-                f"--report: {path.name!r} has none of the suffixes {', '.join(_SUFFIXES)}, which tell the format",
-                hint="use one of them, or --format and -o",
+                f"--report: the name {path.name!r} has none of the suffixes {', '.join(_SUFFIXES)}",
+                hint="rename it, or use --format and -o",
             )
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:
@@ -142,9 +160,11 @@ def _check_options(options: ValidateOptions) -> None:
 
 def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     """Write the report to the files that the options name and to stdout."""
+    # Each --report in the format of its suffix.
     for path in options.report or ():
         format = _SUFFIXES[path.suffix.lower()]
         write_lines(path, _report_lines(format, verdicts, options, Screen()))
+    # With -o, the requested format goes to its file, and text to stdout.
     stdout_format = "json" if options.json else options.format
     if options.output is not None:
         format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
@@ -157,10 +177,7 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
 def _report_lines(
     format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen
 ) -> Iterator[str]:
-    """Return the lines of the report in one of ``FORMATS``.
-
-    Only the module of that format is imported.
-    """
+    """Return the lines of the report in one of ``FORMATS``; import only that format's module."""
     if format == "json":
         from ckpt_cli.findings.json_report import json_lines
 

@@ -1,5 +1,5 @@
 """The report of ``ckpt validate``: text, JSON, JUnit, SARIF, GitHub annotations.
 
-Start at ``verdict``, the value that is reported; the other modules are one format each.
+Start at ``verdict``, the value that is reported; every format has a module of its own.
 Imports: core, screen, workers.
 """

@@ -31,6 +31,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE
 def github_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the commands of each checkpoint, followed by a line of text about it."""
     for verdict in verdicts:
+        # An annotation for each group of similar findings: place, message and hint on lines.
         for group in group_similar(verdict.judgement.counted, path=verdict.validation.path):
             first = group.first
             code = codes().get(first.code)
@@ -42,17 +43,17 @@ def github_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
                 f"file={_property(verdict.path_of(first))},title={_property(title + times)}"
             )
             yield f"::{_COMMANDS[first.severity]} {properties}::{data}"
+        # Notes about the checkpoint, and a line that is no command, for the log.
+        path = verdict.validation.path
         for note in verdict.validation.notes:
-            yield f"::notice file={_property(verdict.validation.path)},title=ckpt validate::{_data(note)}"
+            yield f"::notice file={_property(path)},title=ckpt validate::{_data(note)}"
         mark = "✓" if verdict.judgement.is_valid else "✗"
         size = n_text(verdict.validation.n_files, "file")
-        yield f"{mark} {verdict.counts_text} in {_inert(verdict.validation.path)} ({size})"
+        yield f"{mark} {verdict.counts_text} in {_inert(path)} ({size})"
 
 
 def _inert(text: str) -> str:
-    """Return the text with ``##[`` broken up, which the runner takes for a command anywhere in a
-    line.
-    """
+    """Return the text with ``##[`` broken up: the runner finds old commands anywhere in a line."""
     return escaped(text).replace("##[", "##\\[")
 
 

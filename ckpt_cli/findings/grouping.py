@@ -1,23 +1,24 @@
-"""Groups findings whose places differ only in numbers: ``__[0-7]_0.distcp``,
-``decoder.layers.[0-31].weight``.
+"""Groups of findings whose places differ only in numbers.
 
-Nothing is lost: brackets contain exactly the numbers of the findings, so findings at all files of
-two ranks except one are not folded into "all files of both ranks".
+The place of a group contains ranges: ``__[0-7]_0.distcp``, ``decoder.layers.[0-31].weight``. They
+contain exactly the numbers of the findings: findings in all files of two ranks except one do not
+become "all files of both ranks".
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 from core.catalog.key_patterns import ranges
 from core.checks.finding import Finding
 
 _NUMBER = re.compile(r"(?<!\d)(\d{1,9})(?!\d)")
+"""A number of at most nine digits; longer ones are rather hashes or time stamps than indices."""
 _MARK = "\0"
-"""Separates file, rank and key; spelled out where one of them contains it."""
+"""Separates file, rank and key; escaped if one of them contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,11 @@ class FindingGroup:
     def place(self) -> str:
         """The place as text, ``FILE · KEY · rank R · bytes 0–8``; "" for the whole checkpoint."""
         span = self.first.span if len(self.findings) == 1 else None
-        parts = [
-            self.file,
-            self.key,
-            None
-            if self.rank is None
-            else self.rank
-            if self.rank.startswith("mp_rank")
-            else f"rank {self.rank}",
-            None if span is None else f"bytes {span[0]:,}–{span[1]:,}",
-        ]
+        parts = [self.file, self.key]
+        if self.rank is not None:
+            parts.append(self.rank if self.rank.startswith("mp_rank") else f"rank {self.rank}")
+        if span is not None:
+            parts.append(f"bytes {span[0]:,}–{span[1]:,}")
         return " · ".join(part for part in parts if part is not None)
 
     @property
@@ -62,10 +58,7 @@ class FindingGroup:
 
     @property
     def message(self) -> str:
-        """The message with the expected and found values.
-
-        If they vary, it is that of the first finding, as an example.
-        """
+        """The message with the expected and found values; one example of them if they vary."""
         texts = {message_of(finding) for finding in self.findings}
         return f"{'' if len(texts) == 1 else 'for example: '}{message_of(self.first)}"
 
@@ -85,33 +78,30 @@ def group_similar(findings: Iterable[Finding], *, path: str) -> list[FindingGrou
             particular.
     """
     groups: dict[tuple[object, ...], list[tuple[list[str], Finding]]] = {}
-    without_numbers = cache(partial(_NUMBER.sub, "#"))  # 10⁵ findings have a few messages
+    # Cached, as 10⁵ findings have a few messages.
+    without_numbers = cache(partial(_NUMBER.sub, "#"))
     for finding in findings:
-        texts, numbers = _split_place(
-            finding if finding.file != path else replace(finding, file=None)
+        # One text for the place, cut into its numbers and the texts around them. The sign before
+        # each name distinguishes a name that is missing ("-") from an empty one ("+").
+        names = (None if finding.file == path else finding.file, finding.rank, finding.key)
+        place = _MARK.join(
+            "-" if name is None else "+" + name.replace(_MARK, "\\x00") for name in names
         )
+        parts = _NUMBER.split(place)
+        texts, numbers = parts[::2], parts[1::2]
         kind = (finding.severity, finding.code, finding.hint, without_numbers(finding.message))
         groups.setdefault((*kind, *texts), []).append((numbers, finding))
     return [group for key, rows in groups.items() for group in _fold(list(map(str, key[4:])), rows)]
 
 
-def _split_place(finding: Finding) -> tuple[list[str], list[str]]:
-    """Return the texts around the numbers of a finding's place, and the numbers."""
-    place = _MARK.join(
-        "-" if name is None else "+" + name.replace(_MARK, "\\x00")
-        for name in (finding.file, finding.rank, finding.key)
-    )
-    parts = _NUMBER.split(place)
-    return parts[::2], parts[1::2]
-
-
 def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterator[FindingGroup]:
-    """Join rows that have the same texts, one number of their places after the other, from the last
-    to the first.
+    """Join findings whose places have the same texts, and yield the groups.
+
+    The numbers are joined one after the other, from the last to the first.
 
     Args:
-        texts: the texts around the numbers of the place.
-        rows: (numbers of the place, finding) of each.
+        texts: the texts around the numbers of the places.
+        rows: (numbers of the place, finding) of each finding.
     """
     merged = [(numbers, [finding]) for numbers, finding in rows]
     for i in reversed(range(len(texts) - 1)):
@@ -121,15 +111,17 @@ def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterat
             by_others.setdefault((*numbers[:i], *numbers[i + 1 :]), []).append(
                 (numbers[i], findings)
             )
+        # No two rows differ in this number alone.
         if len(by_others) == len(merged):
-            continue  # no two differ in this number alone
+            continue
         merged = [
             (
-                [*others[:i], _join_numbers([number for number, _ in members]), *others[i:]],
+                [*kept[:i], _join_numbers([number for number, _ in members]), *kept[i:]],
                 [finding for _, findings in members for finding in findings],
             )
-            for others, members in by_others.items()
+            for kept, members in by_others.items()
         ]
+    # Put the numbers back between the texts, and cut the place into file, rank and key.
     for numbers, findings in merged:
         place = "".join(part for pair in zip(texts, [*numbers, ""], strict=True) for part in pair)
         names = [name[1:] if name.startswith("+") else None for name in place.split(_MARK)]
@@ -137,12 +129,15 @@ def _fold(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iterat
 
 
 def _join_numbers(numbers: Sequence[str]) -> str:
-    """Return several numbers as one text, ``[0-7]``; leading zeros stay."""
+    """Return several numbers as one text, ``[0-7]``, or ``[00-07]`` if they have leading zeros."""
     distinct = set(numbers)
     if len(distinct) == 1:
         return numbers[0]
-    if len(set(map(int, distinct))) < len(distinct):  # 1 and 01 are different names
+    # 1 and 01 are different names, which a range cannot express.
+    if len(set(map(int, distinct))) < len(distinct):
         return f"[{','.join(sorted(distinct))}]"
+    # Leading zeros survive in a range only if all numbers have the same width. The step of a range
+    # (after ":") has none.
     text = ranges(map(int, distinct))
     width = len(numbers[0])
     if any(number.startswith("0") and len(number) > 1 for number in distinct):

@@ -1,22 +1,24 @@
 """The report as JSON, one object on one line (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool,
-     "valid": bool,
-     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int,
-     "bytes": int, "tensors": int,
+    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep",
+     "strict": bool, "valid": bool,
+     "checkpoints": [{"path": str, "format": str | null, "valid": bool,
+                      "files": int, "bytes": int, "tensors": int,
                       "checks": int, "seconds": float, "notes": [str], "unchecked": [str],
                       "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}],
-                      "launch": {…}}
+     "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str,
-"message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int], "expected":
-str, "found": str, "hint": str}``; parts that do not apply are left out. ``keys`` are all tensors
-concerned, if they are several; ``key`` is the first. ``file`` is relative to ``path``; ``span`` is
-a range of its bytes. ``unchecked`` tells what could not be compared. ``ignored`` are the findings
-of ``--ignore``, ``known`` those of ``--baseline``; neither counts for ``valid``. ``launch``
-(``ckpt_cli.workers.current_team``) is present if several workers validated.
+"message": str, "file": str, "key": str, "keys": [str], "rank": str, "span": [int, int],
+"expected": str, "found": str, "hint": str}``; fields that do not apply are omitted.
+
+``keys`` are the names of all affected tensors if there are several, ``key`` is the first.
+``file`` is relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` lists what could
+not be compared. ``ignored`` are the findings accepted by ``--ignore``, ``known`` those accepted by
+``--baseline``; neither counts for ``valid``. ``launch`` (``ckpt_cli.workers.current_team``) is
+present if several workers validated.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ SCHEMA = "ckpt.validate/1"
 
 
 def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) -> Iterator[str]:
-    """Yield the object, as one line."""
+    """Yield the object as one line.
+
+    Args:
+        level: what was read of each checkpoint.
+        is_strict: warnings count as errors.
+    """
     report: dict[str, object] = {
         "schema": SCHEMA,
         "level": LEVELS[level],
@@ -52,6 +59,7 @@ def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) ->
 
 
 def _checkpoint(verdict: Verdict) -> dict[str, object]:
+    """Return one of ``checkpoints``; the module's docstring contains the schema."""
     validation, judgement = verdict.validation, verdict.judgement
     return {
         "path": validation.path,
@@ -77,5 +85,6 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
 
 
 def _finding(finding: Finding) -> dict[str, object]:
+    """Return a finding with the title of its code, if the code is registered."""
     code = codes().get(finding.code)
     return finding.as_dict() | ({"title": code.title} if code else {})

@@ -1,8 +1,8 @@
 """The report as JUnit XML, which GitLab, Jenkins and others show.
 
-A checkpoint is a test suite, every code that its level can find is a test case, and one with errors
-is a failure whose text lists them. Warnings and notes are not failures: they are the output of a
-case that passes. A code of which all findings are ignored or known is skipped.
+A checkpoint is a test suite, and every code that can occur at its level is a test case. A case with
+errors is a failure whose text lists them. Warnings and notes are not failures: they are the output
+of a case that passes. A code whose findings are all ignored or known is skipped.
 
 ::
 
@@ -15,7 +15,7 @@ case that passes. A code of which all findings are ignored or known is skipped.
         └── system-out, text: notes about the checkpoint
 
 Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have
-in common. Time stamps and host names are left out.
+in common. Time stamps and host names are omitted.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ class _Suite:
 
     Attributes:
         cases: (``passed``, ``failure`` or ``skipped``; lines of the element) of each case.
+        n_failed, n_skipped: number of cases with this outcome.
     """
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
+        # A case for each code that could have been found, and for each that was.
         judgement = verdict.judgement
         findings = (*judgement.counted, *judgement.ignored, *judgement.known)
         level = verdict.validation.level
         table = codes()
         checked = [
-            c.code
-            for c in table.values()
-            if c.level <= level and not c.code.startswith(_PLAN_CODES)
+            code.code
+            for code in table.values()
+            if code.level <= level and not code.code.startswith(_PLAN_CODES)
         ]
         names = sorted({*checked, *(finding.code for finding in findings)})
         self.cases = [self._case(name, table.get(name)) for name in names]
@@ -97,9 +99,13 @@ class _Suite:
         yield "  </testsuite>"
 
     def _case(self, name: str, code: Code | None) -> tuple[str, list[str]]:
-        """Return the outcome (``passed``, ``failure``, ``skipped``) of a code's case, and its
-        element's lines.
+        """Return the outcome of a code's case and the lines of its element.
+
+        Args:
+            name: the code.
+            code: its description; None if this version of ckpt does not have it.
         """
+        # The findings with this code. Only errors count as failures.
         judgement, path = self._verdict.judgement, self._verdict.validation.path
         counted = [finding for finding in judgement.counted if finding.code == name]
         n_accepted = sum(finding.code == name for finding in (*judgement.ignored, *judgement.known))
@@ -107,6 +113,7 @@ class _Suite:
         warnings = [finding for finding in counted if finding.severity != Severity.ERROR]
         title = f"{name} {code.title}" if code else name
         lines = [f'    <testcase classname="{_text(path)}" name="{_text(title)}">']
+        # At most one failure or skipped element, then the output.
         outcome = "passed"
         if errors:
             outcome = "failure"
@@ -122,6 +129,7 @@ class _Suite:
             )
         if warnings:
             lines.append(f"      <system-out>{_findings_text(warnings, path)}</system-out>")
+        # An element without content is written as one tag.
         lines.append("    </testcase>")
         return outcome, lines if len(lines) > 2 else [f"{lines[0][:-1]}/>"]
 
@@ -132,13 +140,13 @@ def _counts(name: str, suites: Sequence[_Suite], seconds: float) -> str:
     n_failed = sum(suite.n_failed for suite in suites)
     n_skipped = sum(suite.n_skipped for suite in suites)
     return (
-        f'name="{_text(name)}" tests="{n_cases}" failures="{n_failed}" errors="0" skipped="{n_skipped}" '
-        f'time="{seconds:.3f}"'
+        f'name="{_text(name)}" tests="{n_cases}" failures="{n_failed}" errors="0" '
+        f'skipped="{n_skipped}" time="{seconds:.3f}"'
     )
 
 
 def _findings_text(findings: Sequence[Finding], path: str) -> str:
-    """Return the findings, a paragraph for each group, as the text of an element."""
+    """Return the findings as the text of an element, with a paragraph for each group."""
     lines = []
     for group in group_similar(findings, path=path):
         times = f"{len(group.findings)} × " if len(group.findings) > 1 else ""
@@ -154,7 +162,8 @@ def _findings_text(findings: Sequence[Finding], path: str) -> str:
 def _text(text: str, *, keeps_lines: bool = False) -> str:
     """Escape text for an element or attribute.
 
-    Spell out control characters, most of which XML cannot express.
+    Control characters, most of which XML cannot express, are spelled out; line feeds stay with
+    ``keeps_lines``.
     """
     parts = text.split("\n") if keeps_lines else [text]
     return escape("\n".join(map(escaped, parts)))

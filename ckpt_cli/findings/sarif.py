@@ -32,32 +32,21 @@ _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
 _LINK = re.compile(r"\[(?=[^\[\]]*\]\()")
+"""The bracket that begins an embedded link, ``[text](target)``."""
 
 
 def sarif_lines(verdicts: Sequence[Verdict], *, has_baseline: bool) -> Iterator[str]:
     """Yield the JSON document.
 
     Args:
-        has_baseline: each result tells whether it is new.
+        has_baseline: each result declares whether it is new or in the baseline.
     """
+    # A rule for every registered code and every code of a finding; results refer to it by index.
     found_codes = {finding.code for verdict in verdicts for finding in verdict.validation.findings}
     names = sorted({*codes(), *found_codes})
     rule_indexes = {name: i for i, name in enumerate(names)}
     driver = {"name": "ckpt", "version": __version__, "rules": [_rule(name) for name in names]}
-    run = {
-        "tool": {"driver": driver},
-        "invocations": [_invocation(verdicts)],
-        "results": [
-            result
-            for verdict in verdicts
-            for result in _results(verdict, rule_indexes, has_baseline=has_baseline)
-        ],
-    }
-    yield json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
-
-
-def _invocation(verdicts: Sequence[Verdict]) -> dict[str, object]:
-    """Return the run's invocation, with the notes about the checkpoints as notifications."""
+    # Notes about the checkpoints are notifications of the invocation, as they are not findings.
     notifications = [
         {
             "level": "note",
@@ -72,14 +61,20 @@ def _invocation(verdicts: Sequence[Verdict]) -> dict[str, object]:
     invocation: dict[str, object] = {"executionSuccessful": True}
     if notifications:
         invocation["toolExecutionNotifications"] = notifications
-    return invocation
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [invocation],
+        "results": [
+            result
+            for verdict in verdicts
+            for result in _results(verdict, rule_indexes, has_baseline=has_baseline)
+        ],
+    }
+    yield json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
 
 
 def _rule(code: str) -> dict[str, object]:
-    """Return the reporting descriptor of a code.
-
-    Returns only its id if the code does not exist any more.
-    """
+    """Return the reporting descriptor of a code; only its id if the code is not registered."""
     entry = codes().get(code)
     if entry is None:
         return {"id": code}
@@ -99,8 +94,9 @@ def _results(
 
     Args:
         rules: code → index of its rule.
-        has_baseline: each result tells whether it is new.
+        has_baseline: each result declares whether it is new or in the baseline.
     """
+    # Findings that count, then those that an option suppresses.
     judgement = verdict.judgement
     kinds = (
         (judgement.counted, None),
@@ -119,6 +115,7 @@ def _results(
                     "ckptFinding/v1": sha256(_bytes(finding.fingerprint)).hexdigest()
                 },
             }
+            # What only some results have: the state of a baseline, a suppression, properties.
             if has_baseline:
                 result["baselineState"] = "unchanged" if suppressed_by == "--baseline" else "new"
             if suppressed_by:
@@ -137,6 +134,7 @@ def _results(
 def _location(verdict: Verdict, finding: Finding) -> dict[str, object]:
     """Return the location of a finding: its file, else the checkpoint."""
     physical: dict[str, object] = {"artifactLocation": {"uri": uri_of(verdict.path_of(finding))}}
+    # A region is not empty and does not begin before 0; the span from a damaged header may.
     if finding.span is not None and 0 <= finding.span[0] < finding.span[1]:
         start, stop = finding.span
         physical["region"] = {"byteOffset": start, "byteLength": stop - start}
@@ -149,7 +147,7 @@ def _location(verdict: Verdict, finding: Finding) -> dict[str, object]:
 
 
 def uri_of(path: str) -> str:
-    """Return a path as a URI: relative if the path is, else with the scheme ``file``."""
+    """Return a path as a URI: relative if the path is relative, else with the scheme ``file``."""
     text = quote(_bytes(path), safe="/-._~")
     return f"file://{text}" if Path(path).is_absolute() else text
 
@@ -157,7 +155,8 @@ def uri_of(path: str) -> str:
 def _text_of(finding: Finding) -> str:
     """Return a finding's key, message and hint as sentences."""
     key = "" if finding.key is None else f"{finding.key}: "
-    message = message_of(finding)  # may begin with a name, so its case stays
+    # The message may begin with a name, whose case must stay.
+    message = message_of(finding)
     message += "" if message.endswith(".") else "."
     return f"{key}{message}" + (f" {_sentence(finding.hint)}" if finding.hint else "")
 
@@ -173,7 +172,7 @@ def _message(text: str) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode a file name; surrogates that do not stand for a byte of one are spelled out."""
+    """Encode a file name; spell out surrogates that do not stand for an undecodable byte."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -8,14 +8,14 @@ from textwrap import wrap
 
 from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.verdict import Verdict
-from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text
+from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
 
 LIMIT = 8
-"""The most places of a code that are shown by default."""
+"""Default maximum number of places that are shown for a code."""
 
 STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "blue"}
 _READ = {
@@ -23,13 +23,16 @@ _READ = {
     Level.HEADERS: "names, sizes, metadata and container headers",
     Level.DEEP: "every byte",
 }
+"""Level → what it reads of a checkpoint."""
 _COMMAND = re.compile(r"^(?=\s*::)|(?<=##)(?=\[)")
-"""Start of a command for GitHub's runner, old ones anywhere in a line; a checkpoint must not inject
-one by a name."""
+"""Start of a command for GitHub's runner: ``::`` before the text of a line, ``##[`` anywhere in it.
+
+A checkpoint must not inject a command by a name that it contains."""
 _UNREAD = {
     Level.METADATA: "container headers (--headers); checksums, NaN, replicas (--deep)",
     Level.HEADERS: "checksums, NaN, replicas (--deep)",
 }
+"""Level → what it does not check, and the option that does."""
 
 
 def text_lines(
@@ -38,8 +41,8 @@ def text_lines(
     """Yield the report.
 
     Args:
-        limit: most places of a code; 0 for all, None for ``LIMIT``.
-        is_quiet: leave out checkpoints without errors.
+        limit: maximum number of places of a code; 0 for all, None for ``LIMIT``.
+        is_quiet: skip checkpoints without errors.
     """
     for line in _page(screen, verdicts, LIMIT if limit is None else limit, is_quiet=is_quiet):
         yield _COMMAND.sub(r"\\", line)
@@ -48,6 +51,7 @@ def text_lines(
 def _page(
     screen: Screen, verdicts: Sequence[Verdict], limit: int, *, is_quiet: bool
 ) -> Iterator[str]:
+    """Yield a block for each checkpoint and, if there are several, a line that counts them."""
     shown = [verdict for verdict in verdicts if not (is_quiet and verdict.judgement.is_valid)]
     for number, verdict in enumerate(shown):
         if number:
@@ -56,16 +60,13 @@ def _page(
     if len(verdicts) > 1 and not is_quiet:
         yield ""
         n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
-        rest = (
-            screen.styled(f"{n_bad} with errors", "red")
-            if n_bad
-            else screen.styled("none with errors", "green")
-        )
-        yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {rest}")
+        text, color = (f"{n_bad} with errors", "red") if n_bad else ("none with errors", "green")
+        yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {screen.styled(text, color)}")
 
 
 def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str]:
     """Yield the block of one checkpoint."""
+    # The verdict in one line, and facts about what was read.
     validation, judgement = verdict.validation, verdict.judgement
     worst = max((finding.severity for finding in judgement.counted), default=Severity.NOTE)
     mark, color = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}.get(
@@ -74,6 +75,7 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
     lead = screen.styled(f"{mark} {verdict.counts_text}", "bold", color)
     yield screen.plain(f"{lead} in {screen.styled(escaped(validation.path), 'bold')}")
     yield from facts(screen, _facts(verdict), indent=2)
+    # The findings by code. A finding may have another severity than its code.
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for finding in judgement.counted:
         groups.setdefault((finding.severity, finding.code), []).append(finding)
@@ -83,37 +85,29 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
 
 
 def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
-    """Yield facts about one validation: what was read, what was not, and which findings were
-    accepted.
-    """
+    """Yield facts about one validation: what was read and what not, and accepted findings."""
     validation, judgement = verdict.validation, verdict.judgement
     # What was read.
-    yield (
-        "format",
-        Cell("not recognised", ("yellow",)) if validation.format is None else validation.format,
-    )
-    size = f"{n_text(validation.n_files, 'file')}, {bytes_text(validation.n_bytes)}"
+    yield "format", validation.format or Cell("not recognised", ("yellow",))
     if validation.n_files:
-        yield (
-            "size",
-            f"{size}, {n_text(validation.n_tensors, 'tensor')}" if validation.n_tensors else size,
-        )
+        tensors = f", {n_text(validation.n_tensors, 'tensor')}" if validation.n_tensors else ""
+        files = n_text(validation.n_files, "file")
+        yield "size", f"{files}, {bytes_text(validation.n_bytes)}{tensors}"
     rate = ""
     if validation.level == Level.DEEP and validation.seconds > 0.1:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
     yield "read", f"{_READ[validation.level]}, in {seconds_text(validation.seconds)}{rate}"
     # What was not read or compared.
     unread = [_UNREAD[validation.level]] if validation.level in _UNREAD else []
-    for number, text in enumerate([*unread, *validation.unchecked]):
-        yield "" if number else "unchecked", Cell(escaped(text), ("dim",))
+    yield from fact_list("unchecked", [*unread, *validation.unchecked], "dim")
     if validation.against is not None:
         label, n = validation.against
         yield (
             "compared",
             f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}",
         )
-    for number, note in enumerate(validation.notes):
-        yield "" if number else "note", Cell(escaped(note), ("yellow",))
+    yield from fact_list("note", validation.notes, "yellow")
+    # Findings that do not count.
     for name, findings in (("ignored", judgement.ignored), ("known", judgement.known)):
         if findings:
             names = ", ".join(sorted({finding.code for finding in findings}))
@@ -124,7 +118,7 @@ def _code_lines(
     screen: Screen, code: str, severity: Severity, findings: list[Finding], limit: int, *, path: str
 ) -> Iterator[str]:
     """Yield the findings of one code: a title, places with their messages, and hints."""
-    # The title, with the number of findings.
+    # The title, with the number of findings; wrapped if it is too long for the terminal.
     entry = codes().get(code)
     title = f" {entry.title}" if entry else ""
     label = screen.styled(f"{severity.label} {code}", "bold", STYLES[severity])
@@ -135,7 +129,7 @@ def _code_lines(
     else:
         yield screen.plain(f"  {label}{count}")
         yield from _wrapped(screen, title.strip(), 4, "bold")
-    # The places, similar ones together.
+    # The places, similar ones together, with the names of further tensors.
     groups = group_similar(findings, path=path)
     shown = groups[:limit] if limit else groups
     for group in shown:
@@ -154,6 +148,7 @@ def _place_lines(screen: Screen, group: FindingGroup) -> Iterator[str]:
     times = f"{len(group.findings):,} × " if len(group.findings) > 1 else ""
     place = f"{times}{group.place}" if group.place else ""
     message = escaped(group.message)
+    # A line begins with four spaces, and has two more between place and message.
     width = 120 if screen.width is None else screen.width
     if place and columns_of(place) + columns_of(message) + 6 <= width:
         yield screen.plain(f"    {screen.styled(escaped(place), 'cyan')}  {message}")
@@ -164,7 +159,7 @@ def _place_lines(screen: Screen, group: FindingGroup) -> Iterator[str]:
 
 
 def _key_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]:
-    """Yield the names of further tensors that findings concern; nothing without any."""
+    """Yield the names of further tensors that a group concerns; nothing without keys."""
     names = keys[:limit] if limit else keys
     n_more = len(keys) - len(names)
     more = f" and {n_more:,} more (--limit 0 shows all)" if n_more else ""
@@ -173,10 +168,7 @@ def _key_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]
 
 
 def _wrapped(screen: Screen, text: str, indent: int, *styles: str) -> Iterator[str]:
-    """Yield an indented paragraph.
-
-    The later lines of a hint are aligned with its text, after the arrow.
-    """
+    """Yield an indented paragraph; the later lines of a hint are aligned after its arrow."""
     lead = " " * indent
     next_lead = lead + "  " if text.startswith("→ ") else lead
     lines: list[str] = []

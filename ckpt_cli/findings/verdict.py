@@ -1,6 +1,4 @@
-"""The value that reports are made of: the validation of one checkpoint, and which findings
-count.
-"""
+"""The value that reports describe: one checkpoint's validation, and its findings that count."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from core.validate.accepted import Judgement
 from core.validate.run import Validation
 
 LEVELS = {Level.METADATA: "metadata", Level.HEADERS: "headers", Level.DEEP: "deep"}
-"""Levels as reports name them."""
+"""Level → its name in reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +30,16 @@ class Verdict:
 
     @property
     def counts_text(self) -> str:
-        """The numbers of findings that count: ``2 errors, 1 warning``; ``no findings``."""
+        """Number of findings that count, by severity: ``2 errors, 1 warning``; ``no findings``."""
         counted = [
             (severity, self.judgement.n_of(severity)) for severity in sorted(Severity, reverse=True)
         ]
         return ", ".join(n_text(n, severity.label) for severity, n in counted if n) or "no findings"
 
     def path_of(self, finding: Finding) -> str:
-        """Return the path of a finding's file, else of the checkpoint.
+        """Return the path of a finding's file or, if it concerns none, of the checkpoint.
 
-        The result is relative if the checkpoint's path is.
+        The result is relative if the checkpoint's path is relative.
         """
         root = self.validation.path
         name = finding.file
@@ -49,9 +47,8 @@ class Verdict:
             return root
         folder = os.path.dirname(root) if os.path.isfile(root) else root
         path = os.path.join(folder, name)
-        is_outside = os.path.lexists(name) and not os.path.lexists(
-            path
-        )  # a tracker beside the checkpoint
+        # A tracker is next to the checkpoint's directory; the finding contains its path as it is.
+        is_outside = os.path.lexists(name) and not os.path.lexists(path)
         return name if is_outside else path
 
 

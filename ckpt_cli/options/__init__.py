@@ -1,5 +1,5 @@
 """The options of each command, each declared once, and the parsers of their values.
 
-Start at ``transfer`` (convert and reshard) and ``values``; ``typer_command`` makes the help pages.
+Start at ``transfer`` (convert and reshard) and ``values``; ``typer_command`` writes the help pages.
 Imports: core, host.
 """

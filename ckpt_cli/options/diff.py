@@ -27,6 +27,11 @@ from ckpt_cli.options.values import whole_number
 
 
 def _tolerance(text: str) -> float:
+    """Parse a tolerance, a finite number of at least 0.
+
+    Raises:
+        BadParameter: the text is not such a number.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -47,6 +52,7 @@ class DiffOptions:
     b: Annotated[
         Path, Argument(metavar="B", help="Second checkpoint; its format and layout may differ.")
     ]
+    # How tensors are compared; without a tolerance, bit for bit.
     rtol: Annotated[
         float | None,
         Option(
@@ -54,7 +60,8 @@ class DiffOptions:
             metavar="X",
             parser=_tolerance,
             rich_help_panel=CHECKS,
-            help="Compare by value: equal if |A-B| <= ATOL + X·|B|, also across dtypes. [bit for bit]",
+            help="Compare by value: equal if |A-B| <= ATOL + X·|B|, also across dtypes. "
+            "[bit for bit]",
         ),
     ] = None
     atol: Annotated[
@@ -91,6 +98,7 @@ class DiffOptions:
             help="Read the tensors even if both manifests have fingerprints.",
         ),
     ] = False
+    # What is compared.
     include: Annotated[
         list[str] | None,
         Option(
@@ -124,9 +132,10 @@ class DiffOptions:
             "--strip-prefix",
             metavar="TEXT",
             rich_help_panel=CONTENT,
-            help="Remove this prefix from keys where that matches up more of them; repeatable.",
+            help="Remove this prefix from keys if more of them then match; repeatable.",
         ),
     ] = None
+    # How the checkpoints are read.
     iteration: Annotated[
         int | None,
         Option(
@@ -144,7 +153,7 @@ class DiffOptions:
             metavar="N",
             parser=whole_number(0),
             rich_help_panel=LAYOUT,
-            help="The same for B.",
+            help="Iteration to read, if B is a training root.",
         ),
     ] = None
     missing_chunks: MissingChunks = None
@@ -154,6 +163,7 @@ class DiffOptions:
         int | None,
         threads_option("Number of threads. [2]"),
     ] = None
+    # What is printed.
     limit: Annotated[
         int | None,
         Option(

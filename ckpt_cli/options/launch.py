@@ -1,7 +1,7 @@
-"""The options of ``ckpt launch``, which have torchrun's names, and those passed on to its workers.
+"""The options of ``ckpt launch``, named like torchrun's, and those passed on to its workers.
 
-As for torchrun, a variable ``PET_NNODES``, ``PET_NPROC_PER_NODE``, … stands for an option that is
-not given; training operators on Kubernetes set them.
+As with torchrun, the environment variables ``PET_NNODES``, ``PET_NPROC_PER_NODE``, … replace
+options that are not given; training operators on Kubernetes set them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 _COUNTS = ("auto", "cpu", "gpu")
 """Words that ``--nproc-per-node`` accepts instead of a number."""
 _PORT = (1, 2**16 - 1)
+"""Smallest and largest port number."""
 _TEXT = partial(Option, show_default=False, show_envvar=False)
+"""An option whose help text contains its default; the ``PET_`` variable is not shown."""
 
 
 def parse_nodes(text: str | None) -> tuple[int, int]:
-    """Return the smallest and largest number of hosts of ``N`` or ``MIN:MAX``.
+    """Parse ``N`` or ``MIN:MAX`` into the smallest and largest number of hosts.
 
-    Returns (1, 1) without a text.
+    Returns:
+        (1, 1) without a text; (0, 0), which no job can have, if the text has neither form.
     """
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text or "1")
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
 def _check_nodes(text: str) -> str:
+    """Return the text if it is a number of hosts or ``MIN:MAX``, else raise BadParameter."""
     low, high = parse_nodes(text)
     if not 1 <= low <= high:
         raise BadParameter(f"{text!r} is neither a number of hosts nor MIN:MAX")
@@ -45,6 +49,7 @@ def _check_nodes(text: str) -> str:
 
 
 def _check_workers(text: str) -> str:
+    """Return the text if it is a positive number or one of ``_COUNTS``, else raise BadParameter."""
     if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
         raise BadParameter(
             f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}"
@@ -68,10 +73,10 @@ def seconds(low: float) -> Callable[[str | float], float]:
 
 
 def _check_streams(text: str) -> str:
-    """Return the text if it names streams as torchrun does: ``3``, or ``0:3,1:2`` by local rank.
+    """Return the text if it selects streams as in torchrun: ``3``, or ``0:3,1:2`` by local rank.
 
     Raises:
-        BadParameter: it does not.
+        BadParameter: the text has neither form.
     """
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
         raise BadParameter(
@@ -87,6 +92,7 @@ def parse_settings(text: str | None) -> dict[str, str]:
 
 
 def _check_settings(text: str) -> str:
+    """Return the text if ``parse_settings`` finds a key and a value in each part, else raise."""
     if not all(key and value for key, value in parse_settings(text).items()):
         raise BadParameter(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
     return text
@@ -104,6 +110,7 @@ class LaunchOptions:
             help="A ckpt command with its arguments.",
         ),
     ] = None
+    # Workers of this host.
     nnodes: Annotated[
         str | None,
         _TEXT(
@@ -169,12 +176,13 @@ class LaunchOptions:
         ),
     ] = None
 
+    # How the hosts find each other.
     standalone: Annotated[
         bool,
         _TEXT(
             "--standalone",
             rich_help_panel=HOSTS,
-            help="Run on this host only. [if nothing below is given]",
+            help="Run on this host only. [unless an option below is given]",
         ),
     ] = False
     rdzv_endpoint: Annotated[
@@ -184,7 +192,7 @@ class LaunchOptions:
             metavar="HOST[:PORT]",
             envvar="PET_RDZV_ENDPOINT",
             rich_help_panel=HOSTS,
-            help="Where the hosts meet: one of them, the same for all. [port 29400]",
+            help="Meeting point of the hosts: one of them, the same for all. [port 29400]",
         ),
     ] = None
     rdzv_backend: Annotated[
@@ -195,7 +203,8 @@ class LaunchOptions:
             parser=one_of("c10d", "static", "etcd", "etcd-v2"),
             envvar="PET_RDZV_BACKEND",
             rich_help_panel=HOSTS,
-            help="Rendezvous backend: c10d, static, etcd, etcd-v2. [c10d; static with --node-rank or --master-addr]",
+            help="Rendezvous backend: c10d, static, etcd, etcd-v2. "
+            "[c10d; static with --node-rank or --master-addr]",
         ),
     ] = None
     rdzv_id: Annotated[
@@ -205,7 +214,7 @@ class LaunchOptions:
             metavar="NAME",
             envvar="PET_RDZV_ID",
             rich_help_panel=HOSTS,
-            help="Job name, to tell apart jobs that share an endpoint. [ckpt]",
+            help="Job name; distinguishes jobs that share an endpoint. [ckpt]",
         ),
     ] = None
     rdzv_conf: Annotated[
@@ -216,7 +225,7 @@ class LaunchOptions:
             parser=_check_settings,
             envvar="PET_RDZV_CONF",
             rich_help_panel=HOSTS,
-            help="Rendezvous settings; join_timeout=SECONDS is how long to wait for hosts. [600]",
+            help="Rendezvous settings; join_timeout=SECONDS limits the wait for hosts. [600]",
         ),
     ] = None
     node_rank: Annotated[
@@ -258,10 +267,11 @@ class LaunchOptions:
             metavar="ADDRESS",
             envvar="PET_LOCAL_ADDR",
             rich_help_panel=HOSTS,
-            help="Address at which other hosts reach this one. [its full name]",
+            help="Address at which other hosts reach this one. [its fully qualified name]",
         ),
     ] = None
 
+    # What happens if a worker or host fails.
     max_restarts: Annotated[
         int,
         _TEXT(
@@ -270,7 +280,8 @@ class LaunchOptions:
             parser=whole_number(0),
             envvar="PET_MAX_RESTARTS",
             rich_help_panel=FAILURES,
-            help="How often to restart the workers after one dies; they continue where they stopped. [3]",
+            help="Maximum number of restarts after a worker dies; workers continue where they "
+            "stopped. [3]",
         ),
     ] = 3
     rejoin_timeout: Annotated[
@@ -306,6 +317,7 @@ class LaunchOptions:
         ),
     ] = 30
 
+    # The workers' output.
     log_dir: Annotated[
         Path | None,
         _TEXT(
@@ -325,8 +337,8 @@ class LaunchOptions:
             parser=_check_streams,
             envvar="PET_REDIRECTS",
             rich_help_panel=LOGS,
-            help="Streams redirected to log files: 1 stdout, 2 stderr, 3 both; or per local rank: 0:3,1:2. "
-            "[both, except of local rank 0]",
+            help="Streams redirected to log files: 1 stdout, 2 stderr, 3 both; "
+            "or per local rank: 0:3,1:2. [both, except for local rank 0]",
         ),
     ] = None
     tee: Annotated[

@@ -47,7 +47,7 @@ class ManifestOptions:
             "--output",
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            help="Write the manifest to FILE, not next to the data.",
+            help="Write the manifest to FILE instead of next to the data.",
         ),
     ] = None
     force: Annotated[

@@ -1,7 +1,7 @@
 """The options of inspect, convert and reshard, and those that several commands share.
 
-A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants. Long
-options may be written with ``-`` or ``_`` inside.
+A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants.
+Words of long options may be separated with ``-`` or ``_``.
 """
 
 from __future__ import annotations
@@ -29,36 +29,20 @@ TARGETS = (
 )
 """Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = (
-    *(
-        "max_shard_size",
-        "dequantize",
-        "include",
-        "exclude",
-        "strip_prefix",
-        "add_prefix",
-        "rename",
-        "untie",
-        "tie",
-    ),
-    *(
-        "stack_layers",
-        "unstack_layers",
-        "dtype",
-        "quantize",
-        "no_optim",
-        "metadata_only",
-        "transformer_impl",
-    ),
+    *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
+    *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
+    *("stack_layers", "unstack_layers", "dtype", "quantize", "dequantize"),
 )
-"""Fields of ``TransferOptions`` that change the content; with one of them, ``--to`` may be left
-out."""
+"""Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
 
 def accepts(
     options: type[Options],
 ) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
-    """Return a decorator that makes a typer command of a function taking one ``options``
-    dataclass.
+    """Return a decorator that turns a function of one ``options`` value into a typer command.
+
+    Args:
+        options: a dataclass whose fields are annotated with typer's options and arguments.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -73,12 +57,14 @@ def accepts(
 
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
         def command(**values: Any) -> Result:
+            # Refuse URLs here, for all commands: Path("s3://bucket/x") is a local path for Python.
             for value in values.values():
                 for item in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(item, Path):
                         refuse_url(item)
             return body(options(**values))
 
+        # typer reads a command's name, help text and options from the function itself.
         command.__name__ = body.__name__
         command.__doc__ = body.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -88,9 +74,11 @@ def accepts(
 
 
 Flag = partial(Option, show_default=False)
+"""An option without a value, whose help text does not show ``[default: no-…]``."""
 
 
 def _iteration(panel: str) -> object:
+    """Return the option ``--iteration`` for a section of the help page."""
     return Option(
         "--iteration",
         metavar="N",
@@ -103,7 +91,8 @@ def _iteration(panel: str) -> object:
 def threads_option(text: str) -> object:
     """Return the option ``--threads``.
 
-    The help text says what the threads do and their default number.
+    Args:
+        text: help text: what the threads do, and their default number.
     """
     return Option(
         "--threads",
@@ -127,17 +116,19 @@ RulesFile = Annotated[
 Iteration = Annotated[int | None, _iteration(OUTPUT)]
 CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
 NoOptim = Annotated[
-    bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave out the optimizer state.")
+    bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Drop the optimizer state.")
 ]
 
 
 def _missing_chunks(panel: str) -> object:
+    """Return the option ``--missing-chunks`` for a section of the help page."""
     return Option(
         "--missing-chunks",
         metavar="fill|error",
         parser=one_of("fill", "error"),
         rich_help_panel=panel,
-        help="Missing zarr chunks: use the fill value if their writer omits such chunks, or fail. [fill]",
+        help="Missing zarr chunks: use the fill value if their writer omits such chunks, or fail. "
+        "[fill]",
     )
 
 
@@ -222,26 +213,30 @@ class InspectOptions:
 
 
 def _target_size(short: str, long: str, text: str) -> object:
+    """Return the option for a parallel size to write, with the aliases of Megatron's tools."""
     names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
     return Option(*names, metavar="N", parser=whole_number(1), rich_help_panel=LAYOUT, help=text)
 
 
 def _source_size(short: str, long: str) -> object:
+    """Return the option for a parallel size of the source, hidden as ckpt reads it from there."""
     return Option(f"--{short}", f"--{long}", metavar="N", parser=whole_number(1), hidden=True)
 
 
 def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
+    """Return an option for the pipeline to write, under Megatron's name and with ``-new``."""
     names = (f"--{name}", f"--{name}-new", f"--target-{name}")
     return Option(*names, metavar=metavar, parser=parser, rich_help_panel=LAYOUT, help=text)
 
 
 def _pipeline_flag(name: str, text: str) -> object:
+    """Return a flag for the pipeline to write, under Megatron's name."""
     return Flag(f"--{name}/--no-{name}", rich_help_panel=LAYOUT, help=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Options of ``ckpt convert`` and ``ckpt reshard``, which differ only in those they require."""
+    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones."""
 
     src: Annotated[
         Path,
@@ -250,6 +245,7 @@ class TransferOptions:
     dst: Annotated[Path | None, Argument(metavar="DST", help="Destination. [named after SRC]")] = (
         None
     )
+    # Output: what to write where, and how.
     output: Annotated[
         Path | None,
         Option(
@@ -266,7 +262,8 @@ class TransferOptions:
             "--to",
             metavar="FORMAT",
             rich_help_panel=OUTPUT,
-            help=f"Format to write: {', '.join(TARGETS)}. [by DST's suffix; SRC's format if only the content changes]",
+            help=f"Format to write: {', '.join(TARGETS)}. "
+            "[by DST's suffix; SRC's format if only the content changes]",
         ),
     ] = None
     iteration: Iteration = None
@@ -285,7 +282,7 @@ class TransferOptions:
             "--force",
             "-f",
             rich_help_panel=OUTPUT,
-            help="Replace DST once the new checkpoint is complete.",
+            help="Replace DST after the new checkpoint is complete.",
         ),
     ] = False
     resume: Annotated[
@@ -332,6 +329,7 @@ class TransferOptions:
         ),
     ] = None
 
+    # Layout: sizes to write (--tp-new), hidden ones that describe the source (--tp), the pipeline.
     tp_new: Annotated[
         int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")
     ] = None
@@ -395,6 +393,7 @@ class TransferOptions:
         bool | None,
         _pipeline_flag("account-for-loss-in-pipeline-split", "Count the loss as a layer."),
     ] = None
+    # Layout: vocabulary, names and rules.
     vocab_size: Annotated[
         int | None,
         Option(
@@ -467,7 +466,8 @@ class TransferOptions:
             metavar="KIND",
             parser=one_of("sequential"),
             rich_help_panel=LAYOUT,
-            help="sequential: write the old GroupedMLP (removed in megatron-core 0.17) as one module per expert.",
+            help="sequential: write the old GroupedMLP (removed in megatron-core 0.17) "
+            "as one module per expert.",
         ),
     ] = None
     rules: RulesFile = None
@@ -478,10 +478,12 @@ class TransferOptions:
             metavar="POLICY",
             parser=one_of("refuse", "replicate"),
             rich_help_panel=LAYOUT,
-            help="Tensors without a layout rule: refuse, or replicate those identical on all ranks. [refuse]",
+            help="Tensors without a layout rule: refuse, or replicate those identical on all "
+            "ranks. [refuse]",
         ),
     ] = None
 
+    # Content: which tensors, under which keys, in which dtype.
     dequantize: Annotated[
         str | None,
         Option(
@@ -506,7 +508,7 @@ class TransferOptions:
             "--exclude",
             metavar="GLOB",
             rich_help_panel=CONTENT,
-            help="Leave out keys that match; repeatable.",
+            help="Drop keys that match; repeatable.",
         ),
     ] = None
     strip_prefix: Annotated[
@@ -568,7 +570,8 @@ class TransferOptions:
             "--unstack-layers",
             metavar="GLOB",
             rich_help_panel=CONTENT,
-            help=f"Split these stacked tensors into one per layer; {AUTO}: all with 'layers' in their key.",
+            help=f"Split these stacked tensors into one per layer; "
+            f"{AUTO}: all with 'layers' in their key.",
         ),
     ] = None
     dtype: Annotated[
@@ -578,7 +581,8 @@ class TransferOptions:
             "--torch-dtype",
             metavar="[GLOB=]DTYPE",
             rich_help_panel=CONTENT,
-            help="Cast the model's floating-point tensors, or those matching GLOB: bf16, fp16, fp32, …",
+            help="Cast the model's floating-point tensors, or those matching GLOB: "
+            "bf16, fp16, fp32, …",
         ),
     ] = None
     quantize: Annotated[
@@ -587,7 +591,8 @@ class TransferOptions:
             "--quantize",
             metavar="[GLOB=]KIND",
             rich_help_panel=CONTENT,
-            help="Quantize linear weights, or those matching GLOB, to scaled float8: block (128 × 128), tensor, none.",
+            help="Quantize linear weights, or those matching GLOB, to scaled float8: "
+            "block (128 × 128), tensor, none.",
         ),
     ] = None
     no_optim: NoOptim = False
@@ -598,7 +603,8 @@ class TransferOptions:
             metavar="keep|drop",
             parser=one_of("keep", "drop"),
             rich_help_panel=CONTENT,
-            help="Random states: keep them or fail; drop them. [kept if the ranks stay the same, else dropped]",
+            help="Random states: keep them or fail; drop them. "
+            "[kept if the ranks stay the same, else dropped]",
         ),
     ] = None
     missing_chunks: MissingChunks = None
@@ -617,16 +623,16 @@ class TransferOptions:
         Flag(
             "--weights-only",
             rich_help_panel=CONTENT,
-            help="Write a .pt that torch.load(weights_only=True) accepts; objects it refuses get a separate key.",
+            help="Write a .pt that torch.load(weights_only=True) accepts; "
+            "objects it refuses get a separate key.",
         ),
     ] = False
     drop_unknown: Annotated[
         bool,
-        Flag(
-            "--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of unknown classes."
-        ),
+        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Drop objects of unknown classes."),
     ] = False
 
+    # Engine: resources, checksums and durability.
     memory: Memory = None
     threads: Annotated[
         int | None,

@@ -1,8 +1,8 @@
 """A typer command that starts faster and groups its options into sections on the help page.
 
 Help pages are written without rich, and values are converted without pydantic, which typer 0.29
-imports for that: each would double the start-up time. Options convert and check their values
-themselves (``parser=``).
+imports for that: each would double the start-up time. Instead, every option that needs more than
+text, a path or a flag has a ``parser=``, which converts and checks its values.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Command(TyperCommand):
 
         A metavar of several words gets no brackets and dots.
         """
+        # click writes every repeatable argument as "[METAVAR]..."; ours contain their own "…".
         metavars = {
             f"[{p.metavar}]...": p.metavar for p in self.get_params(ctx) if " " in (p.metavar or "")
         }
@@ -97,7 +98,11 @@ class _ValueConverter:
         self._is_path = descriptor.annotation is Path
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Convert a text, a list of texts or a default; typer calls this method by its name."""
+        """Convert a text, a list of texts or a default; typer calls this method by its name.
+
+        Raises:
+            BadParameter: the parser refuses a text; the error names the parameter.
+        """
         is_repeatable = param.multiple or param.nargs == -1
         if value is None:
             return () if is_repeatable else None
@@ -106,14 +111,15 @@ class _ValueConverter:
         try:
             return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
         except BadParameter as err:
+            # click's message names the option only if the error carries it.
             err.param, err.ctx = param, ctx
             raise
 
 
 def _shown_names(param: Any, all_names: str) -> str:
-    """Return an option's short name, first long name and metavar.
+    """Return an option's short name, first long name and metavar, without its aliases.
 
-    The epilogue tells of its aliases.
+    The epilogue of a help page mentions the aliases.
     """
     if param.is_flag:
         return all_names

@@ -38,6 +38,7 @@ class ValidateOptions:
             help="Checkpoint directories, files in them, or training roots. [.]",
         ),
     ] = None
+    # What is checked, and which findings count.
     headers: Annotated[
         bool,
         Flag(
@@ -63,7 +64,8 @@ class ValidateOptions:
             "--ignore",
             metavar="CODE[:GLOB]",
             rich_help_panel=CHECKS,
-            help="Ignore a code (CK101), a group (CK7), or either in matching files or keys only; repeatable.",
+            help="Ignore a code (CK101), a group (CK7), or either in matching files or keys only; "
+            "repeatable.",
         ),
     ] = None
     baseline: Annotated[
@@ -90,7 +92,7 @@ class ValidateOptions:
             "--against",
             metavar="PATH",
             rich_help_panel=CHECKS,
-            help="Compare all tensors with another checkpoint, or with a manifest that has fingerprints.",
+            help="Compare all tensors with another checkpoint or with a manifest's fingerprints.",
         ),
     ] = None
     plan_for: Annotated[
@@ -99,7 +101,8 @@ class ValidateOptions:
             "--plan-for",
             metavar="tp=N,pp=N,…",
             rich_help_panel=CHECKS,
-            help="Check that it can be resharded to these sizes, and written as format=FORMAT if given.",
+            help="Check that the checkpoint can be resharded to these sizes "
+            "(and, with format=FORMAT, written in that format).",
         ),
     ] = None
     newest_valid: Annotated[
@@ -129,6 +132,7 @@ class ValidateOptions:
         ),
     ] = False
 
+    # Where the report goes, and in which format.
     format: Annotated[
         str | None,
         Option(
@@ -156,7 +160,8 @@ class ValidateOptions:
             metavar="FILE",
             parser=Path,
             rich_help_panel=OUTPUT,
-            help="Write another report, in the format of FILE's suffix: .json, .xml (JUnit), .sarif, .txt; repeatable.",
+            help="Write another report, in the format of FILE's suffix: "
+            ".json, .xml (JUnit), .sarif, .txt; repeatable.",
         ),
     ] = None
     json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = (

@@ -1,6 +1,6 @@
 """Parsers for the values of options.
 
-``one_of`` and ``whole_number`` make parsers for typer. The other functions are called when a
+``one_of`` and ``whole_number`` return parsers for typer. The other functions are called when a
 command builds its job from the options.
 """
 
@@ -32,7 +32,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``512MiB``, ``1GB``, ``1.5g`` or ``65536``.
+    """Parse a size such as ``512MiB``, ``1GB``, ``1.5g`` or ``65536`` into bytes.
 
     ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` powers of two.
 
@@ -44,6 +44,15 @@ def parse_size(text: str) -> int:
     if n_bytes <= 0:
         raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
     return n_bytes
+
+
+def parse_size_or(text: str | None, default: int) -> int:
+    """Parse a size into bytes; return ``default`` if the option is not given.
+
+    Raises:
+        UsageError: the text is not a size, or the size is zero.
+    """
+    return default if text is None else parse_size(text)
 
 
 def parse_casts(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
@@ -66,10 +75,11 @@ def _parse_glob_pairs(
     """Parse each ``WORD`` or ``GLOB=WORD`` into ``(glob or None, word)``.
 
     Raises:
-        UsageError: a text has neither form; ``option``, ``value`` and ``hint`` are for the message.
+        UsageError: a text has neither form; the message names ``option``, ``value`` and ``hint``.
     """
     pairs = []
     for text in texts or ():
+        # Split at the last "=", as a glob may contain one.
         glob, equals, word = text.rpartition("=")
         if not word or (equals and not glob):
             raise UsageError(f"{option}: {text!r} is neither {value} nor GLOB={value}", hint=hint)
@@ -87,6 +97,7 @@ def parse_renames(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
     """
     pairs = []
     for text in texts or ():
+        # OLD ends at the first "=" without a backslash; re reads the "\=" that remain as "=".
         match = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
         if match is None:
             raise UsageError(
@@ -134,7 +145,7 @@ def check_names(text: str | None) -> str | None:
     """Return the value of ``--names`` if it is valid.
 
     Raises:
-        UsageError: it is not ``hf``, ``hf:MODEL_TYPE`` or ``megatron``.
+        UsageError: the value is not ``hf``, ``hf:MODEL_TYPE`` or ``megatron``.
     """
     if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
         raise UsageError(
@@ -177,7 +188,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
         try:
             number = int(text)
         except ValueError:
-            number = low - 1
+            number = low - 1  # refused below, with the same message
         if not low <= number <= high:
             limits = f"from {low} to {high}" if high < 2**31 - 1 else f"of at least {low}"
             raise BadParameter(f"{text!r} is not a whole number {limits}")

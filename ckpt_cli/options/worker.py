@@ -1,5 +1,6 @@
-"""Options of a worker: the arguments before the verb in ``python -m ckpt_cli.worker [options] VERB
-ARGS``.
+"""Options of a worker process, ``python -m ckpt_cli.worker [options] VERB ARGS``.
+
+They end at the first word without a dash: VERB, whose own options typer parses.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from core.errors import UsageError
 
 BACKENDS = ("auto", "gloo", "nccl")
 LONGEST_S = 86_400
-"""The longest time limit that can be set: a day, in seconds."""
+"""Largest time limit that can be set, in seconds: a day."""
 
 USAGE = """usage: python -m ckpt_cli.worker [options] VERB ARGS
-One of several workers that run a ckpt command together; started by ckpt launch, torchrun -m, srun or mpirun.
+One of several workers that run a ckpt command together; started by ckpt launch, torchrun -m,
+srun or mpirun.
 
   --device cpu|cuda|auto   device for casts and checks (cpu); auto: a GPU, if each worker has one
   --backend auto|gloo|nccl how workers communicate (auto: gloo, plus nccl on GPUs)
@@ -49,6 +51,7 @@ class WorkerOptions:
     bind: str = "auto"
 
     def __post_init__(self) -> None:
+        # Words.
         for option, value, allowed in (
             ("--device", self.device, NAMES),
             ("--backend", self.backend, BACKENDS),
@@ -58,6 +61,7 @@ class WorkerOptions:
                 raise UsageError(
                     f"{option} is {value!r}, which is not one of: {', '.join(allowed)}"
                 )
+        # Time limits; a NaN fails the comparison and is refused, too.
         for option, seconds in (
             ("--timeout", self.timeout_s),
             ("--join-timeout", self.join_timeout_s),
@@ -66,9 +70,10 @@ class WorkerOptions:
                 raise UsageError(
                     f"{option} is {seconds:g} seconds, which is not between 1 and {LONGEST_S}"
                 )
+        # Values that are valid alone but not together.
         if self.backend == "nccl" and self.device == "cpu":
             raise UsageError(
-                "--backend nccl needs GPUs, but --device is cpu", hint="give --device cuda"
+                "--backend nccl needs GPUs, but --device is cpu", hint="add --device cuda"
             )
 
     def as_arguments(self) -> list[str]:
@@ -83,6 +88,7 @@ class WorkerOptions:
 
 
 def _parse_seconds(text: str) -> float:
+    """Parse a number of seconds; raise UsageError for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -96,6 +102,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
     "--join-timeout": ("join_timeout_s", _parse_seconds),
     "--bind": ("bind", str),
 }
+"""Option → field of ``WorkerOptions``, parser of its value."""
 
 
 def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, list[str]]:
@@ -105,11 +112,12 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
         UsageError: an option is unknown or its value invalid, or no command follows.
     """
     values: dict[str, object] = {}
-    rest = list(arguments)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
+    words = list(arguments)
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
         if word == "--":
             break
+        # Accept --option=VALUE and --option VALUE, with "_" for "-" as in torchrun.
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
         if option not in _OPTIONS:
@@ -118,13 +126,13 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
                 hint="options of the command go after it; see --help",
             )
         if not equals:
-            if not rest:
+            if not words:
                 raise UsageError(f"{option} needs a value")
-            value = rest.pop(0)
+            value = words.pop(0)
         name, convert = _OPTIONS[option]
         values[name] = convert(value)
-    if not rest:
+    if not words:
         raise UsageError(
-            "no command to run", hint="give one as for ckpt: … convert SRC DST --to FORMAT"
+            "no command to run", hint="add a ckpt command: … convert SRC DST --to FORMAT"
         )
-    return replace(WorkerOptions(), **values), rest  # type: ignore[arg-type]
+    return replace(WorkerOptions(), **values), words  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The pages that inspect, diff and transfer print: functions from values of ``core`` to lines.
+"""The pages that commands print: functions that turn values of ``core`` into lines.
 
 Start at ``transfer`` and ``diff_page``.
 Imports: core, findings, screen.

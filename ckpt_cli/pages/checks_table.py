@@ -1,24 +1,26 @@
 """``ckpt validate --list-checks``: every code, as a table or as JSON.
 
-``--json`` prints ``{"schema": "ckpt.checks/1", "checks": [{"code": str, "severity": "error" |
-"warning" | "note", "level": "metadata" | "headers" | "deep", "title": str, "hint": str}]}``.
+``--json`` prints one object (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.checks/1",
+     "checks": [{"code": str, "severity": "error" | "warning" | "note",
+                 "level": "metadata" | "headers" | "deep", "title": str, "hint": str}]}
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 
 from ckpt_cli.findings.text import STYLES
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.screen.blocks import Cell, table
-from ckpt_cli.screen.terminal import Screen, screen_of
+from ckpt_cli.screen.terminal import screen_of
 from core.checks.registry import codes
 
 
 def print_checks(*, is_json: bool) -> int:
-    """Print every code of ``ckpt validate`` and return the exit code."""
+    """Print every code of ``ckpt validate`` with its severity, level and title; return 0."""
     if is_json:
         checks = [
             {
@@ -32,17 +34,12 @@ def print_checks(*, is_json: bool) -> int:
         ]
         print(json.dumps({"schema": "ckpt.checks/1", "checks": checks}))
         return 0
-    for line in table_lines(screen_of(sys.stdout)):
-        print(line)
-    return 0
-
-
-def table_lines(screen: Screen) -> Iterator[str]:
-    """Yield the table for people: code, severity, level and title of every code."""
     rows: list[list[Cell | str]] = []
     for code in codes().values():
         severity = Cell(code.severity.label, (STYLES[code.severity],))
         rows.append(
             [Cell(code.code, ("bold",)), severity, Cell(LEVELS[code.level], ("dim",)), code.title]
         )
-    yield from table(screen, rows, align="<<<<")
+    for line in table(screen_of(sys.stdout), rows, align="<<<<"):
+        print(line)
+    return 0

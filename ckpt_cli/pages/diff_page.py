@@ -21,8 +21,17 @@ from ckpt_cli.pages.diff_rows import (
     shape_row,
     values_row,
 )
-from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text, table
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped
+from ckpt_cli.screen.blocks import (
+    Cell,
+    bytes_text,
+    fact_list,
+    facts,
+    n_text,
+    seconds_text,
+    table,
+    table_width,
+)
+from ckpt_cli.screen.terminal import Screen, escaped
 from core.catalog.key_patterns import folded
 from core.diff.entries import EntryDiff
 from core.diff.result import Diff, TensorDiff
@@ -45,17 +54,19 @@ _COLUMNS = {
     "only_a": "only in A",
     "only_b": "only in B",
 }
+"""Kind of tensor → title of its column."""
 _MAX_NOTES = 6
+"""Maximum number of notes on the page."""
 
 
 def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Iterator[str]:
     """Yield the page.
 
     Args:
-        limit: most lines of a list; 0 for all.
+        limit: maximum number of lines of a list; 0 for all.
         is_flat: every tensor gets a row of its own.
     """
-    # Above the lists: verdict, facts, and how many tensors of each group are of each kind.
+    # Above the lists: verdict, facts, and the number of tensors of each group and kind.
     yield verdict_line(screen, result)
     yield from facts(screen, _facts(result), indent=2)
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
@@ -87,28 +98,37 @@ def page_of(screen: Screen, result: Diff, *, limit: int, is_flat: bool) -> Itera
 
 
 def verdict_line(screen: Screen, result: Diff) -> str:
-    """Return one line that tells whether the checkpoints are the same, and if not, how much of them
-    differs.
-    """
+    """Return the verdict as one line: the same, or how much of the checkpoints differs."""
     is_good = result.is_same
     mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
     return screen.plain(f"{mark} {screen.styled(_verdict_text(result), 'bold')}")
 
 
 def _verdict_text(result: Diff) -> str:
+    """Return the verdict in words."""
+    # Tensors that differ outweigh everything else.
     n_differing = sum(not tensor.is_same for tensor in result.tensors)
     if n_differing:
         return _difference_text(result, n_differing)
+    # No tensor differs, but the checkpoints do not count as the same.
     method = _method_text(result)
     tensors = n_text(len(result.tensors), "tensor")
     if result.left_out:
-        return f"no difference in the compared data ({tensors} {method}), but not everything could be compared"
+        return (
+            f"no difference in the compared data ({tensors} {method}), "
+            "but not everything could be compared"
+        )
     if result.entries:
         verb = "differs" if len(result.entries) == 1 else "differ"
-        return f"the tensors are the same ({len(result.tensors):,}, {method}), but {_entries_text(result)} {verb}"
+        return (
+            f"the tensors are the same ({len(result.tensors):,}, {method}), "
+            f"but {_entries_text(result)} {verb}"
+        )
+    # The checkpoints are the same.
     entries = ""
     if result.n_entries:
-        entries = f" and {n_text(result.n_entries, 'other entry', 'other entries')} (arguments, counters, RNG, …)"
+        count = n_text(result.n_entries, "other entry", "other entries")
+        entries = f" and {count} (arguments, counters, RNG, …)"
     size = bytes_text(sum(tensor.meta.n_bytes for tensor in result.tensors))
     if not result.is_read:
         return f"same names, shapes and dtypes: {tensors} ({size}){entries}; {method}"
@@ -117,21 +137,28 @@ def _verdict_text(result: Diff) -> str:
 
 def _difference_text(result: Diff, n_differing: int) -> str:
     """Return the verdict on checkpoints whose tensors differ."""
+    # Every difference may be a cast of the same values.
     tensors = n_text(len(result.tensors), "tensor")
-    is_cast = all(t.is_same or (t.kind == "dtype" and t.is_cast) for t in result.tensors)
-    if is_cast and not result.entries:
-        return f"only dtypes differ: {n_differing:,} of {tensors} hold the same values in another dtype"
-    # Every tensor that both have may be the same, and one side has more of them.
+    has_only_casts = all(
+        tensor.is_same or (tensor.kind == "dtype" and tensor.is_cast) for tensor in result.tensors
+    )
+    if has_only_casts and not result.entries:
+        count = f"{n_differing:,} of {tensors}"
+        return f"only dtypes differ: {count} hold the same values in another dtype"
+    # Every tensor that both checkpoints have may be the same, and one of them has more.
     one_sided = [(name, len(members)) for name, members in _one_sided(result) if members]
     n_shared = len(result.tensors) - sum(n for _, n in one_sided)
     if n_shared and n_shared == len(result.tensors) - n_differing:
         missing = " and ".join(
             f"{n:,} {'is' if n == 1 else 'are'} only in {name}" for name, n in one_sided
         )
-        rest = f", and {_entries_text(result)} differ" if result.entries else ""
-        return f"the tensors that both have are the same ({n_shared:,}, {_method_text(result)}), but {missing}{rest}"
-    rest = f" and {_entries_text(result)}" if result.entries else ""
-    return f"different: {n_differing:,} of {tensors}{rest}"
+        entries = f", and {_entries_text(result)} differ" if result.entries else ""
+        return (
+            f"all shared tensors are the same ({n_shared:,}, {_method_text(result)}), "
+            f"but {missing}{entries}"
+        )
+    entries = f" and {_entries_text(result)}" if result.entries else ""
+    return f"different: {n_differing:,} of {tensors}{entries}"
 
 
 def _entries_text(result: Diff) -> str:
@@ -139,12 +166,12 @@ def _entries_text(result: Diff) -> str:
 
 
 def _one_sided(result: Diff) -> tuple[tuple[str, list[TensorDiff]], ...]:
-    """Return the tensors that only one side has, by the name of the side."""
+    """Return the tensors that only one of the checkpoints has, with that checkpoint's name."""
     return ("A", result.of_kind("only_a")), ("B", result.of_kind("only_b"))
 
 
 def _method_text(result: Diff) -> str:
-    """Return how the tensors were compared, as the end of a clause."""
+    """Return the method of comparison as the end of a clause: ``bit for bit``."""
     if not result.is_read:
         return "no tensor was read"
     n_close = len(result.of_kind("close"))
@@ -158,7 +185,7 @@ def _method_text(result: Diff) -> str:
 
 def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
     """Yield the facts below the verdict: the two sides, how they were compared, and notes."""
-    # What was compared, and how.
+    # The two sides, and how they were compared.
     yield "A", _side_text(result.a)
     yield "B", _side_text(result.b)
     if result.rule is not None:
@@ -172,33 +199,30 @@ def _facts(result: Diff) -> Iterator[tuple[str, Cell | str]]:
     # What needed no comparison, and what could be done next.
     if result.n_by_fingerprint:
         tensors = n_text(result.n_by_fingerprint, "tensor")
-        text = f"{tensors} not read: their fingerprints in both manifests are equal (--read compares the data)"
-        yield "proven", Cell(text, ("green",))
+        reason = "their fingerprints in both manifests are equal (--read compares the data)"
+        yield "proven", Cell(f"{tensors} not read: {reason}", ("green",))
     if result.of_layout:
-        names = ", ".join(
-            escaped(entry.path.removeprefix("args.")) for entry in result.of_layout[:3]
-        )
-        more = ", …" if len(result.of_layout) > 3 else ""
-        count = n_text(len(result.of_layout), "entry", "entries")
-        verb = "differs" if len(result.of_layout) == 1 else "differ"
-        text = f"{count} {verb} because of layout, format or directory, not counted: {names}{more}"
-        yield "layout", Cell(text, ("dim",))
-    if (
-        result.rule is None
-        and result.is_read
-        and any(tensor.kind == "dtype" for tensor in result.tensors)
-    ):
+        yield "layout", Cell(_layout_text(result.of_layout), ("dim",))
+    if result.rule is None and result.is_read and result.of_kind("dtype"):
         yield "hint", Cell("--rtol 0 compares values across dtypes", ("dim",))
     # What could not be compared, and notes.
-    for number, text in enumerate(result.left_out):
-        yield "" if number else "left out", Cell(escaped(text), ("red",))
-    for number, text in enumerate(result.notes[:_MAX_NOTES]):
-        yield "" if number else "note", Cell(escaped(text), ("yellow",))
+    yield from fact_list("not compared", result.left_out, "red")
+    yield from fact_list("note", result.notes[:_MAX_NOTES], "yellow")
     if len(result.notes) > _MAX_NOTES:
         yield "", Cell(f"… {len(result.notes) - _MAX_NOTES} more (--json lists all)", ("dim",))
 
 
+def _layout_text(entries: Sequence[EntryDiff]) -> str:
+    """Return the number and the first names of entries that differ only because of the layout."""
+    names = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in entries[:3])
+    more = ", …" if len(entries) > 3 else ""
+    count = n_text(len(entries), "entry", "entries")
+    verb = "differs" if len(entries) == 1 else "differ"
+    return f"{count} {verb} because of layout, format or directory, not counted: {names}{more}"
+
+
 def _side_text(side: Side) -> str:
+    """Return a checkpoint's path with its format, parallel sizes and iteration."""
     parts = [side.source.format.name]
     if side.topology is not None:
         parts.append(str(side.topology))
@@ -208,18 +232,17 @@ def _side_text(side: Side) -> str:
 
 
 def _count_rows(result: Diff) -> Iterator[list[Cell | str]]:
-    """Yield how many tensors of each group are of each kind, without empty columns and rows."""
+    """Yield the number of tensors of each group and kind, without empty columns and rows."""
     kinds = [kind for kind in _COLUMNS if result.of_kind(kind)]
     yield ["", *(Cell(_COLUMNS[kind], ("dim",)) for kind in kinds)]
-    for role in ROLES:
-        members = [tensor.kind for tensor in result.tensors if tensor.role == role]
-        if members:
-            row: list[Cell | str] = [_GROUPS[role]]
-            for kind in kinds:
-                n = members.count(kind)
-                color = "green" if kind in ("equal", "close", "unread") else "red"
-                row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
-            yield row
+    counts = Counter((tensor.role, tensor.kind) for tensor in result.tensors)
+    for role in sorted({role for role, _ in counts}, key=ROLES.index):
+        row: list[Cell | str] = [_GROUPS[role]]
+        for kind in kinds:
+            n = counts[role, kind]
+            color = "green" if kind in ("equal", "close", "unread") else "red"
+            row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
+        yield row
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +250,7 @@ class _ListPrinter:
     """Prints lists of tensors and entries.
 
     Args:
-        limit: most lines of a list; 0 for all.
+        limit: maximum number of lines of a list; 0 for all.
         is_flat: every tensor gets a row of its own.
     """
 
@@ -244,26 +267,16 @@ class _ListPrinter:
         head: Sequence[str] = (),
         whole_groups: Collection[str] = (),
     ) -> Iterator[str]:
-        """Yield a section with a list of tensors; nothing if there are none.
+        """Yield a section with a list of tensors; nothing without tensors.
 
         Args:
-            cells: makes the cells of a row, after its name.
+            cells: builds the cells of a row, after its name.
             head: titles of the columns.
             whole_groups: groups (roles of tensors) that get only one row each.
         """
         if not tensors:
             return
-        # Tensors to rows: one each, or one for those that differ only in numbers of their keys.
-        if self.is_flat:
-            rows = [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
-        else:
-            groups = [
-                [tensor for tensor in tensors if tensor.role == role] for role in whole_groups
-            ]
-            rows = [
-                Row(f"all {_GROUPS[members[0].role]}", members[0], members) for members in groups
-            ]
-            rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
+        rows = self._rows(tensors, whole_groups)
         shown = rows[: self.limit] if self.limit else rows
         # Title, table, and the number of tensors that are not shown.
         yield ""
@@ -275,10 +288,22 @@ class _ListPrinter:
         yield from self._table(table_rows, has_head=bool(head))
         yield from self._more(sum(len(row.members) for row in rows[len(shown) :]), "tensor")
 
+    def _rows(self, tensors: Sequence[TensorDiff], whole_groups: Collection[str]) -> list[Row]:
+        """Return a row for each tensor or, unless ``is_flat``, for each group of similar keys."""
+        if self.is_flat:
+            return [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
+        rows = []
+        for role in whole_groups:
+            members = [tensor for tensor in tensors if tensor.role == role]
+            rows.append(Row(f"all {_GROUPS[role]}", members[0], members))
+        rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
+        return rows
+
     def entry_lines(self, title: str, entries: Sequence[EntryDiff]) -> Iterator[str]:
-        """Yield a section with the entries that differ; nothing if there are none."""
+        """Yield a section with the entries that differ; nothing without entries."""
         if not entries:
             return
+        # Entries with the same change whose paths differ only in numbers share a line.
         lines = folded((f"{entry.path}{END}{_change_text(entry)}" for entry in entries), end=END)
         shown = lines[: self.limit] if self.limit else lines
         yield ""
@@ -291,6 +316,7 @@ class _ListPrinter:
         yield from self._more(len(lines) - len(shown), "line")
 
     def _more(self, n: int, noun: str) -> Iterator[str]:
+        """Yield a line that counts what the list does not show; nothing if it shows all."""
         if n:
             yield self.screen.plain(
                 self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim")
@@ -301,33 +327,29 @@ class _ListPrinter:
 
         If they are too wide for the screen, names get lines of their own.
         """
+        # With a head, the columns between the name and the first difference contain numbers.
         n_columns = max(map(len, rows))
-        align = "<" + ">" * (n_columns - 2) * has_head + "<" * (1 if has_head else n_columns - 1)
+        align = "<" + ">" * (n_columns - 2) + "<" if has_head else "<" * n_columns
         width = self.screen.width
-        lines = list(table(Screen(), rows, align=align, indent=2))
-        if width is None or all(columns_of(line) <= width for line in lines):
+        if width is None or table_width(rows, align=align, indent=2) <= width:
             yield from table(self.screen, rows, align=align, indent=2)
             return
         # Too wide: each name above the other cells of its row.
-        rest = [[Cell("  "), *row[1:]] for row in rows]
-        # Still too wide: the last cell has only the index of the first difference, not its two values.
-        if has_head and any(
-            columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)
-        ):
-            for row in rest:
-                text = row[-1].text if isinstance(row[-1], Cell) else row[-1]
-                row[-1] = Cell(text.partition(": ")[0], ("dim",))
-        for row, line in zip(rows, table(self.screen, rest, align=align, indent=2), strict=True):
-            name = row[0].text if isinstance(row[0], Cell) else row[0]
-            if name:
-                yield self.screen.plain(f"  {name}")
+        cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+        below = [[Cell("  "), *row[1:]] for row in cells]
+        # Still too wide: the last cell is reduced to the index of the first difference, without
+        # the two values.
+        if has_head and table_width(below, align=align, indent=2) > width:
+            for row in below:
+                row[-1] = Cell(row[-1].text.partition(": ")[0], ("dim",))
+        for row, line in zip(cells, table(self.screen, below, align=align, indent=2), strict=True):
+            if row[0].text:
+                yield self.screen.plain(f"  {row[0].text}")
             yield line
 
 
 def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
-    """Return the groups (roles) of which all tensors are missing on one side, apart from the
-    model.
-    """
+    """Return the groups (roles) that one side lacks completely, except the model."""
     n_all, n_missing = (
         Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing)
     )
@@ -335,6 +357,7 @@ def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
 
 
 def _change_text(entry: EntryDiff) -> str:
+    """Return the change of an entry from A to B."""
     if entry.kind == "only_a":
         return f"only in A: {entry.a}"
     if entry.kind == "only_b":

@@ -2,8 +2,8 @@
 
 Nothing in them is ever executed.
 
-An instance is result as ``{"<class>": "argparse.Namespace", …attributes}``, a class or function as
-its dotted name, a tensor as ``{"<tensor>": key}``, bytes as their number.
+An instance becomes ``{"<class>": "argparse.Namespace", …attributes}``, a class or function its
+dotted name, a tensor ``{"<tensor>": key}``, and bytes their number.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from core.opening.open import Checkpoint
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping
 
 MAX_DEPTH = 24
+"""Maximum nesting of the JSON value; deeper containers become "…"."""
 MAX_NODES = 20_000
+"""Maximum number of values in the JSON value; the others are counted."""
 _MAX_BITS = 8192
+"""Maximum size of an integer that is written in digits."""
 
 
 def object_json(item: StoredObject, checkpoint: Checkpoint) -> object:
-    """Return an object as a JSON value.
-
-    Read it from its own stream if the metadata does not hold it.
-    """
+    """Return an object as a JSON value; read it from its own stream if the metadata omit it."""
     value = item.value
     if item.raw_key is not None:
         from core.formats.torch.format import load_object
@@ -45,7 +45,11 @@ class _JsonConverter:
         self._n_remaining = MAX_NODES
 
     def convert(self, value: object, depth: int = 0) -> object:
-        """Return the value as JSON; "…" if it is nested too deeply or the tree is too large."""
+        """Return the value as JSON; "…" if the value is nested too deeply or the tree too large.
+
+        Args:
+            depth: number of containers around the value.
+        """
         self._n_remaining -= 1
         # Numbers, text and references stand for themselves.
         if value is None or isinstance(value, (bool, str)):
@@ -75,6 +79,7 @@ class _JsonConverter:
         return f"<{type(value).__name__}>"
 
     def _instance(self, value: Inert, depth: int) -> dict[str, object]:
+        """Convert an instance: its class, arguments, state (usually attributes) and items."""
         result: dict[str, object] = {"<class>": value.class_name}
         if value.args:
             result["<arguments>"] = self._items(value.args, depth)
@@ -87,6 +92,7 @@ class _JsonConverter:
         return result
 
     def _entries(self, mapping: dict[object, object], depth: int) -> dict[str, object]:
+        """Convert a mapping, with keys as text, until the limit on values is reached."""
         result: dict[str, object] = {}
         for number, (name, item) in enumerate(mapping.items()):
             if self._n_remaining <= 0:
@@ -98,6 +104,7 @@ class _JsonConverter:
         return result
 
     def _items(self, items: Sequence[object], depth: int) -> list[object]:
+        """Convert a sequence until the limit on values is reached."""
         result: list[object] = []
         for number, item in enumerate(items):
             if self._n_remaining <= 0:

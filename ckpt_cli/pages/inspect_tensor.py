@@ -22,11 +22,28 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import TensorMeta
 from core.inspect.preview import BoxLocation, Number
 
+_COLUMNS = {
+    "box": "<",
+    "rank": "<",
+    "file": "<",
+    "in array": "<",
+    "byte": ">",
+    "strides": "<",
+    "stored as": "<",
+}
+"""Title → alignment of each column of the table of places."""
+
 
 def tensor_lines(
     screen: Screen, meta: TensorMeta, places: Sequence[BoxLocation], values: Sequence[Number] | None
 ) -> Iterator[str]:
-    """Yield the page of one tensor: facts, a row for each place, and its first values."""
+    """Yield the page of one tensor: facts, a row for each place, and its first values.
+
+    Args:
+        places: where the boxes of the tensor are stored.
+        values: the first elements in C order; None if they were not requested.
+    """
+    # A place is a box of the tensor in one file; replicas are places of the same box.
     yield screen.styled(escaped(meta.key), "bold")
     n_boxes = len({place.box for place in places})
     n_copies = len(places) - n_boxes
@@ -43,16 +60,12 @@ def tensor_lines(
     )
     # One row for each place, without empty columns.
     yield ""
-    head = [
-        Cell(text, ("dim",))
-        for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")
-    ]
-    rows = [head, *(_row(place, itemsize(meta.dtype)) for place in places)]
-    columns = [
-        i for i in range(len(head)) if any(row[i].text for row in rows[1:])
-    ]  # those that are not empty
-    align = "".join("<<<<><<"[i] for i in columns)
-    yield from table(screen, [[row[i] for i in columns] for row in rows], align=align)
+    head = [Cell(title, ("dim",)) for title in _COLUMNS]
+    rows = [_row(place, itemsize(meta.dtype)) for place in places]
+    columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
+    align = "".join(list(_COLUMNS.values())[i] for i in columns)
+    yield from table(screen, [[row[i] for i in columns] for row in (head, *rows)], align=align)
+    # The first values, as many as were requested.
     if values is not None:
         yield ""
         count = f"all {len(values)}" if len(values) == meta.n_elements else f"first {len(values)}"
@@ -63,6 +76,12 @@ def tensor_lines(
 
 
 def _row(place: BoxLocation, size: int) -> list[Cell]:
+    """Return the cells of a place, in the order of ``_COLUMNS``; expected values are left empty.
+
+    Args:
+        size: bytes of an element.
+    """
+    # Padding of the vocabulary is stored nowhere.
     rank = " ".join(f"{name}{number}" for name, number in place.rank)
     if place.file is None:
         return [
@@ -71,8 +90,11 @@ def _row(place: BoxLocation, size: int) -> list[Cell]:
             Cell("zeros (padding)", ("dim",)),
             *(Cell("") for _ in range(4)),
         ]
+    # The position in the stored array is only shown if the box is a part of that array, the strides
+    # only if the array is not in C order.
     is_part = place.box.shape != place.array_shape
     inside = f"at {shape_text(place.at)}" if is_part else ""
+    # Of an array inside a container item, only the position and length of the item are known.
     item = (
         f"item {place.offset} +{place.item_bytes}"
         if place.item_bytes is not None
@@ -91,7 +113,7 @@ def _row(place: BoxLocation, size: int) -> list[Cell]:
 
 
 def _stored_text(place: BoxLocation, size: int) -> str:
-    """Return the codec with the array's stored and decoded length: ``zstd, 1.2 KiB of 4 KiB``."""
+    """Return a place's codec with stored and decoded size: ``zstd, 1.2 KiB of 4 KiB``."""
     if place.stored_bytes is None:
         return escaped(place.encoding or "")
     n_bytes = prod(place.array_shape) * size
@@ -99,13 +121,15 @@ def _stored_text(place: BoxLocation, size: int) -> str:
 
 
 def _encoding_text(places: Sequence[BoxLocation]) -> str:
-    """Return the codecs of a tensor with their bytes, as the end of a sentence.
+    """Return a tensor's codecs and its bytes in the files, as the end of a sentence.
 
-    Returns "" if none is used.
+    Returns:
+        "" if no array of the tensor is encoded.
     """
     names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
     if not names:
         return ""
+    # Several places may be boxes of one encoded array, whose bytes count once.
     lengths = {
         (place.file, place.array): place.stored_bytes
         for place in places
@@ -117,7 +141,7 @@ def _encoding_text(places: Sequence[BoxLocation]) -> str:
 
 
 def number_text(value: Number, dtype: str) -> str:
-    """Format a number with as many digits as its dtype has."""
+    """Format a number with enough digits to identify it among the numbers of its dtype."""
     if isinstance(value, bool) or not isinstance(value, (float, complex)):
         return str(value)
     digits = (
@@ -129,7 +153,7 @@ def number_text(value: Number, dtype: str) -> str:
 
 
 def number_json(value: Number) -> object:
-    """Return a number as a JSON value."""
+    """Return a number as a JSON value: ``[real, imaginary]`` if complex, NaN as text."""
     if isinstance(value, complex):
         return [number_json(value.real), number_json(value.imag)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -5,51 +5,62 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped
+from ckpt_cli.screen.blocks import (
+    Cell,
+    bytes_text,
+    fact_list,
+    facts,
+    n_text,
+    seconds_text,
+    shape_text,
+    table,
+    table_width,
+)
+from ckpt_cli.screen.terminal import Screen, escaped
 from core.convert.explain import LayoutLine
 from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
     from core.convert.prepare import Prepared
     from core.convert.run import Report
-    from core.team.protocol import Figures
 
 LISTED = 12
-"""The most entries of a list that are shown; ``--json`` has all."""
+"""Maximum number of entries of a list that are shown; ``--json`` prints all."""
 
 
 def plan_lines(
     screen: Screen, prepared: Prepared, *, rank: int | None, rank_files: Sequence[str] | None
 ) -> Iterator[str]:
-    """Yield the plan of a dry run."""
+    """Yield the plan of a dry run.
+
+    Args:
+        rank: the destination rank of ``--rank``.
+        rank_files: the source files that this rank needs; None without ``--rank``.
+    """
+    # The facts: source, destination, and what the job reads, writes and holds in memory.
     yield screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
     source = prepared.source
     plan = prepared.plan
     replicas = (
         f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
     )
+    read = f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}"
+    allowed = bytes_text(prepared.job.memory_bytes)
     yield from facts(
         screen,
         [
             ("from", f"{escaped(str(source.path))} ({source.format.name})"),
             ("to", f"{prepared.target_format.name}, {n_text(len(prepared.files), 'file')}"),
             ("tensors", f"{prepared.n_tensors:,}"),
-            (
-                "read",
-                f"{bytes_text(plan.read_bytes)} (minimum {bytes_text(plan.least_read_bytes)}){replicas}",
-            ),
+            ("read", read),
             ("write", bytes_text(plan.file_bytes)),
-            (
-                "memory",
-                f"{bytes_text(plan.memory_bytes)} of {bytes_text(prepared.job.memory_bytes)} allowed",
-            ),
+            ("memory", f"{bytes_text(plan.memory_bytes)} of {allowed} allowed"),
             *_list_facts("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
             *_list_facts("not carried", prepared.dropped, style="yellow"),
             *_list_facts("note", prepared.notes, style="yellow"),
         ],
     )
-    # The files of the destination, and those that one of its ranks needs.
+    # The files of the destination, and the source files that one of its ranks needs.
     yield ""
     rows = [
         [Cell(escaped(path)), Cell(bytes_text(size), ("dim",))]
@@ -68,11 +79,12 @@ def plan_lines(
 
 
 def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
-    """Yield each tensor with its shape, the effect of its rule, and where the rule is.
+    """Yield each tensor with its shape, the effect of its rule, and the location of the rule.
 
-    Each tensor takes one line if all fit, and in files and pipes; else the rule is wrapped below
-    it.
+    In files and pipes, and if all lines fit the terminal, each tensor takes one line; otherwise the
+    rule is wrapped below its tensor.
     """
+    # The shape of a shard is only shown if the rule cuts the tensor.
     rows = []
     for line in lines:
         states = f", with {', '.join(line.states)}" if line.states else ""
@@ -85,11 +97,10 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
                 Cell(escaped(f"{line.where}: {line.source}"), ("dim",)),
             ]
         )
-    if screen.width is None or all(
-        columns_of(text) <= screen.width for text in table(Screen(), rows, align="<<<<")
-    ):
+    if screen.width is None or table_width(rows, align="<<<<") <= screen.width:
         yield from table(screen, rows, align="<<<<")
         return
+    # Too wide: the names and shapes, with the other two cells below each.
     names = table(screen, [row[:2] for row in rows], align="<<")
     for name, row in zip(names, rows, strict=True):
         yield name
@@ -102,6 +113,7 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     Args:
         is_proposed: the destination's name was derived from the source's.
     """
+    # What was written, and how fast.
     label = screen.styled("✓ wrote", "green", "bold")
     reason = " (no DST given; named after SRC)" if is_proposed else ""
     yield screen.plain(f"{label} {screen.styled(escaped(str(report.dst)), 'bold')}{reason}")
@@ -114,8 +126,18 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         ("tensors", f"{report.n_tensors:,}"),
         ("time", f"{seconds_text(report.seconds)} ({rate}/s)"),
     ]
+    # Parts that only some conversions have.
     if report.workers:
-        pairs.append(("workers", _workers_text(report.workers)))
+        # How evenly the work was divided.
+        balance = summarize_figures(report.workers)["balance"]
+        times = [worker.seconds for worker in report.workers]
+        n_hosts = len({worker.host for worker in report.workers})
+        text = (
+            f"{len(report.workers)} on {n_text(n_hosts, 'host')}, "
+            f"largest share {balance} × the mean, "
+            f"{seconds_text(min(times))} to {seconds_text(max(times))} each"
+        )
+        pairs.append(("workers", text))
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} had already been written"))
     if report.n_copies:
@@ -137,28 +159,11 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     yield from facts(screen, pairs, indent=2)
 
 
-def _workers_text(workers: Sequence[Figures]) -> str:
-    """Return how many workers and hosts there were, and how evenly the work was divided."""
-    balance = summarize_figures(workers)["balance"]
-    times = [worker.seconds for worker in workers]
-    return (
-        f"{len(workers)} on {n_text(len({worker.host for worker in workers}), 'host')}, "
-        f"largest share {balance} × the mean, {seconds_text(min(times))} to {seconds_text(max(times))} each"
-    )
-
-
 def _list_facts(
     name: str, items: Sequence[str], *, style: str | None = None
 ) -> list[tuple[str, Cell | str]]:
-    """Return one fact per item, the first labelled ``name``.
-
-    Items beyond ``LISTED`` are only counted.
-    """
-    styles = (style,) if style else ()
-    rows: list[tuple[str, Cell | str]] = [
-        ("" if number else name, Cell(escaped(item), styles))
-        for number, item in enumerate(items[:LISTED])
-    ]
+    """Return one fact per item, the first labelled ``name``; count those beyond ``LISTED``."""
+    rows = list(fact_list(name, items[:LISTED], *((style,) if style else ())))
     if len(items) > LISTED:
         rows.append(("", Cell(f"… {len(items) - LISTED} more (--json lists all)", ("dim",))))
     return rows

@@ -1,4 +1,4 @@
-"""What the output can take, text blocks, and errors as one line.
+"""Terminals, blocks of text, report files, and errors as users see them.
 
 Start at ``terminal`` and ``blocks``; ``failure`` maps an exception to a line and an exit code.
 Imports: core.

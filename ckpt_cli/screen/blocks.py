@@ -1,7 +1,7 @@
-"""Blocks of text: numbers with units, aligned columns, lists of facts, trees. Pure functions from
-values to lines.
+"""Blocks of text: numbers with units, aligned columns, lists of facts, trees.
 
-Not rich: docs/decisions/0030-tables-without-rich.md says why.
+Pure functions from values to lines, without rich: docs/decisions/0030-tables-without-rich.md gives
+the reasons.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def bytes_text(n_bytes: int) -> str:
     """Format a size with three digits: ``512 B``, ``1.21 KiB``, ``3.05 GiB``."""
     if n_bytes < 1024:
         return f"{n_bytes} B"
+    # 999.5 KiB would be rounded to four digits, "1000 KiB": it is 0.98 MiB.
     value = float(n_bytes)
     for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         value /= 1024
@@ -40,6 +41,7 @@ def count_text(count: int) -> str:
 
 
 def _three_digits(value: float) -> str:
+    """Format a value below 1000; the limits are those where rounding adds a digit."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f}"
 
@@ -50,9 +52,9 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:.2f} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 100:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
@@ -88,6 +90,7 @@ def table(
         align: ``<`` or ``>`` for each column.
         indent: spaces before each row.
     """
+    # Rows may have fewer cells than there are columns.
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
     widths = [
         max((columns_of(row[i].text) for row in cells if i < len(row)), default=0)
@@ -96,25 +99,36 @@ def table(
     for row in cells:
         parts = []
         for i, cell in enumerate(row):
-            is_last = i == len(row) - 1 and align[i] == "<"  # needs no spaces after it
+            # The last cell needs no spaces after it.
+            is_last = i == len(row) - 1 and align[i] == "<"
             text = padded(cell.text, 0 if is_last else widths[i], right=align[i] == ">")
+            # Only the text is styled, not the spaces that align it.
             start = len(text) - len(text.lstrip(" "))
             parts.append(text[:start] + screen.styled(text[start:], *cell.styles))
         yield screen.plain((" " * indent + "  ".join(parts)).rstrip())
 
 
+def table_width(rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0) -> int:
+    """Return the columns that the longest line of a table takes in a terminal."""
+    lines = table(Screen(), rows, align=align, indent=indent)
+    return max(map(columns_of, lines), default=0)
+
+
 def facts(
     screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0
 ) -> Iterator[str]:
-    """Yield names in a dim column with their values, wrapped, next to them.
+    """Yield names in a dim column, with their values, wrapped, in a second one.
 
-    An empty name continues the one above.
+    Args:
+        pairs: (name, value); an empty name continues the one above.
+        indent: spaces before each line.
     """
     pairs = list(pairs)
     label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
     for name, value in pairs:
         cell = value if isinstance(value, Cell) else Cell(value)
         lead = " " * indent + screen.styled(padded(name, label_width), "dim")
+        # At least 24 columns: in a narrower terminal, the terminal itself breaks the lines.
         room = None if screen.width is None else max(screen.width - indent - label_width - 1, 24)
         lines = [cell.text]
         if room is not None and columns_of(cell.text) > room:
@@ -122,6 +136,15 @@ def facts(
         for number, line in enumerate(lines):
             start = lead if number == 0 else " " * (indent + label_width)
             yield screen.plain((start + screen.styled(line, *cell.styles)).rstrip())
+
+
+def fact_list(label: str, texts: Iterable[str], *styles: str) -> Iterator[tuple[str, Cell | str]]:
+    """Yield one fact for each text, for ``facts``; only the first has the label.
+
+    The texts may come from a file: they are escaped.
+    """
+    for number, text in enumerate(texts):
+        yield "" if number else label, Cell(escaped(text), styles)
 
 
 def tree_rows(nodes: Sequence[Node], *, sort: str | None = None) -> Iterator[list[Cell]]:
@@ -136,9 +159,10 @@ def _node_rows(
     """Yield the row of a node and those of its children.
 
     Args:
-        lead: lines of the branches of its ancestors.
+        lead: lines of the ancestors' branches, printed before the node's own.
         is_last: the node is its parent's last child.
     """
+    # The name, and the size of one of several nodes that are folded into this one.
     branch = "" if is_root else lead + ("└─ " if is_last else "├─ ")
     name = branch + escaped(node.label)
     times = f"{node.n_alike} × " if node.n_alike > 1 else ""
@@ -152,15 +176,12 @@ def _node_rows(
         ]
     else:
         n = node.n_tensors // node.n_alike
-        same_as = (
-            ""
-            if not node.same_as
-            else "as above"
-            if len(node.same_as) > 12
-            else f"as {escaped(node.same_as)}"
-        )
+        same_as = ""
+        if node.same_as:
+            same_as = "as above" if len(node.same_as) > 12 else f"as {escaped(node.same_as)}"
         content = Cell(f"{times}{n_text(n, 'tensor')}", ("dim",))
         yield [Cell(name, ("bold",)), Cell(same_as, ("dim",)), content, Cell(size, ("dim",))]
+    # The children, unless those of an equal node are shown above.
     if node.same_as:
         return
     below = "" if is_root else lead + ("   " if is_last else "│  ")
@@ -172,6 +193,7 @@ def _node_rows(
 
 
 def _in_order(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
+    """Return the nodes sorted by ``size``, the largest first, by ``name``, or as stored."""
     if sort == "size":
         return sorted(nodes, key=lambda node: -node.n_bytes)
     if sort == "name":

@@ -6,7 +6,7 @@ On the screen an error takes up to three lines, however wide the terminal is::
       at: file model-00002.safetensors, tensor lm_head.weight, bytes 81920–98304
       hint: copy it again
 
-With ``--quiet``, in logs of workers and in JSON it is one line of text.
+With ``--quiet``, in logs of workers and in JSON an error is one line of text.
 
 ======  ===============================================================
  code    meaning
@@ -52,6 +52,7 @@ from core.errors import (
 )
 
 INTERNAL_ERROR = 70
+"""Exit code of a bug in ckpt (EX_SOFTWARE of sysexits.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,10 @@ class Failure:
 
     Args:
         exit_code: one of the module's table.
-        message: what is wrong, on one line; "" where nothing is to be printed.
+        message: what is wrong, on one line; "" if nothing is to be printed.
         fields: the ``error`` object of ``--json``.
         place: the file, tensor, rank and bytes concerned, or "".
-        hint: the next step, or ""; a rule proposed in it may take several lines.
+        hint: the next step, or ""; several lines if it proposes a layout rule.
     """
 
     exit_code: int
@@ -83,6 +84,7 @@ class Failure:
         label = screen.styled("error:", "bold", "red")
         if is_one_line:
             return f"{label} {self.line}"
+        # Later lines of a hint are aligned with its first.
         parts = [
             ("at", self.place),
             ("hint", self.hint.replace("\n", "\n" + " " * len("  hint: "))),
@@ -117,6 +119,7 @@ def end_on_signals() -> Callable[[], None]:
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
+        # Ignore later signals before raising, or one of them could interrupt this function.
         for other in before:
             signal.signal(other, signal.SIG_IGN)
         raise Terminated(number)
@@ -148,15 +151,16 @@ PACKAGES = {
     "zlib_ng": ("zlib-ng", "zlib-ng"),
     "zstandard": ("zstandard", "zstandard"),
 }
-"""Dependencies by the name that is imported → their title, and what pip installs."""
+"""Dependency by its import name → title for messages, name for pip."""
 
 
 def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
-    """Return how to report an exception; an unknown one is reported as a bug.
+    """Return the report of an exception; an unknown exception is reported as a bug.
 
     Args:
         command: the command that ran, for errors of typer that do not name it.
     """
+    # The process was ended from outside: not an error.
     if isinstance(err, BrokenPipeError):
         return Failure(128 + signal.SIGPIPE, "", {"code": "broken_pipe"})
     if isinstance(err, KeyboardInterrupt):
@@ -165,6 +169,7 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
         return Failure(
             128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name}
         )
+    # An error that has a code. Its hint may be a layout rule of several lines, which stay.
     error = _translated(err, command)
     if error is not None:
         hint = "\n".join(map(escaped, (error.hint or "").split("\n")))
@@ -175,6 +180,7 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
             place=escaped(error.place),
             hint=hint,
         )
+    # A bug.
     kind = type(err).__name__
     text = f"internal error, {kind}: {err}".rstrip(": ")
     return Failure(
@@ -186,7 +192,7 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
 
 
 def _translated(err: BaseException, command: str) -> CheckpointingException | None:
-    """Return the project's own error for ``err``, or None if it is a bug."""
+    """Return the project's own error for ``err``; None if ``err`` is a bug."""
     if isinstance(err, CheckpointingException):
         return err
     if isinstance(err, MemoryError):
@@ -208,31 +214,29 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
         return UnsupportedError(
             f"{command} needs {title}, which is not installed", hint=f"pip install {package}"
         )
-    format_message = getattr(
-        err, "format_message", None
-    )  # typer's own errors, whichever click they come from
+    # typer's own errors have this method, whether they come from click or from typer's copy of it.
+    format_message = getattr(err, "format_message", None)
     if callable(format_message):
         return _usage_error(err, str(format_message()), command)
     return None
 
 
 def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
-    """Return the UsageError for an error of typer, with its message in lower case and without a
-    full stop.
-    """
+    """Return the UsageError for an error of typer, in the style of ckpt's own messages."""
     context = getattr(err, "ctx", None)
     command = getattr(context, "command_path", command)
-    # An option of another tool: name ours.
+    # An option of another tool: the hint names the option of ckpt.
     option = str(getattr(err, "option_name", ""))
     hints = TORCHRUN_OPTION_HINTS if command == "ckpt launch" else OPTION_HINTS
     if option in hints:
         return UsageError(
             f"no such option: {option}", hint=hints[option].replace("ckpt COMMAND", command)
         )
-    # An option with several names, which typer lists all ("'--tp-new' / '--target-tp' / …"): the first is enough.
+    # Of an option with several names, typer lists all ("'--tp-new' / '--target-tp' / …").
     names = getattr(getattr(err, "param", None), "opts", None)
     if names and len(names) > 1 and getattr(err, "message", ""):
         message = f"invalid value for '{names[0]}': {getattr(err, 'message', '')}"
+    # One line, without a capital letter and a full stop, and with a suggestion in parentheses.
     message = " ".join(message.split())
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
     return UsageError(message[:1].lower() + message[1:], hint=f"see {command} --help")

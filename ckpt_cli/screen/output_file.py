@@ -1,4 +1,4 @@
-"""Report files, which are replaced atomically so that nobody reads half of one."""
+"""Report files, which are replaced atomically so that no reader gets half a report."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ _OPENINGS = (
     "✗ ".encode(),
     b"! ",
 )
-"""First bytes of the reports and baselines that this program writes; colours are never written to a
-file."""
+"""First bytes of the reports and baselines that ckpt writes, which files get without colours."""
 
 
 def check_report_path(path: Path) -> None:
-    """Raise unless a report can be written to the path.
+    """Raise unless a report can be written to the path; called before the work begins.
 
-    Called before the work to be reported begins.
-
-    An older report may be replaced. Any other file may not, so that a slip of the shell's
-    completion costs no checkpoint.
+    An older report may be replaced, any other file may not: a slip of the shell's completion must
+    not overwrite a file of a checkpoint.
 
     Raises:
         UsageError: the path is a directory, its directory does not exist, or it is a file but not a
             report.
+        StorageError: the file cannot be read.
     """
     if path.is_dir():
         raise UsageError(
-            "the report's path is a directory", file=str(path), hint="give the name of a file"
+            "the report's path is a directory", file=str(path), hint="give the path of a file"
         )
     if not path.parent.is_dir():
         raise UsageError(
@@ -48,11 +46,12 @@ def check_report_path(path: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 start = file.read(32)
+            # An empty file may be replaced, such as one created by mktemp.
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(
                     "the file exists and is not a report of ckpt",
                     file=str(path),
-                    hint="give another name, or remove the file",
+                    hint="choose another name, or remove the file",
                 )
 
 
@@ -62,15 +61,17 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     Raises:
         UsageError: ``check_report_path`` refuses the path.
         CapacityError: the disk is full.
-        StorageError: the system refuses to write.
+        StorageError: permission denied, or an I/O error.
     """
     check_report_path(path)
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     with translate_os_errors(str(path), doing="write"):
+        # A pipe or a device, such as /dev/stdout, cannot be replaced.
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(data)
             return
-        target = Path(os.path.realpath(path))  # a symbolic link is kept; its target is replaced
+        # A symbolic link is kept; its target is replaced.
+        target = Path(os.path.realpath(path))
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             temporary.write_bytes(data)

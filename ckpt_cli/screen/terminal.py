@@ -1,6 +1,6 @@
 """The capabilities of a terminal (width, colours, glyphs), and text made safe for it.
 
-Names and messages come out of untrusted files. ``escaped`` is applied to each of them before it is
+Names and messages come from untrusted files. ``escaped`` is applied to each of them before it is
 printed, so that no file can move the cursor, change colours or reverse the direction of text.
 """
 
@@ -23,6 +23,7 @@ _SGR = {
     "blue": "34",
     "cyan": "36",
 }
+"""Style → parameter of the escape sequence SGR."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Screen:
     Args:
         width: columns of the terminal; None for files and pipes, where nothing is shortened.
         has_color: escape sequences for colours are wanted.
-        has_unicode: the encoding has more than ASCII characters.
+        has_unicode: the encoding contains more than ASCII characters.
     """
 
     width: int | None = None
@@ -46,9 +47,7 @@ class Screen:
         return f"\x1b[{';'.join(_SGR[style] for style in styles)}m{text}\x1b[0m"
 
     def plain(self, text: str) -> str:
-        """Return the text with the program's own glyphs replaced by ASCII if the encoding lacks
-        them.
-        """
+        """Return the text, with ckpt's own glyphs replaced by ASCII if the encoding lacks them."""
         return text if self.has_unicode else text.translate(_ASCII)
 
 
@@ -66,9 +65,10 @@ def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen
 
     Args:
         stream: stdout or stderr.
-        environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` on, ``COLUMNS``
-            sets the width.
+        environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` switches them
+            on, and ``COLUMNS`` sets the width.
     """
+    # NO_COLOR wins over FORCE_COLOR.
     is_terminal = stream.isatty()
     wants_color = is_terminal and environ.get("TERM") != "dumb"
     if environ.get("FORCE_COLOR"):
@@ -96,22 +96,20 @@ def columns_of(text: str) -> int:
         return len(text)
     from unicodedata import combining, east_asian_width
 
+    # Combining marks take no column; wide (W) and full-width (F) characters take two.
     return sum(
         0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text
     )
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """Return the text filled with spaces to ``width`` columns.
-
-    The text is aligned to the left unless ``right``.
-    """
+    """Return the text filled with spaces to ``width`` columns, on its left if ``right``."""
     room = " " * max(width - columns_of(text), 0)
     return room + text if right else text + room
 
 
 def print_note(note: str) -> None:
-    """Print a one-line note to stderr; a terminal that is gone does not matter."""
+    """Print a one-line note to stderr; ignore the error if the terminal is gone."""
     with suppress(OSError):
         print(
             f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}",
