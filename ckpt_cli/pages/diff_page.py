@@ -295,7 +295,7 @@ class _ListPrinter:
         rows = []
         for role in whole_groups:
             members = [tensor for tensor in tensors if tensor.role == role]
-            rows.append(Row(f"all {_GROUPS[role]}", members[0], members))
+            rows.append(Row(f"all {_GROUPS[role]}", members[0], members, is_group=True))
         rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
         return rows
 

@@ -14,6 +14,9 @@ from core.diff.result import TensorDiff
 
 _NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
 """A number that is a complete part of a dotted key, such as that of a layer or an expert."""
+_SPAN = r"\d+(?:-\d+(?::[1-9]\d*)?)?"
+_RANGES = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
+"""Numbers that ``folded`` joined; a key may have other brackets of its own."""
 END = "\0"
 """Marks the end of a key for ``core.catalog.key_patterns.folded``."""
 
@@ -26,11 +29,14 @@ class Row:
         name: the key, with ranges for the numbers that vary, safe for a terminal.
         worst: the tensor that differs most.
         members: all tensors of the row.
+        is_group: the members are a group, such as the optimizer, with dtypes and shapes of their
+            own.
     """
 
     name: str
     worst: TensorDiff
     members: Sequence[TensorDiff]
+    is_group: bool = False
 
 
 RowCells = Callable[[Row], list[Cell | str]]
@@ -63,7 +69,7 @@ def folded_rows(tensors: Iterable[TensorDiff]) -> Iterator[Row]:
 def _n_folded_keys(name: str) -> int:
     """Return the number of keys that a folded name such as ``layers.[0-3,8].[0-6:2]`` covers."""
     n_keys = 1
-    for ranges in re.findall(r"\[([\d,:-]+)\]", name):
+    for ranges in _RANGES.findall(name):
         n_numbers = 0
         for part in ranges.split(","):
             # FIRST, FIRST-LAST or FIRST-LAST:STEP.
@@ -78,7 +84,7 @@ def only_row(row: Row) -> list[Cell | str]:
     """Return the cells of a tensor that only one side has: dtype, shape, bytes."""
     meta = row.worst.meta
     size = bytes_text(sum(tensor.meta.n_bytes for tensor in row.members))
-    if row.name.startswith("all "):
+    if row.is_group:
         return [Cell(n_text(len(row.members), "tensor")), "", Cell(size, ("dim",))]
     return [Cell(meta.dtype, ("cyan",)), shape_text(meta.shape), Cell(size, ("dim",))]
 
