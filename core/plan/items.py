@@ -60,7 +60,7 @@ class Move:
 
     @property
     def n_bytes(self) -> int:
-        """Number of bytes to write."""
+        """Total length of all destinations, in bytes."""
         return self.n_elements * itemsize(self.dtypes[1]) * len(self.destinations)
 
 
