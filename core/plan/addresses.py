@@ -43,11 +43,11 @@ class RecordCrc:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Addresses of a source piece's elements.
+    """Addresses of a source fragment's elements.
 
     Args:
         file: the source file; None for zeros.
-        start: byte address of the piece's first element.
+        start: byte address of the fragment's first element.
         strides: bytes per axis of the tensor.
         record: the recorded CRC of the array; None unless there is one and the complete array is
             read.

@@ -2,7 +2,7 @@
 
 ::
 
-    key, box ── match ──▶ pieces that meet the box ──┬── consecutive in file and buffer:
+    key, box ── match ──▶ fragments that meet it ────┬── consecutive in file and buffer:
                                                      │     one read, into the buffer
                                                      ├── long rows: one vectored read
                                                      └── anything else: read as a block, then
@@ -41,7 +41,7 @@ from core.plan.match import match
 _MIN_VECTOR_BYTES = 16 << 10
 """Shorter rows are cheaper to copy in memory than to pass to the kernel one by one."""
 _FEW = 8
-"""Number of pieces up to which a linear search is faster than an index."""
+"""Number of fragments up to which a linear search is faster than an index."""
 
 
 def bands(shape: Shape, size: int, band_bytes: int) -> Iterator[Box]:
@@ -72,12 +72,12 @@ class BoxReader:
         self._store = DecodedStore(store, cache_bytes=cache_bytes)
 
     def tensor(self, key: str) -> TensorReader:
-        """Return access to one tensor, visible or hidden, whose pieces are proven to cover it.
+        """Return access to one tensor, visible or hidden, whose fragments are proven to cover it.
 
         Raises:
             KeyError: the checkpoint has no such tensor.
             MissingShardError: a part of the tensor is missing.
-            CorruptError, UnsupportedError: the pieces of the tensor contradict each other.
+            CorruptError, UnsupportedError: the fragments of the tensor contradict each other.
         """
         # Match the checkpoint with a target that is the dense tensor in memory.
         meta = self._catalog.meta(key)
@@ -86,10 +86,11 @@ class BoxReader:
             work = match(
                 self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key
             )
-            pieces = [
-                _AddressedPiece(box, self._source(fragment, box)) for box, fragment in work.pieces
+            fragments = [
+                _AddressedFragment(box, self._source(fragment, box))
+                for box, fragment in work.pieces
             ]
-        return TensorReader(self._store, work.dtype, meta.shape, pieces)
+        return TensorReader(self._store, work.dtype, meta.shape, fragments)
 
     def _source(self, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""
@@ -101,7 +102,7 @@ class BoxReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _AddressedPiece:
+class _AddressedFragment:
     """A box of a tensor, and the addresses of its elements."""
 
     box: Box
@@ -117,14 +118,16 @@ class TensorReader:
     """
 
     def __init__(
-        self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_AddressedPiece]
+        self, store: DecodedStore, dtype: str, shape: Shape, fragments: Sequence[_AddressedFragment]
     ) -> None:
         self._store = store
         self.dtype = dtype
         self.shape = shape
-        self._pieces = pieces
+        self._fragments = fragments
         self._size = itemsize(dtype)
-        self._index = BoxIndex([piece.box for piece in pieces]) if len(pieces) > _FEW else None
+        self._index = (
+            BoxIndex([fragment.box for fragment in fragments]) if len(fragments) > _FEW else None
+        )
 
     def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
         """Fill a buffer with the elements of a box in C order.
@@ -140,17 +143,17 @@ class TensorReader:
             CorruptError: an encoded array cannot be decoded.
         """
         target = dense_layout(box.shape, self._size)
-        for piece, common in self._meeting(box):
+        for fragment, common in self._meeting(box):
             # Address of the common box in the file, and in the buffer.
-            delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
-            source = StridedLayout(piece.source.at(delta), piece.source.strides)
+            delta = [a - b for a, b in zip(common.offset, fragment.box.offset, strict=True)]
+            source = StridedLayout(fragment.source.at(delta), fragment.source.strides)
             position = sum(
                 (a - b) * step
                 for a, b, step in zip(common.offset, box.offset, target.strides, strict=True)
             )
             with in_checkpoint(self._store.label):
                 self._fill(
-                    piece.source.file,
+                    fragment.source.file,
                     source,
                     out,
                     StridedLayout(position, target.strides),
@@ -158,17 +161,17 @@ class TensorReader:
                     raw,
                 )
 
-    def _meeting(self, box: Box) -> Iterator[tuple[_AddressedPiece, Box]]:
-        """Yield the pieces that meet a box, each with the common box."""
+    def _meeting(self, box: Box) -> Iterator[tuple[_AddressedFragment, Box]]:
+        """Yield the fragments that meet a box, each with the common box."""
         if self._index is not None:
             yield from (
-                (self._pieces[number], common) for number, common in self._index.meeting(box)
+                (self._fragments[number], common) for number, common in self._index.meeting(box)
             )
             return
-        for piece in self._pieces:
-            common = piece.box.intersect(box)
+        for fragment in self._fragments:
+            common = fragment.box.intersect(box)
             if common is not None:
-                yield piece, common
+                yield fragment, common
 
     def _fill(
         self,

@@ -254,7 +254,7 @@ class Stage:
 
         Raises:
             StorageError: the system refuses. If only a step after the last rename failed, the
-                message tells that the output is complete.
+                message adds that the output is complete.
             UsageError: another process created the destination in the meantime.
         """
         # Sync before the rename, so that a crash never leaves an incomplete destination.
