@@ -243,6 +243,8 @@ class LocalStore(ReadStore):
         """
         names: list[str] = []
         for name, entry in self._entries(under):
+            # Two links that lead to each other's directories form a loop that ``leads_on`` cannot
+            # detect; the limit ends it.
             if entry.is_symlink():
                 if not leads_on(self.root / under / name):
                     continue

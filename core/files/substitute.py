@@ -50,6 +50,7 @@ def substitute_of(head: bytes) -> Substitute | None:
         return Substitute(
             "a web page or a server's error message (HTML or XML), not the file itself", again
         )
+    # A user may have passed a JSON or text file on purpose: these are not certainly downloads.
     if _JSON.match(head):
         return Substitute(
             "JSON text, such as a server's error message, not the file itself",

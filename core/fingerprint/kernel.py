@@ -143,6 +143,7 @@ def _is_exact_in_torch() -> bool:
             for first, n in ((0, TABLE), (0, 1), (5, 1000), (TABLE - 96, 96))
         )
     except (RuntimeError, NotImplementedError):
+        # This build of torch lacks the product for this processor.
         return False
 
 

@@ -166,12 +166,16 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
     extent = array.extent
     if extent.is_late:
         raise CorruptError("cannot find the array in its file", key=fragment.key)
+
+    # Strides of the array, in bytes.
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
         raise CorruptError(
             f"strides {extent.strides} are negative", key=fragment.key, file=extent.file
         )
+
+    # The fragment begins at ``fragment.at`` in the array, and the box inside the fragment.
     strides = _align_strides(of_array, box.rank)
     start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
     start += sum(

@@ -216,6 +216,8 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
     if array is not None and is_all(fragment, array, meta):
         return
+
+    # Bounds of the tensor; zeros have no array and need no other check.
     if box.rank != len(meta.shape) or any(
         stop > n for stop, n in zip(box.end, meta.shape, strict=True)
     ):
@@ -226,6 +228,8 @@ def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
         )
     if array is None:
         return
+
+    # Bounds of the array, whose rank may differ.
     region = region_shape(box, len(array.shape))
     if region is None or not all(
         0 <= start <= extent - n

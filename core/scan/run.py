@@ -287,6 +287,7 @@ class ScanRun:
             except CheckpointingException as err:
                 self._note(name, None, err)
                 continue
+            # The rank may have planned the file without reading any of it.
             if part.of_file.runs:
                 yield name, part
 
@@ -474,6 +475,7 @@ class ScanRun:
 
     def _work(self) -> None:
         """Read work items until there are none; the task of one thread."""
+        # Each thread reuses one window; it is pinned if a device works on its bytes.
         window = host_buffer(
             self._device if self._device is not None and self._device.work else None, WINDOW_BYTES
         )
@@ -504,6 +506,7 @@ class ScanRun:
             for reader in file.readers:
                 reader.feed_file(name, start, data)
             sums.feed(data)
+            # With a device, all observers of the window share one copy to it.
             with uploaded_once(self._device, data):
                 feeder.feed(data, start)
             self._report(len(data))

@@ -56,6 +56,7 @@ class MemoryBudget:
         Raises:
             CapacityError: the complete budget is smaller.
         """
+        # A request above the budget would wait forever.
         if n_bytes > self._n_bytes:
             raise CapacityError(
                 f"reading this array needs {n_bytes / _MIB:,.1f} MiB of memory, "
@@ -124,12 +125,15 @@ class SeparateReader:
         extent = array.extent
         assert extent.encoding is not None
         encoding = extent.encoding
+
+        # Observers receive complete elements, so that every unit must contain complete elements.
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
                 f"the chunk size of the {encoding.name} data is not a multiple of the element size",
                 file=extent.file,
                 key=array.name,
             )
+
         # Threads wait here until a unit and its decoding fit into the shared memory.
         with self._budget.reserve(
             min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array

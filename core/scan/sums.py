@@ -257,6 +257,7 @@ class FileSums:
         Returns:
             The arrays whose elements have now all been read.
         """
+        # Under the lock, only collect: finishing sums may read the file, and locks again.
         with self._lock:
             self._result.read_bytes += sums.of_file.n_bytes
             self._file.add(sums.of_file)
@@ -273,6 +274,7 @@ class FileSums:
 
     def part(self, store: ReadStore) -> FilePart:
         """Return the sums of the file and its incomplete ranges, for ``join`` elsewhere."""
+        # Every process numbers the ranges alike: the plans are equal.
         numbers = {id(file_range): number for number, file_range in enumerate(self._plan.ranges)}
         sums = {numbers[key]: range_sums for key, range_sums in self._ranges.items()}
         return FilePart(

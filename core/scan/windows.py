@@ -245,6 +245,7 @@ def _cluster_ranges(
 def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
     """Return an error if an array exceeds its file or has negative strides, else None."""
     extent = bound.extent
+    # Without negative strides, the last element has the highest address.
     steps = extent.strides
     if steps is None:
         end = extent.offset + bound.n_bytes

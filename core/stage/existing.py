@@ -49,6 +49,7 @@ def _holds_checkpoint(path: Path) -> bool:
 
     It is one if a format recognises it, or if it has a manifest that this toolkit wrote.
     """
+    # A manifest is sufficient: a damaged checkpoint may not be recognised by any format.
     if path.is_file():
         if (path.parent / manifest_name(path.name)).is_file():
             return True

@@ -174,6 +174,7 @@ class StageStore:
                 with translate_os_errors(name, doing="open"):
                     opened = _StageFile(os.open(self.root / check_name(name), _FLAGS))
                 self._open[name] = opened
+                # ``sync_files`` also syncs files that another process has created.
                 self._names.add(name)
                 self._close_idle()
             self._open.move_to_end(name)

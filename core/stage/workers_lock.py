@@ -125,6 +125,7 @@ def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
     Raises:
         StorageError: other processes hold the lock after ``wait_s`` seconds.
     """
+    # flock cannot wait with a time limit: try repeatedly.
     until = time.monotonic() + wait_s
     try:
         while not _try_lock(fd, fcntl.LOCK_EX):
