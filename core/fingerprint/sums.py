@@ -60,8 +60,6 @@ class FormSum:
             itemsize: bytes of an element.
             data: the bytes of the box's elements, in C order.
         """
-        import numpy as np
-
         start = _start_of_run(shape, box)
         if start is not None:
             self.add_run(start * itemsize, data)
@@ -71,11 +69,8 @@ class FormSum:
         raw = _array_of(data)
         self.n_bytes += len(raw)
         n_outer = self._form.n_outer
-        rows: Array = np.zeros(1, np.int64)
-        for step, first, n in zip(
-            c_strides(shape[:n_outer]), box.offset[:n_outer], box.shape[:n_outer], strict=True
-        ):
-            rows = (rows[:, None] + step * np.arange(first, first + n, dtype=np.int64)).reshape(-1)
+        outer = Box(box.offset[:n_outer], box.shape[:n_outer])
+        rows = _flat_indices(c_strides(shape[:n_outer]), outer)
 
         # The inner axes are the same box in each of these rows.
         inner = Box(box.offset[n_outer:], box.shape[n_outer:])
@@ -91,6 +86,8 @@ class FormSum:
             itemsize: bytes of an element.
             data: (rows, bytes of the box).
         """
+        import numpy as np
+
         steps = c_strides(shape)
         first = sum(step * offset for step, offset in zip(steps, box.offset, strict=True))
         n_span = 1 + sum(step * (n - 1) for step, n in zip(steps, box.shape, strict=True))
@@ -100,11 +97,14 @@ class FormSum:
 
         # Its elements are close together: fill the gaps with zeros, which add nothing.
         elif n_span * itemsize <= _PIECE_BYTES:
+            positions = _flat_indices(steps, Box((0,) * box.rank, box.shape))
             step_rows = max(1, _PIECE_BYTES // (n_span * itemsize))
             for start in range(0, len(rows), step_rows):
-                part = slice(start, start + step_rows)
-                run = _spread(data[part], box.shape, steps, n_span, itemsize)
-                self._add(rows[part], first * itemsize, run)
+                part = data[start : start + step_rows]
+                runs: Array = np.zeros((len(part), n_span, itemsize), np.int8)
+                runs[:, positions] = part.reshape(len(part), -1, itemsize)
+                part_rows = rows[start : start + step_rows]
+                self._add(part_rows, first * itemsize, runs.reshape(len(part), -1))
 
         # They are far apart: halve the box until its runs are short enough.
         else:
@@ -183,24 +183,21 @@ def _start_of_run(shape: Shape, box: Box) -> int | None:
     return sum(step * offset for step, offset in zip(c_strides(shape), box.offset, strict=True))
 
 
-def _spread(data: Array, shape: Shape, steps: Shape, n_span: int, itemsize: int) -> Array:
-    """Return the elements of a box at their positions in a row, with zeros between them.
+def _flat_indices(strides: Shape, box: Box) -> Array:
+    """Return the flat indices of a box's elements, in C order.
 
     Args:
-        data: (rows, bytes of the box).
-        shape: shape of the box, in elements.
-        steps: strides of its axes in the row, in elements.
-        n_span: elements from the box's first to its last.
-        itemsize: bytes of an element.
+        strides: strides of the array that contains the box, in elements.
+        box: the box, in elements.
     """
     import numpy as np
 
-    spread: Array = np.zeros((len(data), n_span, itemsize), np.int8)
-    numbers: Array = np.zeros(1, np.int64)
-    for step, n in zip(steps, shape, strict=True):
-        numbers = (numbers[:, None] + step * np.arange(n, dtype=np.int64)).reshape(-1)
-    spread[:, numbers] = data.reshape(len(data), -1, itemsize)
-    return spread.reshape(len(data), -1)
+    indices: Array = np.zeros(1, np.int64)
+    for step, first, n in zip(strides, box.offset, box.shape, strict=True):
+        indices = (indices[:, None] + step * np.arange(first, first + n, dtype=np.int64)).reshape(
+            -1
+        )
+    return indices
 
 
 class _WritableBytes:
